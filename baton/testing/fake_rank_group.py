@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from baton.runner.backends.cpu.kernels.barrier import Barrier
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.backends.cpu.kernels.meeting import Meeting
 from baton.runner.backends.ranks.host_ranks import SharedFiles
 from baton.runner.ranks.following_rank import FollowingRank
 from baton.runner.ranks.rank_spec import RankSpec
@@ -15,8 +15,8 @@ from baton.runner.ranks.rank_spec import RankSpec
 class FakeRankGroup:
     """Stands for `RankGroup`: its ranks are threads, which can be lost only by `lose`."""
 
-    def __init__(self, spec: RankSpec, files: SharedFiles, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, spec: RankSpec, files: SharedFiles, barrier: Barrier) -> None:
+        self._barrier = barrier
         self._callback: Callable[[str], None] | None = None
         self.why_lost = ""
         followers = [FollowingRank(spec, rank, files) for rank in range(1, spec.size)]
@@ -39,7 +39,7 @@ class FakeRankGroup:
         if self.why_lost:
             return
         self.why_lost = reason
-        self._meeting.lose()
+        self._barrier.abort()
         if self._callback is not None:
             self._callback(reason)
 
@@ -49,7 +49,7 @@ class FakeRankGroup:
             callback(self.why_lost)
 
     def close(self) -> None:
-        self._meeting.lose()
+        self._barrier.abort()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()

@@ -17,8 +17,8 @@ import pytest
 from baton.engine.batch import NewRequestData, SchedulerOutput
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
+from baton.runner.backends.cpu.kernels.barrier import Barrier
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.backends.cpu.kernels.meeting import Meeting
 from baton.runner.backends.ranks.host_ranks import SharedFiles
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
@@ -64,7 +64,7 @@ def wait_until_gone(pid: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "gives no sign of life")]
+    ("number", "reason"), [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "sends no heartbeats")]
 )
 def test_a_killed_or_stopped_rank_ends_the_group(model: Path, number: signal.Signals, reason: str) -> None:
     shared, told = os.listdir("/dev/shm"), queue.SimpleQueue[str]()
@@ -95,8 +95,8 @@ def test_ranks_end_with_the_process_that_started_them(model: Path) -> None:
 
 
 def test_a_rank_that_can_not_load_the_model_says_why(model: Path) -> None:
-    def start(spec: RankSpec, files: SharedFiles, meeting: Meeting) -> RankGroup:
-        return RankGroup(replace(spec, model_dir="/nowhere"), files, meeting)
+    def start(spec: RankSpec, files: SharedFiles, barrier: Barrier) -> RankGroup:
+        return RankGroup(replace(spec, model_dir="/nowhere"), files, barrier)
 
     with pytest.raises(ConfigError, match=r"can't be divided among ranks: rank 1 .* exit code 1: .*/nowhere"):
         load_runner(model, dtype="float32", num_blocks=16, tensor_parallel=2, start_ranks=start)

@@ -47,7 +47,7 @@ def of_own_heads(how: AttentionParameters, own: HeadRange) -> AttentionParameter
     """The parameters of a rank's own heads; sinks are copied."""
     if how.sinks is None:
         return how
-    sinks = how.sinks.detach()[own.first_query : own.first_query + own.num_queries].clone()
+    sinks = how.sinks.detach()[own.queries].clone()
     return replace(how, sinks=sinks)
 
 
@@ -236,10 +236,8 @@ class OwnHeads:
     ) -> torch.Tensor:
         shard = self._ranks.shard
         own = shard.heads(query.shape[1], key.shape[1])
-        queries = slice(own.first_query, own.first_query + own.num_queries)
-        kv = slice(own.first_kv, own.first_kv + own.num_kv)
         attended = self._attend.attend(
-            layer, query[:, queries], key[:, kv], value[:, kv], of_own_heads(how, own), sampling=sampling
+            layer, query[:, own.queries], key[:, own.kv], value[:, own.kv], of_own_heads(how, own), sampling=sampling
         )
         rows = attended.reshape(attended.shape[0], -1)
         every = self._ranks.gather(rows, [rows.shape[1]] * shard.size)

@@ -228,9 +228,7 @@ def _same_attention(
     expected = child(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)[0]
     out = fused.rows(x[0], whole_angles(cos[0], fused.half_angles), whole_angles(sin[0], fused.half_angles))
     own = fused.own_heads
-    queries = slice(own.first_query, own.first_query + own.num_queries)
-    kv = slice(own.first_kv, own.first_kv + own.num_kv)
-    seen = (rows[:, heads] for rows, heads in zip(theirs.seen[0], (queries, kv, kv), strict=True))
+    seen = (rows[:, heads] for rows, heads in zip(theirs.seen[0], (own.queries, own.kv, own.kv), strict=True))
     pairs = zip(seen, ours.seen[0], strict=True)
     return _agree(expected[0], out) and all(_agree(theirs, ours) for theirs, ours in pairs)
 

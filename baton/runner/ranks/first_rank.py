@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.messages.node_report import ComputePath
-from baton.runner.backends.cpu.kernels.meeting import Meeting
+from baton.runner.backends.cpu.kernels.barrier import Barrier
 from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
 from baton.runner.backends.ranks.shard import Shard
 from baton.runner.model.weights import LoadedModel
@@ -16,7 +16,7 @@ from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_spec import RankSpec
 from baton.runner.ranks.step_board import StepBoard
 
-StartRanks = Callable[[RankSpec, SharedFiles, Meeting], FollowingRanks]
+StartRanks = Callable[[RankSpec, SharedFiles, Barrier], FollowingRanks]
 
 
 class FirstRank:
@@ -30,7 +30,7 @@ class FirstRank:
             ranks = HostRanks(Shard(0, spec.size), files)
             self.operations = sharded_operations(spec.threads_of(0), ranks)
             self._board = StepBoard(ranks, files)
-            self.followers = start_ranks(spec, files, ranks.meeting)
+            self.followers = start_ranks(spec, files, ranks.barrier)
         except BaseException:
             files.close()
             raise

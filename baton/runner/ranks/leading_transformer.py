@@ -61,8 +61,8 @@ class LeadingTransformer(Transformer):
             self._board.done()
             self._ranks.trim()
         except BaseException as error:
-            # The others are in the middle of the step, and would take the next one's numbers for this one's.
+            # The other ranks are in the middle of the step, and would take the next one's numbers for this one's.
             self._followers.lose(f"the first rank failed in a step: {error!r}")
             if isinstance(error, Exception):
-                raise RankLost(f"the step can't be computed: {self._followers.why_lost}") from error
+                raise RankLost(f"the step can't be computed: {self._followers.why_lost or error!r}") from error
             raise

@@ -1,7 +1,7 @@
 """The processes of the ranks behind the first one: started, watched and ended by the process of the first rank.
 
-A rank that ends, or gives no sign of life for a while, can't be replaced: its part of the KV cache is lost with it.
-Then the group is lost: every meeting ends with RankLost, the other processes are killed, and whoever asked is told. A
+A rank that ends, or sends no heartbeat for a while, can't be replaced: its part of the KV cache is lost with it.
+Then the group is lost: every barrier ends with RankLost, the other processes are killed, and whoever asked is told. A
 rank's process ends by itself when the first rank's process does, in whatever way.
 """
 
@@ -20,15 +20,15 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.runner.backends.cpu.kernels.meeting import Meeting
+from baton.runner.backends.cpu.kernels.barrier import Barrier
 from baton.runner.backends.ranks.host_ranks import SharedFiles
+from baton.runner.ranks.heartbeats import INTERVAL_S, LOADED, LOADING
 from baton.runner.ranks.rank_spec import RankSpec
-from baton.runner.ranks.sign_of_life import INTERVAL_S, LOADED, LOADING
 
-_MISSED_SIGNS = 10
-"""A rank is lost after so many intervals without a sign. They are counted and not timed, since this process may have
-been stopped itself."""
-_LOADING_SIGNS = 240
+_MISSED_HEARTBEATS = 10
+"""A rank is lost after so many intervals without a heartbeat. They are counted and not timed, since this process may
+have been stopped itself."""
+_LOADING_HEARTBEATS = 240
 """How many intervals a rank may be silent while its process starts and loads: its interpreter may be busy."""
 _END_S = 10.0
 _MAX_WORDS = 4096
@@ -41,7 +41,7 @@ class _Process:
     rank: int
     process: subprocess.Popen[bytes]
     channel: socket.socket
-    signs_left: int = _LOADING_SIGNS
+    heartbeats_left: int = _LOADING_HEARTBEATS
     """How many more intervals it may be silent."""
     last_words: bytearray = field(default_factory=bytearray)
 
@@ -49,9 +49,9 @@ class _Process:
 class RankGroup:
     """The ranks behind the first one. It ends them when it is closed or no longer referenced."""
 
-    def __init__(self, spec: RankSpec, files: SharedFiles, meeting: Meeting) -> None:
-        """Start the processes; `meeting` is where the first rank meets them."""
-        self._watch = _Watch(meeting)
+    def __init__(self, spec: RankSpec, files: SharedFiles, barrier: Barrier) -> None:
+        """Start the processes; `barrier` is the first rank's."""
+        self._watch = _Watch(barrier)
         self._finalizer = weakref.finalize(self, self._watch.close)
         try:
             for rank in range(1, spec.size):
@@ -87,10 +87,10 @@ class RankGroup:
 class _Watch:
     """Watches the processes in a thread. It does not know the group, which may be forgotten meanwhile."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, barrier: Barrier) -> None:
         self.processes: list[_Process] = []
         self.why_lost = ""
-        self._meeting = meeting
+        self._barrier = barrier
         self._lock = threading.Lock()
         self._callback: Callable[[str], None] | None = None
         self._closing = False
@@ -109,7 +109,7 @@ class _Watch:
     def close(self) -> None:
         with self._lock:
             self._closing = True
-        self._meeting.lose()
+        self._barrier.abort()
         for one in self.processes:
             with contextlib.suppress(OSError):  # the other end is gone already
                 one.channel.shutdown(socket.SHUT_RDWR)
@@ -131,7 +131,7 @@ class _Watch:
                 return
             self.why_lost, callback = reason, self._callback
         _log.error("%s: the ranks of this model are lost", reason)
-        self._meeting.lose()
+        self._barrier.abort()
         for one in self.processes:
             one.process.kill()
         if callback is not None:
@@ -152,7 +152,7 @@ class _Watch:
                     said = _receive(one.channel)
                     if not said:
                         return _end_of(one)
-                    one.signs_left = _MISSED_SIGNS if LOADED in said else _LOADING_SIGNS
+                    one.heartbeats_left = _MISSED_HEARTBEATS if LOADED in said else _LOADING_HEARTBEATS
                     one.last_words += said.replace(LOADING, b"").replace(LOADED, b"")[
                         : _MAX_WORDS - len(one.last_words)
                     ]
@@ -160,9 +160,9 @@ class _Watch:
                     continue
                 counted = time.monotonic()
                 for one in self.processes:
-                    one.signs_left -= 1
-                    if one.signs_left < 0:
-                        return f"rank {one.rank} (process {one.process.pid}) gives no sign of life"
+                    one.heartbeats_left -= 1
+                    if one.heartbeats_left < 0:
+                        return f"rank {one.rank} (process {one.process.pid}) sends no heartbeats"
 
 
 def _receive(channel: socket.socket) -> bytes:

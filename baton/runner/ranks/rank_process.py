@@ -10,8 +10,8 @@ import socket
 import sys
 
 from baton.errors import BatonError
+from baton.runner.ranks.heartbeats import Heartbeats
 from baton.runner.ranks.rank_spec import RankSpec
-from baton.runner.ranks.sign_of_life import SignsOfLife
 
 _FAULT = 1
 
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     # What ends a whole group of processes lets the first rank drain: this one computes for it until its process ends.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
-    signs = SignsOfLife(channel)
+    heartbeats = Heartbeats(channel)
     # Imported only now, since torch and transformers take seconds.
     from baton.runner.backends.cpu.kernels.errors import RankLost
     from baton.runner.backends.ranks.host_ranks import SharedFiles
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     try:
         follower = FollowingRank(RankSpec.from_json(spec), int(rank), files)
         follower.load()
-        follower.follow(signs.loaded)
+        follower.follow(heartbeats.loaded)
     except RankLost:
         return 0
     except BatonError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baton.runner.backends.cpu.kernels.meeting import MeetFor
+from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
 from baton.runner.backends.ranks.shared_memory import SharedMemory
 from baton.runner.execution.input_batch import FlatBatch
@@ -33,7 +33,7 @@ class Task(enum.IntEnum):
 
 
 class StepBoard:
-    """One rank's view of the steps: the first rank announces one, the others wait for it; all meet when it is done."""
+    """One rank's view of the steps: the first rank announces one, the others wait for it, then all wait for its end."""
 
     def __init__(self, ranks: HostRanks, files: SharedFiles) -> None:
         self._ranks = ranks
@@ -56,15 +56,15 @@ class StepBoard:
         memory[: header.nbytes] = header.view(np.uint8)
         for place, array in zip(places, arrays, strict=True):
             memory[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self._ranks.meeting.meet(MeetFor.STEP)
+        self._ranks.barrier.wait(BarrierTag.STEP)
 
     def done(self) -> None:
         """Wait until the step is done on all ranks: the first one may copy blocks, and offer them. Raises RankLost."""
-        self._ranks.meeting.meet(MeetFor.DONE)
+        self._ranks.barrier.wait(BarrierTag.DONE)
 
     def next(self) -> tuple[Task, list[Array]]:
         """Wait for the next announcement; returns it with copies of its arrays. Raises RankLost."""
-        self._ranks.meeting.meet(MeetFor.STEP)
+        self._ranks.barrier.wait(BarrierTag.STEP)
         size = _HEADER_WORDS * _WORD
         header = self._memory.at_least(size).numpy()[:size].view(np.int64)
         memory = self._memory.at_least(int(header[2])).numpy()

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
+from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.backends.cpu.kernels.meeting import MeetFor
 from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
 from baton.runner.backends.ranks.shard import Shard
 from baton.runner.execution.input_batch import FlatBatch
@@ -66,33 +66,33 @@ def test_rows_of_all_ranks_come_to_their_places(files: SharedFiles) -> None:
     on_every_rank(files, 2, run)
 
 
-def test_a_lost_rank_ends_the_meetings_of_all(files: SharedFiles) -> None:
+def test_a_lost_rank_ends_the_barriers_of_all(files: SharedFiles) -> None:
     first, second = (HostRanks(Shard(rank, 3), files) for rank in range(2))
     arrived = threading.Barrier(3)
 
     def wait(ranks: HostRanks) -> None:
         arrived.wait()
         with pytest.raises(RankLost):
-            ranks.meeting.meet(MeetFor.DONE)
+            ranks.barrier.wait(BarrierTag.DONE)
         with pytest.raises(RankLost):
             ranks.gather(torch.zeros(1, 1), [1, 1, 1])
 
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(wait, ranks) for ranks in (first, second)]
         arrived.wait()
-        first.meeting.lose()
+        first.barrier.abort()
         for one in waiting:
             one.result(timeout=60)
 
 
-def test_ranks_that_meet_for_different_reasons_are_lost(files: SharedFiles) -> None:
-    """Also those whose reasons have the average of the others' number."""
+def test_ranks_that_wait_with_different_tags_are_lost(files: SharedFiles) -> None:
+    """Tags are compared one by one: here the third is the mean of all three."""
     ranks = [HostRanks(Shard(rank, 3), files) for rank in range(3)]
-    reasons = (MeetFor.GATHER, MeetFor.STEP, MeetFor.MERGE)
+    reasons = (BarrierTag.GATHER, BarrierTag.STEP, BarrierTag.MERGE)
     assert sum(reasons) == 3 * reasons[2]
     with ThreadPoolExecutor(3) as pool:
-        meeting = [pool.submit(one.meeting.meet, reason) for one, reason in zip(ranks, reasons, strict=True)]
-        errors = [str(one.exception(timeout=60)) for one in meeting]
+        barrier = [pool.submit(one.barrier.wait, reason) for one, reason in zip(ranks, reasons, strict=True)]
+        errors = [str(one.exception(timeout=60)) for one in barrier]
     assert any("compute different operations" in error for error in errors)
     assert all("rank" in error for error in errors)
 
@@ -103,7 +103,7 @@ def test_an_interrupt_ends_the_wait_for_other_ranks(files: SharedFiles) -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
-            ranks.meeting.meet(MeetFor.GATHER)
+            ranks.barrier.wait(BarrierTag.GATHER)
     finally:
         signal.signal(signal.SIGALRM, before)
 

@@ -177,7 +177,7 @@ def test_any_number_of_sequences_shares(module: ModuleType, name: str, count: in
 def test_programs_with_several_splits_change_no_bits(
     module: ModuleType, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in large steps: a program computes all splits of a sequence in turn, or every second one."""
+    """A program of a large step computes all splits of a sequence in turn, or every second one."""
     step = Step(KINDS["groups of 4"], TREE)
     expected = step.alone(module)
     monkeypatch.setattr(module, "_PROGRAMS", programs)
@@ -203,7 +203,7 @@ def test_steps_whose_sums_take_too_much_memory_do_not_share(
 
 
 def test_sharers_walk_the_blocks_of_one_of_them(module: ModuleType) -> None:
-    """That it happens at all: told that two sequences share what they don't, one of them gets the other one's keys."""
+    """Sharing does happen: told that two sequences share what they don't, one of them gets the other one's keys."""
     step = Step(KINDS["groups of 4"], [Member(SPLIT), Member(SPLIT)])
     wrong = step.attend(module, np.array([[0, 1], [0, 0]], dtype=np.int32))
     right = step.attend(module)

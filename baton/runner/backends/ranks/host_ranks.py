@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from baton.errors import ConfigError
-from baton.runner.backends.cpu.kernels.meeting import MeetFor, Meeting
+from baton.runner.backends.cpu.kernels.barrier import Barrier, BarrierTag
 from baton.runner.backends.ranks.shard import Shard
 from baton.runner.backends.ranks.shared_memory import MemoryInTurns, SharedMemory, make_shared_file
 
@@ -21,7 +21,7 @@ class SharedFiles:
     """The descriptors of what ranks share; whoever makes it closes it."""
 
     control: int
-    """Where the ranks meet."""
+    """The barrier."""
     cache: int
     """The KV cache, to which each rank writes its own heads."""
     program: int
@@ -64,7 +64,7 @@ class HostRanks:
 
     def __init__(self, shard: Shard, files: SharedFiles) -> None:
         self.shard = shard
-        self.meeting = Meeting(SharedMemory(files.control), shard.size)
+        self.barrier = Barrier(SharedMemory(files.control), shard.size)
         self.program_memory = SharedMemory(files.program)
         """Memory of the buffers of programs, of which one runs at a time."""
         self._cache = SharedMemory(files.cache)
@@ -75,13 +75,13 @@ class HostRanks:
         ends = list(accumulate(widths))
         box = self._next_box(rows, ends[-1], own.dtype)
         box[:, ends[rank] - widths[rank] : ends[rank]] = own
-        self.meeting.meet(MeetFor.GATHER)
+        self.barrier.wait(BarrierTag.GATHER)
         return box.clone()
 
     def merge_rows(self, own: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
         box = self._next_box(num_rows, own.shape[1], own.dtype)
         box[places] = own
-        self.meeting.meet(MeetFor.MERGE)
+        self.barrier.wait(BarrierTag.MERGE)
         return box.clone()
 
     def cache_memory(self, num_bytes: int) -> torch.Tensor:

@@ -19,6 +19,16 @@ class HeadRange:
     first_kv: int
     num_kv: int
 
+    @property
+    def queries(self) -> slice:
+        """The own ones among all query heads."""
+        return slice(self.first_query, self.first_query + self.num_queries)
+
+    @property
+    def kv(self) -> slice:
+        """The own ones among all key/value heads."""
+        return slice(self.first_kv, self.first_kv + self.num_kv)
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:

@@ -23,7 +23,7 @@ def make_shared_file() -> int:
 class SharedMemory:
     """One process's mapping of a shared file, which grows as it is needed.
 
-    A reader must not ask for more bytes than the writer had asked for before they met.
+    A reader must not ask for more bytes than the writer had asked for before the barrier between them.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -65,9 +65,10 @@ class SharedMemory:
 
 
 class MemoryInTurns:
-    """Two pieces of shared memory, written in turns, so that ranks have to meet only once for each exchange.
+    """Two pieces of shared memory, written in turns, so that an exchange needs only one barrier.
 
-    Before a piece is written again, all ranks have met for the exchange in the other one, and had read this one before.
+    Before a piece is written again, all ranks have passed the barrier of the exchange in the other one, and each had
+    read this one before.
     """
 
     def __init__(self, descriptors: tuple[int, int]) -> None:

@@ -56,7 +56,7 @@ class ShardedOperations:
         return self._sharded(num_columns, gate.shape[1], own, self._inner.pack_gated)
 
     def take_rows(self, weight: ShardedWeight, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """As in `Operations`, but the dtype must be given: a rank that has none of the rows can't know it."""
+        """The rows of all ranks. The dtype must be given, since a rank that has none of the rows can't know it."""
         if dtype is None:
             raise TypeError("ranks can exchange rows only of a known dtype")
         first, end = weight.columns

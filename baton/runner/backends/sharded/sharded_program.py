@@ -1,8 +1,8 @@
 """A program of one rank: products and attention write this rank's columns of rows that all ranks share.
 
-Behind each of them the ranks meet, and then read all columns. Between two writes of the same shared rows, ranks meet
-for other rows at least once, behind every read: each step of a layer waits for the one before, so no rank can be ahead
-by more than one product. All other rows are the rank's own.
+Behind each of them there is a barrier, and then all ranks read all columns. Between two writes of the same shared rows
+there is at least one barrier for other rows, behind every read: each step of a layer waits for the one before, so no
+rank can be ahead by more than one product. All other rows are the rank's own.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed
+from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.cpu.kernels.buffers import Rows
-from baton.runner.backends.cpu.kernels.call_structs import Call, MeetCall, OperationKind
-from baton.runner.backends.cpu.kernels.meeting import MeetFor
+from baton.runner.backends.cpu.kernels.call_structs import BarrierCall, Call, OperationKind
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
@@ -47,7 +47,7 @@ class ShardedProgram(Program):
             self._results.append((into, out))
         if w.own is not None:
             self._multiply_all(x, w.own, None if bias is None else bias[first:end], out.columns(first, end))
-        self._meet()
+        self._wait_for_ranks()
         return out
 
     def gated_linear(self, x: Rows, w: Packed | ShardedWeight, activation: Activation, *, into: str | Rows) -> Rows:
@@ -57,7 +57,7 @@ class ShardedProgram(Program):
         out = self._buffers.shared(into, w.n, x.sampled, self._dtype)
         if w.own is not None:
             self._multiply_gated(x, w.own, activation, out.columns(*w.columns))
-        self._meet()
+        self._wait_for_ranks()
         return out
 
     def run(self, arguments: Sequence[torch.Tensor], layout: StepLayout, sampled: torch.Tensor) -> None:
@@ -73,9 +73,9 @@ class ShardedProgram(Program):
         return out.columns(width * shard.rank, width * (shard.rank + 1)), out
 
     def _attended(self) -> None:
-        self._meet()
+        self._wait_for_ranks()
 
-    def _meet(self) -> None:
-        meeting = self._ranks.meeting
-        tag = MeetFor.OPERATION + len(self._recorded)
-        self._record(OperationKind.MEET, None, Call(meet=MeetCall(meeting.address, meeting.num_ranks, tag)))
+    def _wait_for_ranks(self) -> None:
+        barrier = self._ranks.barrier
+        tag = BarrierTag.OPERATION + len(self._recorded)
+        self._record(OperationKind.BARRIER, None, Call(barrier=BarrierCall(barrier.address, barrier.num_ranks, tag)))

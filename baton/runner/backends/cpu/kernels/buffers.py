@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from baton.runner.backends.cpu.kernels.barrier import GrowingMemory
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
-from baton.runner.backends.cpu.kernels.meeting import GrowingMemory
 
 _CACHE_LINE = 64
 _GROWTH = 64

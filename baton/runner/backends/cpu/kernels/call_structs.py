@@ -109,8 +109,8 @@ class TakeRowsCall(ctypes.Structure):
     _fields_ = [*_fields(_POINTER, "x out index"), *_fields(_INT64, "rows row_bytes x_stride")]
 
 
-class MeetCall(ctypes.Structure):
-    _fields_ = [*_fields(_POINTER, "meeting"), *_fields(_INT64, "ranks tag")]
+class BarrierCall(ctypes.Structure):
+    _fields_ = [*_fields(_POINTER, "barrier"), *_fields(_INT64, "ranks tag")]
 
 
 class OperationKind(IntEnum):
@@ -123,7 +123,7 @@ class OperationKind(IntEnum):
     ATTENTION = 4
     TAKE_ROWS = 5
     QUANTIZE = 6
-    MEET = 7
+    BARRIER = 7
 
 
 class CacheFormat(IntEnum):
@@ -143,7 +143,7 @@ class Call(ctypes.Union):
         ("attention", AttentionCall),
         ("take", TakeRowsCall),
         ("quantize", QuantizeCall),
-        ("meet", MeetCall),
+        ("barrier", BarrierCall),
     ]
 
 
@@ -182,7 +182,7 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "store_call": StoreCall,
     "attention_call": AttentionCall,
     "take_rows_call": TakeRowsCall,
-    "meet_call": MeetCall,
+    "barrier_call": BarrierCall,
     "call": Call,
     "place": Place,
     "operation": Operation,

@@ -30,7 +30,7 @@ _STATUS = {
 _RANK_LOST = 7
 _RANKS_DIFFER = 9
 WAITING = 8
-"""The status of a meeting to which not all ranks have come yet."""
+"""The status of a barrier to which not all ranks have come yet."""
 
 
 @dataclass(slots=True)
@@ -102,11 +102,11 @@ def library() -> Library:
     norm = [integer, integer] + [pointer] * 5 + [size] * 5
     functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]
     functions.baton_rotate.argtypes = [integer, integer] + [pointer] * 3 + [size] * 6 + [integer]
-    functions.baton_meeting_bytes.restype = size
-    functions.baton_arrive.argtypes = [pointer, ctypes.c_uint32, ctypes.c_uint32, pointer]
-    functions.baton_wait.argtypes = [pointer, ctypes.c_uint32]
-    functions.baton_lose_rank.argtypes = [pointer]
-    functions.baton_lose_rank.restype = None
+    functions.baton_barrier_bytes.restype = size
+    functions.baton_barrier_arrive.argtypes = [pointer, ctypes.c_uint32, ctypes.c_uint32, pointer]
+    functions.baton_barrier_wait.argtypes = [pointer, ctypes.c_uint32]
+    functions.baton_barrier_abort.argtypes = [pointer]
+    functions.baton_barrier_abort.restype = None
     functions.baton_run_program.argtypes = [integer, integer, pointer, size, pointer, integer, pointer]
     fork_join = _torch_fork_join()
     if fork_join is not None:

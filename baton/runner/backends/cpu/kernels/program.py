@@ -22,6 +22,7 @@ from baton.runner.backends.cpu.kernels.attention import (
     row_dtypes,
     store_call,
 )
+from baton.runner.backends.cpu.kernels.barrier import GrowingMemory
 from baton.runner.backends.cpu.kernels.buffers import Buffers, Rows
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.call_structs import (
@@ -41,7 +42,6 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
-from baton.runner.backends.cpu.kernels.meeting import GrowingMemory
 from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
@@ -55,7 +55,7 @@ _NAMES = {
     OperationKind.ATTENTION: "paged_attention",
     OperationKind.TAKE_ROWS: "take_rows",
     OperationKind.QUANTIZE: "linear",
-    OperationKind.MEET: "meet",
+    OperationKind.BARRIER: "barrier",
 }
 
 

@@ -38,7 +38,7 @@ enum status {
     STATUS_BAD_SLOT = 5,
     STATUS_BAD_INDEX = 6,
     STATUS_RANK_LOST = 7,
-    STATUS_WAITING = 8, /* of meeting.c, as the next one */
+    STATUS_WAITING = 8, /* of barrier.c, as the next one */
     STATUS_RANKS_DIFFER = 9,
 };
 
@@ -238,11 +238,14 @@ struct work {
  * times: NULL, or [n_works + 1] nanoseconds of the monotonic clock: at the start, and when each work was done. */
 int run_works(struct work *works, size_t n_works, int n_threads, int64_t *times);
 
-/* A place where ranks meet (meeting.c), in memory that they share. */
-struct meeting;
+/* The monotonic clock, in nanoseconds. */
+int64_t monotonic_ns(void);
+
+/* A barrier of ranks (barrier.c), in memory that they share. */
+struct barrier;
 /* Waits until all `ranks` have come, for what `tag` says; returns an enum status. */
-int baton_meet(struct meeting *meeting, uint32_t ranks, uint32_t tag);
-int baton_rank_lost(struct meeting *meeting);
+int baton_barrier(struct barrier *barrier, uint32_t ranks, uint32_t tag);
+int baton_barrier_aborted(struct barrier *barrier);
 
 /* Cut calls into tasks. */
 struct work linear_work(struct linear_call *call, const struct isa *isa, enum dtype dtype, int n_threads);

@@ -66,8 +66,8 @@ static const struct layout_entry layout[] = {
     FIELD(take_rows_call, x), FIELD(take_rows_call, out), FIELD(take_rows_call, index), FIELD(take_rows_call, rows),
     FIELD(take_rows_call, row_bytes), FIELD(take_rows_call, x_stride),
 
-    WHOLE(struct meet_call, "meet_call"),
-    FIELD(meet_call, meeting), FIELD(meet_call, ranks), FIELD(meet_call, tag),
+    WHOLE(struct barrier_call, "barrier_call"),
+    FIELD(barrier_call, barrier), FIELD(barrier_call, ranks), FIELD(barrier_call, tag),
 
     WHOLE(union call, "call"),
 
@@ -89,7 +89,7 @@ static const struct layout_entry layout[] = {
     VALUE("operation_kind", "LINEAR", OP_LINEAR), VALUE("operation_kind", "NORM", OP_NORM),
     VALUE("operation_kind", "ROTATE", OP_ROTATE), VALUE("operation_kind", "STORE_KV", OP_STORE_KV),
     VALUE("operation_kind", "ATTENTION", OP_ATTENTION), VALUE("operation_kind", "TAKE_ROWS", OP_TAKE_ROWS),
-    VALUE("operation_kind", "QUANTIZE", OP_QUANTIZE), VALUE("operation_kind", "MEET", OP_MEET),
+    VALUE("operation_kind", "QUANTIZE", OP_QUANTIZE), VALUE("operation_kind", "BARRIER", OP_BARRIER),
 
     VALUE("cache_format", "AS_IT_IS", CACHE_AS_IT_IS), VALUE("cache_format", "INT8", CACHE_INT8),
     VALUE("cache_format", "E4M3", CACHE_E4M3),

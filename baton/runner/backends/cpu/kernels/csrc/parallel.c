@@ -107,7 +107,7 @@ static void take_tasks(struct work *work, void *scratch) {
     if (taken > 0) atomic_fetch_add_explicit(&work->done, taken, memory_order_release);
 }
 
-static int64_t now(void) {
+int64_t monotonic_ns(void) {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
@@ -123,11 +123,11 @@ static void go_through(void *data) {
     }
     fp_state old = flush_subnormals();
     int64_t *times = team->times != NULL && pthread_equal(team->caller, pthread_self()) ? team->times : NULL;
-    if (times != NULL) times[0] = now();
+    if (times != NULL) times[0] = monotonic_ns();
     for (size_t i = 0; i < team->n_works; i++) {
         take_tasks(&team->works[i], scratch);
         if (i + 1 < team->n_works || times != NULL) wait_for(&team->works[i]);
-        if (times != NULL) times[i + 1] = now();
+        if (times != NULL) times[i + 1] = monotonic_ns();
     }
     restore_fp(old);
 }

@@ -8,7 +8,7 @@
 #include <string.h>
 
 /* call_structs.py has the same numbers and structures, and compares them with layout.inc.h. */
-enum operation_kind { OP_LINEAR, OP_NORM, OP_ROTATE, OP_STORE_KV, OP_ATTENTION, OP_TAKE_ROWS, OP_QUANTIZE, OP_MEET };
+enum operation_kind { OP_LINEAR, OP_NORM, OP_ROTATE, OP_STORE_KV, OP_ATTENTION, OP_TAKE_ROWS, OP_QUANTIZE, OP_BARRIER };
 enum which_rows { ALL_ROWS, SAMPLED_ROWS };
 
 /* Copies row index[i] of x to row i of out; sizes and strides in bytes. */
@@ -19,9 +19,9 @@ struct take_rows_call {
     int64_t rows, row_bytes, x_stride;
 };
 
-/* The ranks of a model meet: what each has written to shared buffers before, all of them read behind it. */
-struct meet_call {
-    struct meeting *meeting;
+/* A barrier of ranks: what each has written to shared buffers before, all of them read behind it. */
+struct barrier_call {
+    struct barrier *barrier;
     int64_t ranks, tag;
 };
 
@@ -33,7 +33,7 @@ union call {
     struct attention_call attention;
     struct take_rows_call take;
     struct quantize_call quantize;
-    struct meet_call meet;
+    struct barrier_call barrier;
 };
 
 /* A place in a buffer of rows: the buffer's number, and an offset in bytes; buffer -1: the operation has no such operand. */
@@ -84,10 +84,10 @@ static void take_all_rows(const void *job, size_t task, void *scratch) {
 }
 
 /* Once a rank is lost, the other operations compute numbers that nobody uses: baton_run_program says that they are void. */
-static void meet(const void *job, size_t task, void *scratch) {
-    const struct meet_call *call = job;
+static void wait_for_ranks(const void *job, size_t task, void *scratch) {
+    const struct barrier_call *call = job;
     (void)task, (void)scratch;
-    baton_meet(call->meeting, (uint32_t)call->ranks, (uint32_t)call->tag);
+    baton_barrier(call->barrier, (uint32_t)call->ranks, (uint32_t)call->tag);
 }
 
 /* Whether a plan for one call is the plan for another one of the same step. */
@@ -184,7 +184,7 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         call->quantize.rows = (size_t)rows;
         *work = quantize_work(&call->quantize, isa, dtype);
         break;
-    case OP_MEET: *work = (struct work){.function = meet, .job = &call->meet, .n_tasks = 1}; break;
+    case OP_BARRIER: *work = (struct work){.function = wait_for_ranks, .job = &call->barrier, .n_tasks = 1}; break;
     }
     ++*n_works;
     return STATUS_OK;
@@ -209,7 +209,7 @@ int baton_run_program(int isa, int dtype, const struct operation *operations, si
     }
     if (status == STATUS_OK) status = run_works(works, n_works, n_threads, work_times);
     for (size_t i = 0; i < count && status == STATUS_OK; i++)
-        if (operations[i].kind == OP_MEET && baton_rank_lost(operations[i].call.meet.meeting)) status = STATUS_RANK_LOST;
+        if (operations[i].kind == OP_BARRIER && baton_barrier_aborted(operations[i].call.barrier.barrier)) status = STATUS_RANK_LOST;
     if (times != NULL && status == STATUS_OK) {
         times[0] = work_times[0];
         for (size_t i = 0; i < count; i++) times[i + 1] = work_times[prepared[i].end];

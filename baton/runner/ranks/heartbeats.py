@@ -1,6 +1,6 @@
-"""The channel between a rank's process and the first rank's: signs of life one way, and its end both ways.
+"""The channel between a rank's process and the first rank's: heartbeats one way, and its end both ways.
 
-Needs no torch: a new process gives its first sign before it imports anything slow.
+Needs no torch: a new process sends its first heartbeat before it imports anything slow.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import threading
 
 LOADING = b"\0"
 LOADED = b"\1"
-"""The sign while the model is loading, and the one afterwards: a loading process may be silent for longer."""
+"""The heartbeat while the model is loading, and the one afterwards: a loading process may be silent for longer."""
 INTERVAL_S = 0.5
-"""How often a sign is given."""
+"""Seconds between two heartbeats."""
 
 
-class SignsOfLife:
-    """Gives signs from a thread of its own, and ends this process as soon as the first rank's has ended."""
+class Heartbeats:
+    """Sends heartbeats from a thread of its own, and ends this process as soon as the first rank's has ended."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._sign = LOADING
-        threading.Thread(target=self._give, name="first-rank-watch", daemon=True).start()
+        self._heartbeat = LOADING
+        threading.Thread(target=self._send, name="first-rank-watch", daemon=True).start()
 
     def loaded(self) -> None:
         """Say now, and from now on, that the model is loaded."""
-        self._sign = LOADED
+        self._heartbeat = LOADED
         self._channel.sendall(LOADED)
 
-    def _give(self) -> None:
+    def _send(self) -> None:
         self._channel.settimeout(INTERVAL_S)
         while True:
             try:
-                self._channel.sendall(self._sign)
+                self._channel.sendall(self._heartbeat)
                 ended = not self._channel.recv(1)
             except TimeoutError:
                 continue

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.messages.node_shape import NodeShape
+
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
@@ -37,6 +39,15 @@ class NodeStatus:
     """The role that an operator wants the node to have; empty: the role that it was started with."""
     in_flight: int = 0
     """Legs that the router has sent to the node and that have not ended."""
+    tp: int = 0
+    """Ranks that compute each layer of the node's model together; 0: not known, or a router."""
+    pp: int = 0
+    """Stages of consecutive layers, of `tp` ranks each; 0: not known, or a router."""
+
+    @property
+    def shape(self) -> NodeShape:
+        """How the node's model is divided among ranks; one rank where that is not known."""
+        return NodeShape.of(self.tp, self.pp)
 
     @property
     def is_idle(self) -> bool:

@@ -10,6 +10,7 @@ from baton.errors import TransferCause
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
+from baton.messages.node_shape import NodeShape
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.values import value
 
@@ -89,6 +90,15 @@ class NodeDescription:
     """Numbers in an embedding of the node's model; 0: the node computes no embeddings."""
     num_threads: int = 0
     """Threads that compute the node's model; 0: not known."""
+    tp: int = 0
+    """Ranks that compute each layer together; 0: not known."""
+    pp: int = 0
+    """Stages of consecutive layers, of `tp` ranks each; 0: not known."""
+
+    @property
+    def shape(self) -> NodeShape:
+        """How the node's model is divided among ranks; one rank where that is not known."""
+        return NodeShape.of(self.tp, self.pp)
 
     @property
     def kv_source(self) -> KVSource:

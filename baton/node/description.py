@@ -48,4 +48,6 @@ def describe(
         link_protocol=link_protocol,
         embedding_size=model.embedding_size,
         num_threads=config.num_threads,
+        tp=config.tp,
+        pp=1,
     )

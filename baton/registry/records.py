@@ -60,6 +60,10 @@ class NodeRecord:
     max_model_len: int = 0
     block_size: int = 0
     num_blocks: int = 0
+    tp: int = 0
+    """Ranks that compute each layer together; 0: a version that does not say it."""
+    pp: int = 0
+    """Stages of consecutive layers, of `tp` ranks each; 0: a version that does not say it."""
     link_protocol: int = 0
     """Version of the protocol between nodes that hand KV over; 0: a version that does not say it."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -154,7 +158,7 @@ def _order(record: NodeRecord) -> tuple[int, float, str]:
 
 
 _TYPES: Mapping[str, Any] = {f.name: f.type for f in fields(NodeRecord)}
-_MAY_BE_ZERO = ("pid", "start_number", "link_protocol")
+_MAY_BE_ZERO = ("pid", "start_number", "link_protocol", "tp", "pp")
 _REQUIRED = ("name", "role", "incarnation", "address", "pid", "version", "started_at", "lease_s")
 
 

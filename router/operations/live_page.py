@@ -90,6 +90,7 @@ def _node(node: NodeStatus) -> dict[str, Any]:
         "kv": round(node.kv_usage, 4),
         "leased": node.leased_blocks,
         "quarantined": node.quarantined_blocks,
+        "shape": str(node.shape) if node.shape.num_ranks > 1 else "",
         "detail": node.detail,
     }
 

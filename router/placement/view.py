@@ -347,6 +347,8 @@ class ClusterView:
             cordoned=node.cordoned,
             desired_role=self._desired.role_of(record.name) or "",
             in_flight=len(node.in_flight),
+            tp=record.tp,
+            pp=record.pp,
         )
 
     def _role_change(self, node: _Node) -> str:

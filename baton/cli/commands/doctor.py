@@ -13,6 +13,7 @@ from baton.cli.target import RunDirOption
 from baton.cli.views.doctor_checks import Finding, Level, run_checks, worst_level
 from baton.config import bundled_model_dir
 from baton.config.kinds import Dtype
+from baton.messages.node_shape import NodeShape
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -31,6 +32,7 @@ def doctor(
             envvar="BATON_REGISTRY", help="URL of a Redis to check as well; its user must be allowed to call INFO."
         ),
     ] = "",
+    tp: Annotated[int, typer.Option(help="Ranks of each node, as of `baton up --tp`.", min=1, max=64)] = 1,
     run_dir: RunDirOption = None,
     output: OutputOption = Format.TEXT,
 ) -> None:
@@ -39,7 +41,7 @@ def doctor(
     from baton.models.resolve import find_model
 
     found = find_model(model or bundled_model_dir(), os.environ)
-    findings = run_checks(gather_facts(found, dtype, registry, run_dir))
+    findings = run_checks(gather_facts(found, dtype, registry, run_dir, NodeShape(tp)))
     level = worst_level(findings)
     if output is Format.TEXT:
         _print(findings, level)

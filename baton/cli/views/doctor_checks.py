@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.cli.output import size
+from baton.messages.node_shape import NodeShape
 from baton.registry.embedded import INSTALL_SERVER, NO_SERVER
 
 if TYPE_CHECKING:
     from baton.registry.server_memory import ServerMemory
 
 _PROCESS_BYTES = 600 << 20
-"""Memory of a node in addition to weights and KV cache: Python, torch, buffers."""
+"""Memory of each rank of a node in addition to weights and KV cache: Python, torch, buffers."""
 _SMALL_SHM = 64 << 20
 _SMALL_DISK = 1 << 30
 _NO_DISK = 64 << 20
@@ -76,6 +77,8 @@ class Facts:
     cores: int
     nodes: int
     threads_per_node: int
+    shape: NodeShape
+    """The shape of each node."""
     redis_server: str
     """The program that `baton up` would start, or empty."""
     nixl_reason: str
@@ -205,15 +208,25 @@ def _compute_paths(facts: Facts) -> Finding:
 def _threads(facts: Facts) -> Finding:
     total = facts.nodes * facts.threads_per_node
     message = f"{facts.cores} cores; `baton up` starts {facts.nodes} nodes with {facts.threads_per_node} threads each"
+    ranks = facts.nodes * facts.shape.num_ranks
     if total > facts.cores:
         return Finding(
             "threads", Level.WARNING, f"{message}, more threads than cores", "give the machine or container more cores"
+        )
+    if facts.shape.num_ranks > 1:
+        message += f" and {facts.shape.num_ranks} ranks ({facts.shape})"
+    if ranks > facts.cores:
+        return Finding(
+            "threads",
+            Level.WARNING,
+            f"{message}, {ranks} ranks on {facts.cores} cores: those that wait take the cores of those that compute",
+            "give the machine or container more cores, or the nodes fewer ranks",
         )
     return Finding("threads", Level.OK, message)
 
 
 def _memory(facts: Facts) -> Finding:
-    node = facts.model.weight_bytes + facts.kv_cache_bytes + _PROCESS_BYTES
+    node = facts.model.weight_bytes + facts.kv_cache_bytes + facts.shape.num_ranks * _PROCESS_BYTES
     needed = node * facts.nodes
     if not facts.available_memory:
         return Finding("memory", Level.UNKNOWN, "available memory is unknown on this system", "check it by hand")

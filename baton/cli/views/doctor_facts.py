@@ -22,6 +22,7 @@ from baton.cli.cluster.run_dir import default_run_dir
 from baton.cli.views.doctor_checks import Facts, ModelFacts
 from baton.config import UpConfig
 from baton.errors import BatonError, ConfigError
+from baton.messages.node_shape import ONE_RANK, NodeShape
 from baton.models.resolve import FoundModel
 
 if TYPE_CHECKING:
@@ -44,8 +45,15 @@ except BatonError as error:
 """
 
 
-def gather_facts(found_model: FoundModel, dtype: str, registry: str = "", run_dir: Path | None = None) -> Facts:
-    """Gather all facts. Never raises for what it finds. `run_dir`: a cluster's; None: the one of this user."""
+def gather_facts(
+    found_model: FoundModel,
+    dtype: str,
+    registry: str = "",
+    run_dir: Path | None = None,
+    shape: NodeShape = ONE_RANK,
+) -> Facts:
+    """Gather all facts. Never raises for what it finds. `run_dir`: a cluster's; None: the one of this user. `shape`:
+    that of each node that will be started."""
     from baton.runner.backends.cpu import kernels
     from baton.runner.model.weights import resolve_dtype
 
@@ -64,6 +72,7 @@ def gather_facts(found_model: FoundModel, dtype: str, registry: str = "", run_di
         cores=cores,
         nodes=nodes,
         threads_per_node=_DEFAULTS.threads_per_node(cores),
+        shape=shape,
         redis_server=_redis_server(),
         nixl_reason=_why_no_nixl(),
         ucx_tls=os.environ.get("UCX_TLS", ""),

@@ -83,9 +83,15 @@ def _model(description: NodeDescription) -> list[Field]:
 
 def _computed_by(report: NodeReport) -> list[Field]:
     threads = [("threads", str(report.node.num_threads))] if report.node.num_threads else []
-    return threads + [
-        (path.part, f"{path.runs} (not faster: {path.why_not_faster})" if path.why_not_faster else path.runs)
-        for path in report.compute_paths
+    shape = report.node.shape
+    divided = [("shape", f"{shape}: {shape.num_ranks} ranks")] if shape.num_ranks > 1 else []
+    return [
+        *threads,
+        *divided,
+        *(
+            (path.part, f"{path.runs} (not faster: {path.why_not_faster})" if path.why_not_faster else path.runs)
+            for path in report.compute_paths
+        ),
     ]
 
 

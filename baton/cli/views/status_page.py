@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ class RoleLoad:
     """Leases that these nodes have granted and that have not ended; None if no node answered."""
     open_transfers: int | None
     """Transfers by which these nodes read; None if no node answered."""
+    shapes: Mapping[str, int]
+    """How many nodes have each shape; empty for routers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,11 @@ def status_lines(found: Overview, now: float) -> list[str]:
         ", ".join(f"{load.ready}/{load.total} {load.role} ready" for load in found.load),
     ]
     columns = ["ROLE", "RUNNING", "WAITING", "KV IN USE", "LEASES", "TRANSFERS"]
-    lines += ["", *table_lines(columns, [_load_row(load) for load in found.load])]
+    load_rows = [_load_row(load) for load in found.load]
+    if any(node.shape.num_ranks > 1 for node in view.nodes):
+        columns.append("SHAPE")
+        load_rows = [[*row, _shapes(load)] for row, load in zip(load_rows, found.load, strict=True)]
+    lines += ["", *table_lines(columns, load_rows)]
     if view.supervisor is not None:
         rows = [
             [process.name, process.status, str(process.restarts), str(process.pid or "-"), process.last_exit or "-"]
@@ -133,6 +140,7 @@ def _load(nodes: Sequence[NodeStatus], reports: Mapping[str, NodeReport]) -> Rol
         kv_usage=None if role == "router" else used / blocks if blocks else 0.0,
         open_leases=sides.count(HandoffSide.SENDER) if answered else None,
         open_transfers=sides.count(HandoffSide.READER) if answered else None,
+        shapes={} if role == "router" else Counter(str(node.shape) for node in sorted(nodes, key=lambda n: n.shape)),
     )
 
 
@@ -166,3 +174,10 @@ def _load_row(load: RoleLoad) -> list[str]:
     kv = "-" if load.kv_usage is None else f"{bar(load.kv_usage)} {100 * load.kv_usage:.0f}%"
     counts = ["-" if count is None else str(count) for count in (load.open_leases, load.open_transfers)]
     return [load.role, str(load.running), str(load.waiting), kv, *counts]
+
+
+def _shapes(load: RoleLoad) -> str:
+    """The shapes of a role's nodes: `tp2`, or with the number of nodes where they differ, `1 tp1, 2 tp2`."""
+    if len(load.shapes) == 1:
+        return next(iter(load.shapes))
+    return ", ".join(f"{count} {shape}" for shape, count in load.shapes.items()) or "-"

@@ -80,10 +80,13 @@ def _health(view: ClusterView, running: int) -> Text:
 def _nodes(nodes: Sequence[NodeStatus], width: int) -> Iterator[Text]:
     name = max(len("NODE"), *(len(node.name) for node in nodes), 0)
     status = max(len("STATUS"), *(len(node.status) for node in nodes), 0)
-    beside = name + status + 43
+    has_ranks = any(node.shape.num_ranks > 1 for node in nodes)
+    shape = max(len("SHAPE"), *(len(str(node.shape)) for node in nodes)) if has_ranks else 0
+    beside = name + status + 43 + (shape + 2 if has_ranks else 0)
     width_of_bar = min(max(width - beside, _LEAST_BAR), _MOST_BAR)
     head = f"{'NODE':{name}}  {'ROLE':7}  {'STATUS':{status}}  {'RUNNING':>7} {'WAITING':>7}  "
-    yield Text(f"{head}{'KV':{width_of_bar}}    %  {'AGE':>6}", _HEADER)
+    last = f"  {'SHAPE':{shape}}" if has_ranks else ""
+    yield Text(f"{head}{'KV':{width_of_bar}}    %  {'AGE':>6}{last}", _HEADER)
     for node in nodes:
         share = node.kv_usage
         style = _BAD if share >= _FULL else "yellow" if share >= _NEARLY_FULL else "green"
@@ -95,6 +98,7 @@ def _nodes(nodes: Sequence[NodeStatus], width: int) -> Iterator[Text]:
             (bar(share, width_of_bar) if has_cache else " " * width_of_bar, style),
             f" {100 * share:4.0f}" if has_cache else "    -",
             f"  {duration(node.age_s):>6}",
+            f"  {node.shape if has_cache else '-'}" if has_ranks else "",
         )
 
 

@@ -14,6 +14,7 @@ from baton.cli.ask_nodes import ask_nodes_async, can_be_asked
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.cli.commands.describe import find_node
+from baton.cli.commands.get import _COLUMNS, _WIDE, watched_item
 from baton.cli.output import fine_duration, print_json, print_yaml
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.lease_rows import lease_json, lease_row, oldest_first
@@ -149,6 +150,20 @@ def test_compute_paths_are_shown_with_the_reason_why_they_are_not_faster() -> No
     ]
     found = node_json(status_of(report), report)["report"]["compute_paths"]
     assert found[1] == {"part": "decoder", "runs": "transformers' loop", "why_not_faster": "no part model"}
+
+
+def test_the_shape_of_a_node_of_several_ranks_is_shown() -> None:
+    report = replace(SENDER, node=replace(SENDER.node, tp=2, pp=3))
+    lines = node_lines(status_of(report), report)
+    assert lines[lines.index("Computed by:") + 1] == "  shape:  tp2 pp3: 6 ranks"
+    found = node_json(status_of(report, tp=2, pp=3), report)
+    assert (found["status"]["tp"], found["report"]["description"]["pp"]) == (2, 3)
+
+
+@pytest.mark.parametrize(("status", "shape"), [({"tp": 2, "pp": 3}, "tp2 pp3"), ({}, "tp1"), ({"role": "router"}, "-")])
+def test_wide_rows_have_the_shape(status: dict[str, object], shape: str) -> None:
+    cells = watched_item(status_of(SENDER, **status), wide=True, by_load=False).cells
+    assert cells[[*_COLUMNS, *_WIDE].index("SHAPE")] == shape
 
 
 def test_a_node_that_does_not_answer_is_described_by_what_its_router_knows() -> None:

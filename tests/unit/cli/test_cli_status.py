@@ -81,6 +81,17 @@ def test_the_whole_screen() -> None:
     ]
 
 
+def test_shapes_are_shown_where_a_node_has_several_ranks() -> None:
+    nodes = [*NODES, node("d4", "decode", tp=2, pp=2), node("d5", "decode", tp=2, pp=1)]
+    lines = status_lines(overview(ClusterView("c", "ok", "", nodes, None), {}, {}, []), 1010.0)
+    assert lines[3:7] == [
+        "ROLE      RUNNING   WAITING   KV IN USE        LEASES   TRANSFERS   SHAPE",
+        "prefill   2         1         #####..... 50%   -        -           tp1",
+        "decode    3         0         ##........ 25%   -        -           3 tp1, 1 tp2, 1 tp2 pp2",
+        "router    0         0         -                -        -           -",
+    ]
+
+
 def test_the_document_has_its_documented_keys() -> None:
     found = overview(ClusterView("c", "ok", "", [node("r0", "router")], None), {}, {}, []).to_json()
     assert {"cluster", "health", "detail", "nodes", "supervisor"} < found.keys()

@@ -24,6 +24,16 @@ EVENTS = [
 ]
 
 
+def test_shapes_are_shown_where_a_node_has_several_ranks() -> None:
+    view = replace(VIEW, nodes=[replace(NODE, tp=2, pp=1), ROUTER])
+    lines = [line.plain.rstrip() for line in top_lines(view, [], [], 1010.0, Screen(80))]
+    assert lines[2:5] == [
+        "NODE      ROLE     STATUS  RUNNING WAITING  KV                  %     AGE  SHAPE",
+        "d0        decode   Ready         3       1  ###############.   97   1m10s  tp2",
+        "router-0  router   Lost          4       0                      -   1m10s  -",
+    ]
+
+
 def test_the_whole_screen() -> None:
     lines = top_lines(VIEW, ROWS, EVENTS, 1010.0, Screen(80))
     assert [line.plain.rstrip() for line in lines] == [

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton.cli.views.doctor_checks import Facts, Finding, Level, ModelFacts, run_checks, worst_level
+from baton.messages.node_shape import NodeShape
 from baton.registry.server_memory import ServerMemory
 
 FASTEST = [("products", "C kernels, avx512_bf16", ""), ("decoder", "Baton's loop over the layers", "")]
@@ -22,6 +23,7 @@ HEALTHY = Facts(
     cores=4,
     nodes=2,
     threads_per_node=2,
+    shape=NodeShape(),
     redis_server="/usr/bin/redis-server",
     nixl_reason="",
     ucx_tls="",
@@ -105,6 +107,14 @@ def test_a_healthy_machine_has_nothing_to_fix() -> None:
         ),
         ({"model": ModelFacts("m", "broken")}, "compute", Level.UNKNOWN, "does not load", "line above"),
         ({"cores": 1, "threads_per_node": 1}, "threads", Level.WARNING, "more threads than cores", "more cores"),
+        ({"shape": NodeShape(2, 2)}, "threads", Level.WARNING, "(tp2 pp2), 8 ranks on 4 cores", "fewer ranks"),
+        (
+            {"available_memory": 4 << 30, "cores": 8, "shape": NodeShape(tp=4)},
+            "memory",
+            Level.WARNING,
+            "2 nodes need about 7.2 GiB",
+            "free memory",
+        ),
         ({"available_memory": 0}, "memory", Level.UNKNOWN, "unknown", "by hand"),
         ({"available_memory": 3 << 30}, "memory", Level.WARNING, "2 nodes need", "--kv-cache-memory"),
         ({"available_memory": 1 << 30}, "memory", Level.CRITICAL, "2 nodes need", "smaller model"),

@@ -20,6 +20,7 @@ from baton.errors import BackgroundFault, BatonError, ConfigError, EngineFault, 
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Adopt, Leg, NodeDescription, Outcome, RequestDelta, Role, Submit
 from baton.messages.node_report import HandoffReport, HandoffSide, OpenHandoff
+from baton.messages.node_shape import NodeShape
 from baton.messages.sampling import SamplingParams
 from baton.node.process import RoleMaker, serve_roles
 from baton.node.role import NodeRole, RoleContext
@@ -118,6 +119,12 @@ async def test_a_description_has_what_names_cached_blocks(tmp_path: Path) -> Non
         fields = CacheKeyFields(told.model_fingerprint, told.dtype, told.kv_layout)
         assert fields == CacheKeyFields.of(node.runner.model, node.runner.layout)
         assert told.block_bytes == node.runner.layout.block_bytes
+
+
+async def test_a_description_and_the_record_have_the_shape(tmp_path: Path) -> None:
+    async with running(tmp_path, tp=2) as (node, client, _):
+        assert (await client.describe()).node.shape == NodeShape(tp=2)
+        assert [(record.tp, record.pp) for record in (await node.registry.read()).values()] == [(2, 1)]
 
 
 async def test_a_description_has_the_number_of_threads_that_compute(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ NODE = replace(
     max_model_len=5,
     block_size=16,
     num_blocks=2,
+    tp=2,
+    pp=3,
     eos_token_ids=frozenset({4}),
 )
 
@@ -39,6 +41,11 @@ NODE = replace(
 @pytest.mark.parametrize("record", [ROUTER, NODE])
 def test_a_record_is_read_as_it_was_written(record: NodeRecord) -> None:
     assert NodeRecord.from_json(record.to_json()) == record
+
+
+def test_a_record_of_an_earlier_version_has_no_shape() -> None:
+    stored = {key: value for key, value in json.loads(NODE.to_json()).items() if key not in ("tp", "pp")}
+    assert NodeRecord.from_json(json.dumps(stored).encode()) == replace(NODE, tp=0, pp=0)
 
 
 def test_keys_of_a_later_version_are_ignored() -> None:
@@ -60,6 +67,8 @@ def test_keys_of_a_later_version_are_ignored() -> None:
         ({"lease_s": -1}, "lease_s"),
         ({"block_size": 0}, "block_size"),
         ({"num_blocks": 2**60}, "num_blocks"),
+        ({"tp": -1}, "tp"),
+        ({"pp": "2"}, "pp"),
         ({"bit_exact": 1}, "bit_exact"),
         ({"model": None}, "model"),
         ({"eos_token_ids": [-1]}, "eos_token_ids"),

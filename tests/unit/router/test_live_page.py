@@ -30,6 +30,12 @@ def picture_of(**changed: object) -> dict[str, object]:
     return live_page_data(**{**parts, **changed})  # type: ignore[arg-type]
 
 
+def test_a_node_of_several_ranks_says_its_shape() -> None:
+    nodes = [node("d0", "decode", tp=2, pp=2), node("d1", "decode", tp=1, pp=1), node("d2", "decode")]
+    found = json.loads(json.dumps(picture_of(status=ClusterStatus("c", "ok", "", nodes))))
+    assert [each["shape"] for each in found["nodes"]] == ["tp2 pp2", "", ""]
+
+
 def test_routers_have_rows_of_their_own_and_prefill_nodes_come_before_decode_nodes() -> None:
     found = json.loads(json.dumps(picture_of()))
     assert [each["name"] for each in found["routers"]] == ["r0"]

@@ -94,7 +94,7 @@ def word(view: ClusterView, incarnation: str) -> str | None:
 
 
 def test_each_state_of_a_node_has_its_status() -> None:
-    view, node = ClusterView(), decode()
+    view, node = ClusterView(), decode(tp=2, pp=3)
     view.registered([record_of(node)])
     assert word(view, "d1.1") == "Starting"
     assert view.candidates() == ()
@@ -103,6 +103,7 @@ def test_each_state_of_a_node_has_its_status() -> None:
     view.reported("d1.1", LoadReport(running=2, waiting=1, waiting_for_remote_kvs=1, total_blocks=4, free_blocks=1))
     (status,) = view.statuses(now=2, wall=5)
     assert (status.running, status.waiting, status.kv_usage, status.age_s) == (2, 2, 0.75, 4)
+    assert str(status.shape) == "tp2 pp3"
     view.reported("d1.1", LoadReport(draining=True))
     assert word(view, "d1.1") == "Draining"
     assert view.candidates() == ()

@@ -33,6 +33,7 @@ from router.placement.cost_model import (
 )
 from router.placement.cost_table import CostTable, RowMask
 from router.placement.decisions import Decision, DecisionLog, Explanation, MeasuredTimes, regret_ms
+from router.placement.fleet_rates import FleetRates
 from router.placement.placement import (
     Candidate,
     Demand,
@@ -44,7 +45,6 @@ from router.placement.placement import (
     why_embedded,
 )
 from router.placement.placement import with_room as only_with_room
-from router.placement.rates import FleetRates
 
 ADOPTED = "adopted: another router placed it there"
 ALONE_TOKENS = 512

@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from baton.messages.node import StageTimings, StepFigures
-from router.placement.rates import GUESS, FleetRates, StepLearner, StepRates, TransferLearner
+from router.placement.fleet_rates import FleetRates
+from router.placement.rates import GUESS, StepLearner, StepRates, TransferLearner
 
 CPU = StepRates(step_ms=3.0, token_ms=0.4, sequence_ms=0.8, context_ms=2e-4)
 GPU = StepRates(step_ms=7.0, token_ms=0.01, sequence_ms=0.02, context_ms=1e-6)

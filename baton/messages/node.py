@@ -89,7 +89,7 @@ class NodeDescription:
     embedding_size: int = 0
     """Numbers in an embedding of the node's model; 0: the node computes no embeddings."""
     num_threads: int = 0
-    """Threads that compute the node's model; 0: not known."""
+    """Threads that compute the node's model; 0: not known, or a GPU computes it."""
     tp: int = 0
     """Ranks that compute each layer together; 0: not known."""
     pp: int = 0

@@ -47,7 +47,7 @@ def describe(
         max_num_batched_tokens=config.max_num_batched_tokens,
         link_protocol=link_protocol,
         embedding_size=model.embedding_size,
-        num_threads=config.num_threads,
+        num_threads=config.num_threads if runner.memory.kind == "DRAM" else 0,
         tp=config.tp,
         pp=1,
     )

@@ -1,71 +1,139 @@
-"""The rates of all nodes: each node's own while they are fresh, and those of the whole fleet. Pure."""
+"""The rates of all nodes: each node's own while they are fresh, and those of nodes like it. Pure."""
 
 from __future__ import annotations
 
-from baton.messages.node import StageTimings, StepFigures
-from router.placement.rates import AT_ONCE, StepLearner, StepRates, TransferLearner
+from collections.abc import Callable
+from dataclasses import replace
 
-_FLEETS_SHARE = 8
-"""One in so many steps contributes to the fleet's rates."""
+from baton.messages.node import NodeDescription, StageTimings, StepFigures
+from router.placement.compute_class import ComputeClass
+from router.placement.rates import AT_ONCE, GUESS, StepLearner, StepRates, TransferLearner
+
+_CLASS_SHARE = 8
+"""One in so many steps contributes to the rates of its node's class."""
+_MAX_CLASSES = 64
+"""With so many classes, those without an attached node are forgotten before another one is added."""
 _HALF_LIFE_S = 5.0
 """The half-life of a node's own rates while it reports no steps."""
 _AGES_PER_S = 4.0
 """Own rates fade in so many steps a second, between which nothing has to be computed again."""
 _NEVER = 1 << 30
+_UNKNOWN = ComputeClass()
+"""The class of a node that was never attached."""
 
 
 class _Node:
     """The rates of one node, and when it reported steps last."""
 
-    def __init__(self, fleet: StepLearner) -> None:
-        self.learner = StepLearner(fleet.rates)
+    def __init__(self, prior: StepRates) -> None:
+        self.learner = StepLearner(prior)
         self.step_at = self.prompt_at = 0.0
         self._blended: tuple[StepRates, StepRates, int, int, StepRates] | None = None
         """The four inputs of `blended_with`, and its result for them."""
 
-    def blended_with(self, fleet: StepRates, now: float) -> StepRates:
-        """The node's own rates as far as they are fresh, blended with the fleet's."""
+    def blended_with(self, others: StepRates, now: float) -> StepRates:
+        """The node's own rates as far as they are fresh, blended with those of its class."""
         learner = self.learner
         own, age = learner.rates, int((now - self.step_at) * _AGES_PER_S)
         prompt_age = int((now - self.prompt_at) * _AGES_PER_S) if learner.num_prompt_steps else _NEVER
         known = self._blended
         # A new fit is a new object, so identity is enough and cheaper than equality.
-        if known is None or known[0] is not own or known[1] is not fleet or known[2] != age or known[3] != prompt_age:
+        if known is None or known[0] is not own or known[1] is not others or known[2] != age or known[3] != prompt_age:
             fresh, prompts = _freshness(age / _AGES_PER_S), _freshness(prompt_age / _AGES_PER_S)
             blend = StepRates(
-                step_ms=_between(fleet.step_ms, own.step_ms, fresh),
-                token_ms=_between(fleet.token_ms, own.token_ms, prompts),
-                sequence_ms=_between(fleet.sequence_ms, own.sequence_ms, fresh),
-                context_ms=_between(fleet.context_ms, own.context_ms, fresh),
-                rows=_between(fleet.rows, own.rows, fresh),
-                tokens=_between(fleet.tokens, own.tokens, fresh),
+                step_ms=_between(others.step_ms, own.step_ms, fresh),
+                token_ms=_between(others.token_ms, own.token_ms, prompts),
+                sequence_ms=_between(others.sequence_ms, own.sequence_ms, fresh),
+                context_ms=_between(others.context_ms, own.context_ms, fresh),
+                rows=_between(others.rows, own.rows, fresh),
+                tokens=_between(others.tokens, own.tokens, fresh),
             )
-            known = self._blended = (own, fleet, age, prompt_age, blend)
+            known = self._blended = (own, others, age, prompt_age, blend)
         return known[4]
+
+
+class _Class:
+    """The rates of the nodes of one class."""
+
+    def __init__(self, key: ComputeClass, prior: StepRates) -> None:
+        self.key = key
+        self.learner = StepLearner(prior)
+        self.num_seen = 0
+        """Number of steps of its nodes, of which the learner gets a part."""
+        self.rates = prior
+        """What a node of this class is assumed to have, until it has shown something else."""
 
 
 class FleetRates:
     """The rates of all nodes, by incarnation. Seconds on the caller's clock.
 
+    Nodes of one class (`ComputeClass`) are assumed to be equally fast. What no node of a class has done is assumed from
+    the class that has done most of it.
+
     A node that looks slow gets no work, so it could never show that it has become faster. Therefore the rates of a node
-    that reports no steps fade into those of the fleet, until it gets work again.
+    that reports no steps fade into those of its class, until it gets work again.
     """
 
     def __init__(self) -> None:
-        self._num_steps = 0
-        self._fleet = StepLearner()
+        self._classes: dict[ComputeClass, _Class] = {}
+        self._class_of: dict[str, _Class] = {}
+        """The class of each attached node, by incarnation."""
         self._fleet_transfer = TransferLearner()
         self._nodes: dict[str, _Node] = {}
         self._transfers: dict[str, tuple[TransferLearner, float]] = {}
 
+    @property
+    def num_classes(self) -> int:
+        """Number of classes that are remembered."""
+        return len(self._classes)
+
+    def attach(self, node: NodeDescription) -> None:
+        """A node is attached: from now on it has the rates of its class until it shows its own. Idempotent."""
+        self._class_of[node.incarnation] = self._class(ComputeClass.of(node))
+
+    def _class(self, key: ComputeClass) -> _Class:
+        found = self._classes.get(key)
+        if found is None:
+            if len(self._classes) >= _MAX_CLASSES:
+                used = set(map(id, self._class_of.values()))
+                self._classes = {each: one for each, one in self._classes.items() if id(one) in used}
+            found = self._classes[key] = _Class(key, GUESS)
+            self._assume()
+        return found
+
+    def _assume(self) -> None:
+        """Compute the rates that each class is assumed to have."""
+        for one in self._classes.values():
+            own = one.learner
+            prompts = one if own.num_prompt_steps else self._most_like(one, lambda other: other.num_prompt_steps)
+            decodes = one if own.num_decode_steps else self._most_like(one, lambda other: other.num_decode_steps)
+            if prompts is one and decodes is one:
+                one.rates = own.rates
+                continue
+            of_prompts, of_decodes = (
+                own.rates if other is one or other is None else one.key.assumed(other.learner.rates, other.key)
+                for other in (prompts, decodes)
+            )
+            step_ms = own.rates.step_ms if own.num_steps else max(of_prompts.step_ms, of_decodes.step_ms)
+            one.rates = replace(of_decodes, step_ms=step_ms, token_ms=of_prompts.token_ms)
+
+    def _most_like(self, one: _Class, num_steps: Callable[[StepLearner], int]) -> _Class | None:
+        """The class that has most of these steps: one that differs in its size only, if there is any such class."""
+        able = [other for other in self._classes.values() if num_steps(other.learner)]
+        return max(able, key=lambda other: (one.key.is_like(other.key), num_steps(other.learner)), default=None)
+
     def add_step(self, incarnation: str, step: StepFigures, now: float) -> None:
         """Take a step of a node."""
-        self._num_steps += 1
-        if self._num_steps % _FLEETS_SHARE == 0 or self._num_steps < AT_ONCE:
-            self._fleet.observe(step)
+        its_class = self._class_of.get(incarnation) or self._class(_UNKNOWN)
+        its_class.num_seen += 1
+        if its_class.num_seen % _CLASS_SHARE == 0 or its_class.num_seen < AT_ONCE:
+            fitted = its_class.learner.rates
+            its_class.learner.observe(step)
+            if its_class.learner.rates is not fitted:
+                self._assume()
         node = self._nodes.get(incarnation)
         if node is None:
-            node = self._nodes[incarnation] = _Node(self._fleet)
+            node = self._nodes[incarnation] = _Node(its_class.rates)
         node.learner.observe(step)
         node.step_at = now
         if step.prefill_tokens:
@@ -81,13 +149,15 @@ class FleetRates:
 
     def forget(self, incarnation: str) -> None:
         """The node is gone."""
+        self._class_of.pop(incarnation, None)
         self._nodes.pop(incarnation, None)
         self._transfers.pop(incarnation, None)
 
     def steps(self, incarnation: str, now: float) -> StepRates:
-        """A node's rates; the fleet's for what it has not done for long, or has never done."""
-        node, fleet = self._nodes.get(incarnation), self._fleet.rates
-        return fleet if node is None else node.blended_with(fleet, now)
+        """A node's rates; those of its class for what it has not done for long, or has never done."""
+        its_class = self._class_of.get(incarnation) or self._class(_UNKNOWN)
+        node = self._nodes.get(incarnation)
+        return its_class.rates if node is None else node.blended_with(its_class.rates, now)
 
     def ms_per_byte(self, incarnation: str, now: float) -> float:
         """The time per byte of transfers into a node, in milliseconds."""
@@ -103,5 +173,5 @@ def _freshness(age_s: float) -> float:
     return float(0.5 ** (max(0.0, age_s) / _HALF_LIFE_S))
 
 
-def _between(fleet: float, own: float, freshness: float) -> float:
-    return fleet + (own - fleet) * freshness
+def _between(others: float, own: float, freshness: float) -> float:
+    return others + (own - others) * freshness

@@ -143,6 +143,7 @@ class Placer:
         """A node is attached; returns whether it must be asked for its cache (WatchKVCache)."""
         incarnation = description.incarnation
         self._names[incarnation] = description.node_id
+        self._rates.attach(description)
         if not self._predicts or key_scheme_of(description) is None:
             return False
         self._caches.watch(incarnation)

@@ -13,8 +13,8 @@ a node's steps, with these rules:
 2. The weight of a step decays exponentially, so it is soon known that a node has become slower.
 3. A step that is far off (of a process that was stopped meanwhile, say) weighs little: Huber's weights.
 4. Each fit is regularised, weakly, towards the one before: a rate about which a node's latest steps say nothing stays
-   as it was. The first fit is regularised towards the fleet's rates, to which all nodes' steps contribute, and those
-   towards a guess. A node that has computed no prompts yet is assumed to compute them as the fleet does.
+   as it was. The first fit of a node is regularised towards the rates of nodes like it (`fleet_rates`), and that of
+   all of them towards a guess.
 5. No rate is negative.
 
 There is no term for the square of a prompt's length, since a step's report does not have the context of its chunks. The
@@ -92,6 +92,8 @@ class StepLearner:
         self.num_steps = 0
         self.num_prompt_steps = 0
         """Number of steps that computed prompt tokens."""
+        self.num_decode_steps = 0
+        """Number of steps that computed rows of sequences that decode."""
         self._fitted = prior
         """The rates of the last fit."""
         self._new: list[tuple[float, float, float, float, float]] = []
@@ -110,6 +112,7 @@ class StepLearner:
             return
         self.num_steps += 1
         self.num_prompt_steps += step.prefill_tokens > 0
+        self.num_decode_steps += step.decode_rows > 0
         tokens, rows, context = step.prefill_tokens, step.decode_rows, step.decode_context_tokens
         self._new.append((step.step_ms, 1.0, float(tokens), float(rows), float(context)))
         if step.decode_sequences:

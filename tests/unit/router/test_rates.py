@@ -10,6 +10,7 @@ import pytest
 from baton.messages.node import StageTimings, StepFigures
 from router.placement.fleet_rates import FleetRates
 from router.placement.rates import GUESS, StepLearner, StepRates, TransferLearner
+from tests.support.router_parts import decode, prefill
 
 CPU = StepRates(step_ms=3.0, token_ms=0.4, sequence_ms=0.8, context_ms=2e-4)
 GPU = StepRates(step_ms=7.0, token_ms=0.01, sequence_ms=0.02, context_ms=1e-6)
@@ -192,6 +193,68 @@ def test_the_rates_of_an_unused_slow_node_return_to_those_of_the_fleet() -> None
     for _ in range(128):
         fleet.add_step("slow", slow.prefill_step(), 40)
     assert fleet.steps("slow", 40).token_ms > 5 * CPU.token_ms
+
+
+def faster(rates: StepRates, times: float) -> StepRates:
+    parts = (rates.step_ms, rates.token_ms, rates.sequence_ms, rates.context_ms)
+    return StepRates(*(part / times for part in parts))
+
+
+def test_nodes_of_each_shape_have_rates_of_their_own() -> None:
+    fleet, small, large = FleetRates(), SyntheticNode(CPU), SyntheticNode(faster(CPU, 4))
+    for name, node in {"p1": prefill("p1"), "p2": prefill("p2"), "d1": decode("d1", tp=4)}.items():
+        fleet.attach(replace(node, incarnation=name))
+    for second in range(40):
+        for _ in range(20):
+            fleet.add_step("p1", small.any_step(), second)
+            fleet.add_step("d1", large.decode_step(), second)
+    assert worst_error(fleet.steps("p2", 40), CPU) < 0.15
+    # It was unused for long, and still nobody takes it for one of the small nodes.
+    assert fleet.steps("d1", 100).sequence_ms == pytest.approx(CPU.sequence_ms / 4, rel=0.15)
+    # It has computed no prompt yet: its ranks are assumed to divide one.
+    assert fleet.steps("d1", 40).token_ms == pytest.approx(CPU.token_ms / 4, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "rows"),
+    [
+        ({"tp": 2}, 1 / 2, 1 / 2),
+        # Four micro-batches, each of which reads a quarter of the weights in a stage, in seven turns.
+        ({"tp": 1, "pp": 4}, 7 / 4, 7 / 16),
+        ({"tp": 2, "pp": 2}, 3 / 4, 3 / 8),
+        ({"tp": 2, "num_threads": 4}, 1, 1),  # ranks share the threads of their node
+        ({"num_threads": 8}, 1 / 2, 1 / 2),
+        ({"tp": 2, "pp": 2, "num_threads": 8}, 3 / 2, 3 / 4),
+        ({"tp": 2, "numerics": "cuda"}, 1, 1),  # of another kind of machine nothing is known
+    ],
+)
+def test_a_node_of_a_shape_that_nobody_measured_is_assumed_by_its_size(
+    changes: dict[str, object], weights: float, rows: float
+) -> None:
+    fleet, old = FleetRates(), SyntheticNode(CPU)
+    fleet.attach(decode("d1", num_threads=4))
+    for _ in range(1000):
+        fleet.add_step("d1.1", old.any_step(), 0)
+    fleet.attach(decode("d2", **changes))
+    known, assumed = fleet.steps("d1.1", 1e6), fleet.steps("d2.1", 0)
+    assert assumed.step_ms == pytest.approx(known.step_ms * weights)
+    for part in ("token_ms", "sequence_ms", "context_ms"):
+        assert getattr(assumed, part) == pytest.approx(getattr(known, part) * rows)
+    # Its own first steps count more than that.
+    slow = SyntheticNode(faster(CPU, 1 / 3))
+    for _ in range(16):
+        fleet.add_step("d2.1", slow.any_step(), 0)
+    assert fleet.steps("d2.1", 0).token_ms > 2 * CPU.token_ms
+
+
+def test_classes_of_nodes_that_are_gone_are_forgotten() -> None:
+    fleet, old = FleetRates(), SyntheticNode(CPU)
+    for number in range(500):
+        fleet.attach(decode("d1", numerics=f"version {number}"))
+        fleet.add_step("d1.1", old.any_step(), 0)
+        if number % 2:
+            fleet.forget("d1.1")
+    assert fleet.num_classes <= 64
 
 
 def test_transfer_rates_follow_bytes_without_the_slowest_transfers() -> None:

@@ -1,0 +1,52 @@
+"""Which nodes are assumed to compute equally fast, and how fast one kind is by what is known of another. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from baton.messages.node import NodeDescription
+from baton.messages.node_shape import ONE_RANK, NodeShape
+from router.placement.rates import StepRates
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeClass:
+    """What nodes have in common that are assumed to compute equally fast until their steps show otherwise."""
+
+    model_fingerprint: str = ""
+    numerics: str = ""
+    shape: NodeShape = ONE_RANK
+    num_threads: int = 0
+    """Threads that compute the model; 0: not known."""
+
+    @classmethod
+    def of(cls, node: NodeDescription) -> ComputeClass:
+        """The class of a node."""
+        return cls(node.model_fingerprint, node.numerics, node.shape, node.num_threads)
+
+    def is_like(self, other: ComputeClass) -> bool:
+        """Whether both compute the same model by the same kernels, so that only their sizes differ."""
+        return (self.model_fingerprint, self.numerics) == (other.model_fingerprint, other.numerics)
+
+    def assumed(self, known: StepRates, of: ComputeClass) -> StepRates:
+        """The rates that this class is assumed to have, from those of another one.
+
+        Work is divided among threads, which the ranks of a node share; where their number is not known, each rank
+        counts as much. A step of several stages is computed in as many micro-batches, each of which reads all weights,
+        and the last of which ends one stage later for each stage but the first.
+        """
+        if not self.is_like(of):
+            return known
+        if self.num_threads and of.num_threads:
+            slower = of.num_threads / self.num_threads
+        else:
+            slower = of.shape.num_ranks / self.shape.num_ranks
+        passes = (2 * self.shape.pp - 1) / (2 * of.shape.pp - 1) * slower
+        per_row = passes * of.shape.pp / self.shape.pp
+        return replace(
+            known,
+            step_ms=known.step_ms * passes,
+            token_ms=known.token_ms * per_row,
+            sequence_ms=known.sequence_ms * per_row,
+            context_ms=known.context_ms * per_row,
+        )

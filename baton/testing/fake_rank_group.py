@@ -18,6 +18,7 @@ class FakeRankGroup:
     def __init__(self, spec: RankSpec, files: SharedFiles, barrier: Barrier) -> None:
         self._barrier = barrier
         self._callback: Callable[[str], None] | None = None
+        self._is_closing = False
         self.why_lost = ""
         followers = [FollowingRank(spec, rank, files) for rank in range(1, spec.size)]
         for follower in followers:
@@ -35,8 +36,8 @@ class FakeRankGroup:
             self.lose(f"{type(error).__name__}: {error}")
 
     def lose(self, reason: str) -> None:
-        """Lose the ranks, as if one of them had ended."""
-        if self.why_lost:
+        """Lose the ranks, as if one of them had ended. Ranks that are being ended are not lost."""
+        if self.why_lost or self._is_closing:
             return
         self.why_lost = reason
         self._barrier.abort()
@@ -49,6 +50,7 @@ class FakeRankGroup:
             callback(self.why_lost)
 
     def close(self) -> None:
+        self._is_closing = True
         self._barrier.abort()
         for thread in self._threads:
             if thread is not threading.current_thread():

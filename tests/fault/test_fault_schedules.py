@@ -54,11 +54,18 @@ HAPPENS = {
 class Schedule:
     """One cluster, a few requests and their faults, all drawn from one seed."""
 
+    happening_s = HAPPENING_S
+
     def __init__(self, seed: int, struck: Counter[str]) -> None:
         self.rng = Random(seed)
         self.struck = struck
         """How often each fault was really there."""
-        self.limits = SimulatedLimits(
+        self.limits = self._draw_limits()
+        self.prefixes = [self._tokens(12) for _ in range(2)]
+        self.cluster: SimulatedCluster
+
+    def _draw_limits(self) -> SimulatedLimits:
+        return SimulatedLimits(
             num_blocks=self.rng.choice([17, 24, 48]),
             chunk=self.rng.choice([4, 8, 24]),
             window=WindowLimits(1 << 10, 2, self.rng.choice([64, 256, 1024])),
@@ -68,8 +75,6 @@ class Schedule:
             num_host_blocks=32,
             preemption_mode=self.rng.choice(["recompute", "swap", "auto"]),
         )
-        self.prefixes = [self._tokens(12) for _ in range(2)]
-        self.cluster: SimulatedCluster
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(self.limits.spec.vocab_size) for _ in range(count)]
@@ -112,7 +117,7 @@ class Schedule:
     async def _ask(self, number: int) -> None:
         rng = self.rng
         prompt = rng.choice([[], *self.prefixes]) + self._tokens(rng.randint(1, 30))
-        await asyncio.sleep(rng.uniform(0, HAPPENING_S / 3))
+        await asyncio.sleep(rng.uniform(0, self.happening_s / 3))
         temperature, seed = rng.choice([(0.0, 0), (1.0, 5)])
         params = SamplingParams(temperature=temperature, seed=seed, max_tokens=rng.randint(1, 12))
         n = rng.choice([1, 1, 2, 3])
@@ -165,7 +170,7 @@ class Schedule:
             self._cut_from_router,
             self._freeze_reads,
         ]
-        await asyncio.sleep(self.rng.uniform(0, HAPPENING_S))
+        await asyncio.sleep(self.rng.uniform(0, self.happening_s))
         await self.rng.choice(acts)()
 
     def _any_node(self) -> SimulatedNode | None:

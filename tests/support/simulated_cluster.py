@@ -66,6 +66,8 @@ ROUTER = "router-0"
 STEP_S = 0.01
 MOVER_TURN_S = 0.02
 BLOCK_SIZE = 4
+ENGINE = "engine"
+"""The name of the turns of an engine's driver."""
 _POLL_S = 0.25
 _JOIN_WITHIN_S = 30.0
 
@@ -96,12 +98,15 @@ class SimulatedLimits:
 
     @property
     def spec(self) -> SimulatedSpec:
+        return self.spec_of(num_layers=1, num_kv_heads=1)
+
+    def spec_of(self, *, num_layers: int, num_kv_heads: int) -> SimulatedSpec:
         return SimulatedSpec(
             block_size=BLOCK_SIZE,
             num_blocks=max(self.num_blocks, self.num_prefill_blocks),
             num_host_blocks=self.num_host_blocks,
-            num_layers=1,
-            num_kv_heads=1,
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
             head_dim=4,
             vocab_size=97,
             max_model_len=128,
@@ -116,6 +121,7 @@ class _Machine:
         self._running = asyncio.Event()
         self._running.set()
         self._due: dict[str, Callable[[], None]] = {}
+        self._held: set[str] = set()
 
     def wake(self, name: str, turn: Callable[[], None], after_s: float) -> None:
         """Schedule a turn; a turn that is already scheduled under this name runs only once."""
@@ -124,8 +130,17 @@ class _Machine:
             asyncio.get_running_loop().call_later(after_s, self._take, name)
 
     def _take(self, name: str) -> None:
-        if self._running.is_set() and name in self._due:
+        if self._running.is_set() and name in self._due and name not in self._held:
             self._due.pop(name)()
+
+    def hold(self, name: str) -> None:
+        """Run no turns under this name until `let_go_on`, as if that thread were stuck."""
+        self._held.add(name)
+
+    def let_go_on(self, name: str) -> None:
+        self._held.discard(name)
+        if not self.is_gone:
+            self._take(name)
 
     async def running(self) -> None:
         """Return when the process runs."""
@@ -176,6 +191,7 @@ class _Driver(FakeEngineDriver):
     def __init__(self, machine: _Machine, *args: Any) -> None:
         super().__init__(*args)
         self._machine = machine
+        self._is_over = False
 
     def submit(self, request: Request) -> None:
         super().submit(request)
@@ -189,11 +205,22 @@ class _Driver(FakeEngineDriver):
         super().tell_transfer(news)
         self.wake()
 
+    def stop(self) -> None:
+        self._is_over = True
+
     def wake(self) -> None:
-        self._machine.wake("engine", self._go_on, STEP_S)
+        self._machine.wake(ENGINE, self._go_on, STEP_S)
 
     def _go_on(self) -> None:
-        self.turn()
+        if self._is_over:
+            return
+        try:
+            self.turn()
+        except Exception as error:
+            # As the real driver's thread ends.
+            self._is_over = True
+            self._on_crash(error)
+            return
         if self._core.has_work() or not self._inbox.empty():
             self.wake()
 
@@ -256,10 +283,10 @@ class SimulatedNode:
         self.node_id = node_id
         self.incarnation = f"{node_id}.{run}"
         self.role = Role(node_id.partition("-")[0])
-        self.runner = SimulatedRunner(limits.spec)
+        self.runner = self._make_runner(limits)
         self.backend: FaultyTransferBackend | None = None
         self.machine = _Machine()
-        self.log = EventLog()
+        self.log = self._make_log()
         self._cluster = cluster
         self._faults = faults
         layout = LayoutFingerprint.of(self.runner.model, self.runner.layout, FakeTransferBackend.name)
@@ -310,9 +337,7 @@ class SimulatedNode:
         self.scheduler = self._new_scheduler(limits, clock, connector)
         core = EngineCore(self.scheduler, self.runner, executor_for(limits.ahead))
         self.crashes: list[BaseException] = []
-        self.driver = _Driver(
-            self.machine, core, lambda news: post(self._on_step, news), self.crashes.append, outbox.flush
-        )
+        self.driver = _Driver(self.machine, core, lambda news: post(self._on_step, news), self._crashed, outbox.flush)
         self.description = self._describe(address)
         role = _Role(self.half, connector)
         self.service = NodeService(
@@ -325,6 +350,15 @@ class SimulatedNode:
             limits.orphan_grace_s,
         )
         self._heartbeat: asyncio.Task[None] | None = None
+
+    def _make_log(self) -> EventLog:
+        return EventLog()
+
+    def _make_runner(self, limits: SimulatedLimits) -> SimulatedRunner:
+        return SimulatedRunner(limits.spec)
+
+    def _crashed(self, error: BaseException) -> None:
+        self.crashes.append(error)
 
     def _new_scheduler(self, limits: SimulatedLimits, clock: Clock, connector: Any) -> Scheduler:
         prefills = self.role is Role.PREFILL
@@ -412,11 +446,15 @@ class SimulatedNode:
             self._cluster.network.serve(self.incarnation, self.description.address, server.servicer)
         self._heartbeat = asyncio.create_task(self.service.heartbeat(), name=f"heartbeat-{self.incarnation}")
 
+    def _cancel_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+
     async def end(self) -> None:
         """End everything of the process."""
         self.machine.end()
+        self._cancel_heartbeat()
         if self._heartbeat is not None:
-            self._heartbeat.cancel()
             await asyncio.gather(self._heartbeat, return_exceptions=True)
         await self.half.stop()
         self.service.close()
@@ -580,6 +618,7 @@ class SimulatedCluster:
 
     make_handoff: Callable[..., HandOff] = HandOff
     make_intake: Callable[..., Intake] = Intake
+    make_node: Callable[..., SimulatedNode] = SimulatedNode
     has_faults_in_probes = False
 
     def __init__(self, limits: SimulatedLimits, rng: Random, faults: Callable[[], Faults]) -> None:
@@ -622,13 +661,16 @@ class SimulatedCluster:
     async def start(self, node_id: str) -> SimulatedNode:
         """Start and register a new incarnation of the node."""
         self._runs[node_id] = run = self._runs.get(node_id, 0) + 1
-        node = self.nodes[node_id] = SimulatedNode(self, node_id, run, self._faults())
+        node = self.nodes[node_id] = self.make_node(self, node_id, run, self._faults())
         await node.start()
         self._register()
         return node
 
+    def _records(self) -> list[NodeRecord]:
+        return [node.record for node in self.nodes.values()]
+
     def _register(self) -> None:
-        records = [node.record for node in self.nodes.values()]
+        records = self._records()
         self.view.registered(records)
         self._links.update(records)
         for node in self.nodes.values():

@@ -105,7 +105,7 @@ class RoutedCluster(SimulatedCluster):
 
     def _tell(self, router: SimulatedRouter) -> None:
         if not router.is_gone:
-            records = [node.record for node in self.nodes.values()]
+            records = self._records()
             router.view.registered(records)
             router.links.update(records)
 

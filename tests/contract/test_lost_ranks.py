@@ -1,0 +1,161 @@
+"""What every runner with several ranks does when one is lost: `FakeRankedRunner`, and the real one with threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from baton.engine.batch import NewRequestData, SchedulerOutput
+from baton.engine.runner import ModelRunner, RunnerLost
+from baton.messages.node_shape import NodeShape
+from baton.messages.sampling import SamplingParams
+from baton.runner import SimulatedSpec
+from baton.runner.backends.sharded.sharded_program import ShardedProgram
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.testing.fake_rank_group import FakeRankGroup
+from baton.testing.fake_ranked_runner import FakeRankedRunner, LossMoment
+from tests.support.tiny_models import TINY_MODELS
+
+BLOCK_SIZE = 4
+
+
+class Ranked(Protocol):
+    """A runner with two ranks, of which a test loses the second one."""
+
+    @property
+    def runner(self) -> ModelRunner: ...
+
+    def lose(self, reason: str) -> None: ...
+
+    def lose_in_next_step(self) -> None: ...
+
+
+class FakeRanked:
+    def __init__(self) -> None:
+        spec = SimulatedSpec(num_blocks=16, block_size=BLOCK_SIZE, num_layers=2, num_kv_heads=2)
+        self.runner = FakeRankedRunner(spec, NodeShape(tp=2))
+
+    def lose(self, reason: str) -> None:
+        self.runner.lose(reason)
+
+    def lose_in_next_step(self) -> None:
+        self.runner.lose_at_step(0, LossMoment.IN, 1, "in a step")
+
+
+class RealRanked:
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write_random_model(directory, TINY_MODELS["llama"], seed=5)
+        self.runner: TorchModelRunner = load_runner(
+            directory,
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            num_blocks=16,
+            tensor_parallel=2,
+            start_ranks=FakeRankGroup,
+        )
+        self._monkeypatch = monkeypatch
+
+    def lose(self, reason: str) -> None:
+        first_rank = self.runner._first_rank
+        assert first_rank is not None
+        first_rank.followers.lose(reason)
+
+    def lose_in_next_step(self) -> None:
+        run = ShardedProgram.run
+
+        def fails_on_the_second_rank(self: ShardedProgram, *arguments: Any) -> None:
+            if self._ranks.shard.rank == 1:
+                raise MemoryError("in a step")
+            run(self, *arguments)
+
+        self._monkeypatch.setattr(ShardedProgram, "run", fails_on_the_second_rank)
+
+
+@pytest.fixture(params=["fake", "real"])
+def ranked(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranked]:
+    made: Ranked = FakeRanked() if request.param == "fake" else RealRanked(tmp_path, monkeypatch)
+    with closing(made.runner):
+        yield made
+
+
+def prompt(request_id: str, first_block: int) -> SchedulerOutput:
+    """A step that computes a prompt of a block and a bit."""
+    new = NewRequestData(
+        request_id, [1, 2, 3, 4, 5], (), SamplingParams(temperature=0.0), range(first_block, first_block + 2), 0
+    )
+    return SchedulerOutput(0, [new], [], {request_id: 5}, 5)
+
+
+def forget(request_id: str) -> SchedulerOutput:
+    """A step that computes nothing."""
+    return SchedulerOutput(0, [], [], {}, 0, finished_req_ids=frozenset({request_id}))
+
+
+def block_of(runner: ModelRunner, block: int) -> bytes:
+    memory = runner.memory
+    return ctypes.string_at(memory.base_address + block * memory.block_bytes, memory.block_bytes)
+
+
+def test_no_step_is_computed_once_a_rank_is_lost(ranked: Ranked) -> None:
+    told: list[str] = []
+    ranked.runner.on_lost(told.append)
+    assert len(ranked.runner.execute_model(prompt("before", 1)).sampled_token_ids["before"]) == 1
+    assert told == []
+    ranked.lose("first")
+    ranked.lose("second")
+    assert told == ["first"]
+    for _ in range(2):
+        with pytest.raises(RunnerLost, match="first"):
+            ranked.runner.execute_model(prompt("behind", 3))
+
+
+def test_a_loss_is_told_to_the_last_callback_alone(ranked: Ranked) -> None:
+    replaced: list[str] = []
+    told: list[str] = []
+    ranked.runner.on_lost(replaced.append)
+    ranked.runner.on_lost(told.append)
+    ranked.lose("gone")
+    assert (replaced, told) == ([], ["gone"])
+    later: list[str] = []
+    ranked.runner.on_lost(later.append)
+    assert later == ["gone"]
+
+
+def test_a_rank_that_is_lost_in_a_step_spoils_this_step_alone(ranked: Ranked) -> None:
+    told: list[str] = []
+    ranked.runner.on_lost(told.append)
+    ranked.runner.execute_model(prompt("before", 1))
+    ranked.runner.execute_model(prompt("same", 3))
+    kept = block_of(ranked.runner, 1)
+    # All of it was stored: two requests of one prompt have the same KV.
+    assert block_of(ranked.runner, 3) == kept != bytes(len(kept))
+    ranked.lose_in_next_step()
+    with pytest.raises(RunnerLost, match="in a step"):
+        ranked.runner.execute_model(prompt("broken", 5))
+    (reason,) = told
+    assert "in a step" in reason
+    assert block_of(ranked.runner, 1) == kept
+    assert block_of(ranked.runner, 5) != kept
+    with pytest.raises(RunnerLost, match="in a step"):
+        ranked.runner.execute_model(prompt("behind", 7))
+
+
+def test_a_step_that_computes_nothing_needs_no_other_rank(ranked: Ranked) -> None:
+    ranked.runner.execute_model(prompt("before", 1))
+    ranked.lose("gone")
+    assert ranked.runner.execute_model(forget("before")).sampled_token_ids == {}
+
+
+def test_ranks_that_were_ended_are_not_lost(ranked: Ranked) -> None:
+    told: list[str] = []
+    ranked.runner.on_lost(told.append)
+    ranked.runner.close()
+    ranked.runner.close()
+    ranked.lose("too late")
+    assert told == []

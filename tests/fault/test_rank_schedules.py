@@ -1,0 +1,174 @@
+"""Schedules of lost, stopped and continued ranks, drawn from seeds, over a whole cluster in virtual time.
+
+The nodes have shapes: stages of layers, and ranks in each stage. A rank is lost before, in or after a step, at an event
+of a hand-off, while its node joins or drains, or after so long without heartbeats. Its incarnation then ends and
+answers nothing more. As in test_fault_schedules.py each request ends once and right, and every block of every node is
+free in the end; `BATON_FAULT_SEED=N` runs one schedule alone, `BATON_RANK_SCHEDULES=1000` a thousand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import fields
+
+import pytest
+
+from baton.errors import Cancelled, DeadlineExceeded, TransferFailed, WouldBeLate
+from baton.messages.node import Role
+from baton.messages.node_shape import NodeShape
+from baton.testing.fake_ranked_runner import LossMoment
+from tests.fault.test_fault_schedules import PATIENCE_S, Schedule
+from tests.support.simulated_cluster import Answer, simulated_cluster
+from tests.support.simulated_ranks import RankedCluster, RankedLimits, RankedNode
+from tests.support.trace_rules import broken_rules
+from tests.support.virtual_time import run_virtually
+
+NUM_SCHEDULES = int(os.environ.get("BATON_RANK_SCHEDULES", "200"))
+PER_TEST = 100
+SHAPES = [NodeShape(), NodeShape(tp=2), NodeShape(pp=2), NodeShape(tp=2, pp=2), NodeShape(tp=4)]
+EVENTS = {
+    Role.PREFILL: ["scheduled", "chunk_computed", "lease_granted", "offered", "closing_offered", "read_progress"],
+    Role.DECODE: ["expected", "offer_received", "confirmed", "remote_kv_arrived", "first_token", "preempted", "abort"],
+}
+"""Events at which a rank is lost."""
+HAPPENS = {
+    *("lost before a step", "lost in a step", "lost after a step", "lost at an event"),
+    *("lost just when it joined", "lost while it drained", "lost rank 1 sends no heartbeats", "a stopped rank went on"),
+    *("lost while it computed", "lost while a request waited", "lost while it was idle", "lost with leases"),
+    *("lost while it was read", "lost while it read", "finished after a failover"),
+}
+"""Events that each hundred of schedules must contain at least once."""
+
+
+class RankSchedule(Schedule):
+    """One cluster of nodes with ranks, a few requests, and the losses of ranks meanwhile."""
+
+    limits: RankedLimits
+    happening_s = 1.5
+
+    def _draw_limits(self) -> RankedLimits:
+        drawn = super()._draw_limits()
+        same = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
+        return RankedLimits(**same, prefill_shape=self.rng.choice(SHAPES), decode_shape=self.rng.choice(SHAPES[1:]))
+
+    async def run(self) -> None:
+        rng = self.rng
+        sizes = {"prefill": rng.randint(1, 2), "decode": rng.randint(1, 2)}
+        async with simulated_cluster(
+            rng, **sizes, limits=self.limits, faults=self.faults, cluster=RankedCluster
+        ) as cluster:
+            assert isinstance(cluster, RankedCluster)
+            self.cluster = self.ranked = cluster
+            asking = [asyncio.create_task(self._ask(number)) for number in range(rng.randint(3, 7))]
+            await asyncio.gather(*(self._disturb() for _ in range(rng.randint(1, 3))))
+            cluster.heal()
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.gather(*asking)
+            cluster.disarm()
+            await cluster.wait_until_settled(PATIENCE_S)
+            await cluster.wait_until_idle(PATIENCE_S)
+            for node in cluster.nodes.values():
+                node.assert_nothing_is_left()
+                self._count(node)
+            assert cluster.dispatcher.requests.num_live == 0
+            self.struck.update(cluster.losses)
+            everybody = [*cluster.ended, *cluster.nodes.values()]
+            assert not [node.crashes for node in everybody if node.crashes]
+            assert not broken_rules({node.incarnation: node.log.after(0) for node in everybody})
+
+    def _judge(self, answer: Answer, expected: list[list[int]]) -> None:
+        super()._judge(answer, expected)
+        if answer.error is None or isinstance(answer.error, Cancelled | DeadlineExceeded | WouldBeLate):
+            return
+        if isinstance(answer.error, TransferFailed) and self.limits.on_transfer_failure == "fail":
+            return
+        assert "attempts failed" in str(answer.error), f"{answer.error!r}"
+        self.struck["attempts exhausted"] += 1
+
+    async def _disturb(self) -> None:
+        acts: list[Callable[[], Awaitable[None]]] = [
+            self._lose_at_a_step,
+            self._lose_at_a_step,
+            self._lose_at_an_event,
+            self._lose_now,
+            self._lose_while_it_joins,
+            self._lose_while_it_drains,
+            self._stop_a_rank,
+            super()._disturb,
+        ]
+        act = self.rng.choice(acts)
+        await asyncio.sleep(self.rng.uniform(0, self.happening_s / 3))
+        await act()
+
+    def _any_node_with_ranks(self) -> RankedNode | None:
+        nodes = [node for _, node in sorted(self.ranked.nodes.items()) if node.runner.shape.num_ranks > 1]
+        return self.rng.choice(nodes) if nodes else None
+
+    def _any_rank_of(self, node: RankedNode) -> int:
+        return self.rng.randrange(1, node.runner.shape.num_ranks)
+
+    async def _lose_now(self) -> None:
+        if (node := self._any_node_with_ranks()) is not None:
+            node.lose_ranks("rank 1 was ended by SIGKILL")
+
+    async def _lose_at_a_step(self) -> None:
+        if (node := self._any_node_with_ranks()) is not None:
+            moment = self.rng.choice([LossMoment.BEFORE, LossMoment.IN, LossMoment.IN, LossMoment.AFTER])
+            node.runner.lose_at_step(self.rng.randint(0, 4), moment, self._any_rank_of(node), f"{moment.value} a step")
+
+    async def _lose_at_an_event(self) -> None:
+        if (node := self._any_node_with_ranks()) is not None:
+            event = self.rng.choice(EVENTS[node.role])
+            node.log.strike_at(event, lambda: node.lose_ranks("at an event"))
+
+    async def _lose_while_it_joins(self) -> None:
+        if (node := self._any_node_with_ranks()) is None:
+            return
+        self.ranked.kill(node.node_id)
+        await asyncio.sleep(self.rng.choice([0.0, 0.5]))
+        joins = await self.ranked.start(node.node_id)
+        await asyncio.sleep(self.rng.choice([0.0, 0.001, 0.01, 0.1]))
+        joins.lose_ranks("just when it joined")
+
+    async def _lose_while_it_drains(self) -> None:
+        if (node := self._any_node_with_ranks()) is None:
+            return
+        node.stop.drain()
+        await asyncio.sleep(self.rng.choice([0.0, 0.05, 0.5]))
+        node.lose_ranks("while it drained")
+
+    async def _stop_a_rank(self) -> None:
+        if (node := self._any_node_with_ranks()) is None:
+            return
+        node.stop_rank(self._any_rank_of(node))
+        await asyncio.sleep(self.rng.uniform(0.1, 9.0))
+        self.struck["a stopped rank went on"] += node.is_stuck and not node.machine.is_gone
+        node.continue_rank()
+
+
+def run_schedule(seed: int, struck: Counter[str]) -> None:
+    try:
+        run_virtually(RankSchedule(seed, struck).run())
+    except BaseException as error:
+        error.add_note(f"BATON_FAULT_SEED={seed}")
+        raise
+
+
+SEEDS = range(NUM_SCHEDULES)
+if "BATON_FAULT_SEED" in os.environ:
+    SEEDS = range(int(os.environ["BATON_FAULT_SEED"]), int(os.environ["BATON_FAULT_SEED"]) + 1)
+
+
+@pytest.mark.parametrize("first", SEEDS[::PER_TEST])
+def test_every_request_ends_once_whichever_rank_is_lost(first: int) -> None:
+    struck: Counter[str] = Counter()
+    seeds = range(first, min(first + PER_TEST, SEEDS.stop))
+    for seed in seeds:
+        run_schedule(seed, struck)
+    if len(seeds) == PER_TEST:
+        assert not [happening for happening in HAPPENS if not struck[happening]], struck
+        assert struck["finished"] > 2 * PER_TEST, struck
+        assert struck["attempts exhausted"] < PER_TEST / 10, struck

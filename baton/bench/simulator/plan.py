@@ -14,8 +14,10 @@ from baton.bench.results.slo import Slo
 from baton.bench.results.summary import distributions, summarize
 from baton.bench.simulator.cells import simulate_cells
 from baton.bench.simulator.node import TimelineEntry
+from baton.bench.simulator.shapes import RankFigures
 from baton.bench.simulator.simulation import Simulated, SimulationConfig
 from baton.bench.workloads.spec import WorkloadSpec
+from baton.messages.node import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class SimulationPlan:
     """Share of the requests that must keep the SLO at a rate that counts as goodput."""
     percentiles: Sequence[float] = (99.0,)
     keeps_outcomes: bool = False
+    ranks: RankFigures = field(default_factory=RankFigures)
+    """What a division into ranks costs; the sizes in `config` are of nodes that are divided already."""
 
 
 def run_plan(plan: SimulationPlan, created: str, progress: Callable[[str, int], None] = lambda name, n: None) -> Result:
@@ -67,7 +71,8 @@ def _arrangement(
     values: dict[str, Any] = {
         "name": name,
         "policy": config.policy,
-        "gpus": config.arrangement.num_nodes,
+        "gpus": config.num_ranks,
+        "shapes": _shapes(config),
         "cores": None,
         "rates": [rates[rate] for rate in sorted(rates)],
     }
@@ -75,11 +80,17 @@ def _arrangement(
         values["goodput"] = {
             "rate": found.rate,
             "next_rate": found.next_rate,
-            "per_gpu": found.rate / config.arrangement.num_nodes,
+            "per_gpu": found.rate / config.num_ranks,
             "attainment": found.attainment,
             "target": plan.attainment,
         }
     return values
+
+
+def _shapes(config: SimulationConfig) -> dict[str, str]:
+    """The shapes of the nodes of each role that there are."""
+    counts = {Role.PREFILL: config.arrangement.prefill, Role.DECODE: config.arrangement.decode}
+    return {role.value: str(config.sizes_of(role).shape) for role, count in counts.items() if count}
 
 
 def _rate(

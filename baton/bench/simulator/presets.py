@@ -8,6 +8,7 @@ from pathlib import Path
 from baton.bench.arrangement import Arrangement
 from baton.bench.results.slo import Slo
 from baton.bench.simulator.plan import SimulationPlan
+from baton.bench.simulator.shapes import RankFigures
 from baton.bench.simulator.simulation import NodeSizes, SimulationConfig
 from baton.bench.simulator.step_times import FormulaTimes
 from baton.bench.workloads.spec import WorkloadSpec
@@ -63,6 +64,7 @@ def mooncake(trace: Path | None, seed: int = 0) -> SimulationPlan:
         SimulationConfig(arrangement, sizes, nic_bytes_per_s=100e9, seed=seed),
         [arrangement],
         ("random", "load-balanced", "local-cache", "global-cache"),
+        ranks=RankFigures(weight_bytes=140e9),
     )
 
 

@@ -24,6 +24,7 @@ from baton.bench.workloads import WorkloadRequest
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import BatonError
 from baton.messages.node import NodeDescription, Role
+from baton.messages.node_shape import ONE_RANK, NodeShape
 from router.limits import DispatchLimits
 from router.placement.placer import ALONE_TOKENS, PlacementSettings
 
@@ -54,6 +55,8 @@ class NodeSizes:
     enable_prefix_caching: bool = True
     speculation: SimulatedSpeculation | None = None
     """How the node drafts tokens; None: it does not."""
+    shape: NodeShape = ONE_RANK
+    """The node's shape. `times` and `cache_tokens` are those of the whole node, whatever its shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,16 @@ class SimulationConfig:
     contention: Contention | None = None
     """All nodes are on one machine and slow each other down by this; None: each has its own machine. Implies
     `stepwise`."""
+
+    def sizes_of(self, role: Role) -> NodeSizes:
+        """The sizes of the nodes of a role."""
+        return self.prefill_sizes if role is Role.PREFILL and self.prefill_sizes is not None else self.sizes
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of all nodes, each of which is a GPU, say."""
+        prefill, decode = (self.sizes_of(role).shape.num_ranks for role in (Role.PREFILL, Role.DECODE))
+        return self.arrangement.prefill * prefill + self.arrangement.decode * decode
 
 
 @dataclass(slots=True)
@@ -212,7 +225,7 @@ class Simulation:
 
     def _start_node(self, node_id: str, role: Role, run: int) -> None:
         config = self._config
-        sizes = config.prefill_sizes if role is Role.PREFILL and config.prefill_sizes is not None else config.sizes
+        sizes = config.sizes_of(role)
         description = _describe(node_id, role, run, sizes)
         max_num_batched_tokens = max(sizes.max_num_batched_tokens, sizes.max_num_seqs)
         longest = min(sizes.max_model_len, description.num_blocks * sizes.block_size + 1)
@@ -358,4 +371,6 @@ def _describe(node_id: str, role: Role, run: int, sizes: NodeSizes) -> NodeDescr
         block_bytes=round(sizes.kv_bytes_per_token * sizes.block_size),
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=max(sizes.max_num_batched_tokens, sizes.max_num_seqs),
+        tp=sizes.shape.tp,
+        pp=sizes.shape.pp,
     )

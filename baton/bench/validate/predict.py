@@ -236,4 +236,5 @@ def _sizes(node: NodeDescription, times: FormulaTimes) -> NodeSizes:
         max_num_seqs=node.max_num_seqs,
         max_num_batched_tokens=node.max_num_batched_tokens,
         max_model_len=node.max_model_len,
+        shape=node.shape,
     )

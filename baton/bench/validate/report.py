@@ -88,6 +88,7 @@ def validation_result(
             {
                 "model": each.config.name,
                 "arrangement": str(each.config.arrangement),
+                "shapes": dict(each.shapes),
                 "single": asdict(each.single),
                 "step_times": asdict(each.steps.times),
                 "contention": asdict(each.steps.contention),

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from baton.bench.arrangement import Arrangement
@@ -23,7 +23,7 @@ from baton.bench.load.probe import probe
 from baton.bench.load.run import LoadPlan
 from baton.bench.nodes.find import FoundCluster
 from baton.bench.nodes.run import NodesRun, run_watched
-from baton.bench.pinning import pin_nodes
+from baton.bench.pinning import pin_nodes, processes_of
 from baton.bench.results.outcome import Outcomes
 from baton.bench.simulator.drafts import SimulatedSpeculation
 from baton.bench.validate.background_load import BackgroundLoad, ProcBackgroundLoad
@@ -83,6 +83,8 @@ class ValidateConfig:
     up_flags: Sequence[str] = ()
     rounds: int = 3
     """Number of segments of each load."""
+    threads_per_node: int = 1
+    """Threads of each node, at least one for each of its ranks, and cores that it is pinned to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class Validated:
     pairs: Sequence[LoadPair]
     failure: BatonError | None = None
     """What ended it early."""
+    shapes: Mapping[str, str] = field(default_factory=dict)
+    """The shapes of the nodes, by role."""
 
 
 def validate(config: ValidateConfig, report: Report, clock: Clock, deadline_s: float) -> Validated:
@@ -111,11 +115,13 @@ def validate(config: ValidateConfig, report: Report, clock: Clock, deadline_s: f
 
 @contextmanager
 def _cluster(config: ValidateConfig) -> Iterator[tuple[FoundCluster, Mapping[str, NodeDescription], BackgroundLoad]]:
-    words = [*model_flags(config.model, config.dtype), "--threads", "1", *arrangement_flags(config.arrangement)]
+    threads = config.threads_per_node
+    named = [*model_flags(config.model, config.dtype), "--threads", str(threads)]
+    words = [*named, *arrangement_flags(config.arrangement)]
     with live_cluster(*words, *config.up_flags) as live:
         nodes, cores = live.nodes(), sorted(os.sched_getaffinity(0))
-        pin_nodes(nodes, cores)
-        background = ProcBackgroundLoad([process.pid for process in live.processes()], cores)
+        pin_nodes(nodes, cores, threads)
+        background = ProcBackgroundLoad(processes_of([process.pid for process in live.processes()]), cores)
         yield FoundCluster(live.grpc_address, nodes), {node.role: live.describe(node) for node in nodes}, background
 
 
@@ -160,9 +166,10 @@ class Validation:
             failure = Cancelled("interrupted")
         predictor = Predictor(config.arrangement, self._descriptions, self._singles)
         pairs = predictor.pairs(self._by_rate)
+        shapes = {role: str(node.shape) for role, node in self._descriptions.items()}
         alone = Means.of(*(one.outcomes for one in self._singles))
         drafts = speculation_of([one for segments in self._by_rate.values() for one in segments])
-        return Validated(config, alone, predictor.fit_all(self._by_rate), drafts, pairs, failure)
+        return Validated(config, alone, predictor.fit_all(self._by_rate), drafts, pairs, failure, shapes)
 
     def _measure_loads(self, capacity: float) -> None:
         config = self._config

@@ -20,6 +20,7 @@ from baton.models.resolve import FoundModel
 
 BUNDLED = "bundled"
 _SHAPES = ("0.5b",)
+_RANKS = {"min": 1, "max": 64}
 
 
 def validate(
@@ -30,7 +31,10 @@ def validate(
             f"{BUNDLED}, 0.5b."
         ),
     ] = None,
-    arrangement: Annotated[str, typer.Option(help="colocated:N or xPyD, a core for each node.")] = "1p1d",
+    arrangement: Annotated[str, typer.Option(help="colocated:N or xPyD, a core for each thread of a node.")] = "1p1d",
+    tp: Annotated[int, typer.Option(help="Ranks of each node, each with a thread.", **_RANKS)] = 1,
+    prefill_tp: Annotated[int | None, typer.Option(help="--tp of prefill nodes.", **_RANKS)] = None,
+    decode_tp: Annotated[int | None, typer.Option(help="--tp of decode nodes.", **_RANKS)] = None,
     dtype: DtypeOption = "auto",
     load: Annotated[
         list[float] | None,
@@ -78,6 +82,9 @@ def validate(
         for share in loads:
             if not share > 0:
                 raise InvalidRequest("--load", f"{share:g} is not above 0")
+        if nodes.is_conditional and (prefill_tp or tp) != (decode_tp or tp):
+            # Steps are fitted by what they compute: prompts must be computed by nodes of one shape.
+            raise InvalidRequest("--arrangement", f"{nodes} needs nodes of one shape")
     workload = WorkloadSpec(
         random_input_len=random_input_len,
         random_output_len=random_output_len,
@@ -90,6 +97,11 @@ def validate(
         "--kv-cache-memory",
         kv_cache_memory,
     )
+    ranks = {"--prefill-tp": prefill_tp or tp, "--decode-tp": decode_tp or tp}
+    for flag, number in ranks.items():
+        flags += (flag, str(number)) if number > 1 else ()
+    # All nodes have as many threads as the largest one has ranks: `baton up` has no number of threads for each role.
+    threads = max(ranks.values()) if nodes.prefill else ranks["--decode-tp"]
     if speculative_config:
         flags += ("--speculative-config", speculative_config)
     check_files(result_filename, report)
@@ -102,7 +114,7 @@ def validate(
         now_s = clock.monotonic()
         try:
             with _model(name) as found:
-                config = ValidateConfig(name, found, dtype, workload, nodes, loads, run_s, flags, rounds)
+                config = ValidateConfig(name, found, dtype, workload, nodes, loads, run_s, flags, rounds, threads)
                 one = run_validation(config, print_note, clock, now_s + (end_s - now_s) / (len(names) - number))
         except BatonError as error:
             failed[name] = error

@@ -21,14 +21,18 @@ from baton.cli.bench.serve import Dataset, count_requests, slo_of, usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 from baton.cli.steering import ProgressLine
 from baton.errors import BatonError, InvalidRequest
+from baton.messages.node import Role
+from baton.messages.node_shape import ONE_RANK, NodeShape
 from baton.messages.speculation import MAX_DRAFTS, SpeculationConfig
 
 if TYPE_CHECKING:
     from baton.bench.simulator.drafts import SimulatedSpeculation
     from baton.bench.simulator.plan import SimulationPlan
+    from baton.bench.simulator.shapes import RankFigures
     from baton.bench.simulator.simulation import Failure
 
 _MOST_NODES = 10_000
+_RANKS = {"min": 1, "max": 64}
 _SECONDS = r"([0-9]+(?:\.[0-9]+)?)"
 _FAILURE = re.compile(rf"([a-z]+-[0-9]+)@{_SECONDS}(?:\+{_SECONDS})?\Z")
 
@@ -102,7 +106,9 @@ def simulate(
         ),
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.", min=1)] = None,
-    cache_tokens: Annotated[int | None, typer.Option(help="Tokens that a node's KV cache holds.", min=16)] = None,
+    cache_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that the KV cache of a node of one rank holds.", min=16)
+    ] = None,
     kv_bytes_per_token: Annotated[
         float | None, typer.Option(help="Bytes of KV per token, of all layers.", min=0)
     ] = None,
@@ -111,6 +117,43 @@ def simulate(
     ] = None,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Largest number of tokens in a step.", min=1)
+    ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(help="Ranks of each node that compute each layer together, each a GPU. Default: 1.", **_RANKS),
+    ] = None,
+    pp: Annotated[
+        int | None, typer.Option(help="Stages of each node, of --tp ranks each. Default: 1.", **_RANKS)
+    ] = None,
+    prefill_tp: Annotated[int | None, typer.Option(help="--tp of prefill nodes.", **_RANKS)] = None,
+    prefill_pp: Annotated[int | None, typer.Option(help="--pp of prefill nodes.", **_RANKS)] = None,
+    decode_tp: Annotated[int | None, typer.Option(help="--tp of decode nodes.", **_RANKS)] = None,
+    decode_pp: Annotated[int | None, typer.Option(help="--pp of decode nodes.", **_RANKS)] = None,
+    exchange_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Time of a step in which --tp ranks exchange what they computed. Default: that of OPT-13B on A100, or "
+            "0 with --step-times.",
+            min=0,
+        ),
+    ] = None,
+    exchange_token_ms: Annotated[
+        float | None, typer.Option(help="The same for each token of a step, in milliseconds.", min=0)
+    ] = None,
+    stage_ms: Annotated[
+        float | None, typer.Option(help="Time until a stage has what the stage before it computed.", min=0)
+    ] = None,
+    weights_gb: Annotated[
+        float | None,
+        typer.Option(
+            help="Size of the weights, which the ranks of a node divide: each further rank has so much more room for "
+            "KV. Default: that of OPT-13B, or 0 with --step-times.",
+            min=0,
+        ),
+    ] = None,
+    rank_memory_gb: Annotated[
+        float | None,
+        typer.Option(help="Memory of a rank for weights and KV, instead of --cache-tokens.", min=0.001),
     ] = None,
     prompts_first: Annotated[
         bool,
@@ -187,6 +230,7 @@ def simulate(
     """
     from baton.bench.results.result_file import without_outcomes
     from baton.bench.simulator.plan import run_plan
+    from baton.bench.simulator.shapes import RankFigures
 
     check_files(result_filename, report)
     slo = slo_of(goodput, more_goodput)
@@ -237,6 +281,19 @@ def simulate(
         if plan.workload.is_trace and request_rate is None:
             plan = replace(plan, workload=replace(plan.workload, request_rate=math.inf))
         plan = _changed(plan, policies=[one.value for one in policy] if policy else None)
+        figures = _changed(
+            plan.ranks if step_times is None else RankFigures(0, 0, 0, 0),
+            exchange_ms=exchange_ms,
+            exchange_token_ms=exchange_token_ms,
+            stage_ms=stage_ms,
+            weight_bytes=None if weights_gb is None else weights_gb * 1e9,
+            rank_bytes=None if rank_memory_gb is None else rank_memory_gb * 1e9,
+        )
+        if rank_memory_gb is not None and cache_tokens is not None:
+            raise InvalidRequest("--rank-memory-gb", "can't be used together with --cache-tokens")
+        prefill = NodeShape(prefill_tp or tp or 1, prefill_pp or pp or 1)
+        decode = NodeShape(decode_tp or tp or 1, decode_pp or pp or 1)
+        plan = _divided(plan, figures, prefill, decode)
         plan = _with_arrangements(replace(plan, slo=slo or plan.slo), arrangement, splits)
         _check(plan)
         total = count_requests(plan.workload)
@@ -301,6 +358,13 @@ def _speculation(
     return None
 
 
+def _divided(plan: SimulationPlan, figures: RankFigures, prefill: NodeShape, decode: NodeShape) -> SimulationPlan:
+    """The plan with nodes of these shapes; its sizes are those of nodes of one rank."""
+    sizes = plan.config.sizes
+    config = replace(plan.config, sizes=figures.sizes_of(sizes, decode), prefill_sizes=figures.sizes_of(sizes, prefill))
+    return replace(plan, config=config, ranks=figures)
+
+
 def _with_arrangements(plan: SimulationPlan, arrangement: Sequence[str] | None, splits: int | None) -> SimulationPlan:
     from baton.bench.arrangement import Arrangement
 
@@ -331,7 +395,7 @@ def _check(plan: SimulationPlan) -> None:
         raise InvalidRequest("--find-goodput", "needs --goodput")
     if plan.finds_goodput and spec.is_trace:
         raise InvalidRequest("--find-goodput", "changes the request rate, and a trace has none")
-    if plan.config.sizes.cache_tokens < plan.config.sizes.block_size:
+    if any(plan.config.sizes_of(role).cache_tokens < plan.config.sizes.block_size for role in Role):
         raise InvalidRequest("--cache-tokens", "is less than one block")
     names = {
         f"{role}-{number}"
@@ -374,6 +438,14 @@ def _drafted_row(run: Sequence[str], simulator: dict[str, Any]) -> list[str]:
     return [*run, f"{simulator['tokens_per_step']:.2f}", str(drafts), str(tokens), f"{right / max(1, tokens):.0%}"]
 
 
+def _shapes(result: dict[str, Any]) -> Iterator[str]:
+    """The shapes of the nodes of each arrangement, if any has several ranks."""
+    for one in result["arrangements"]:
+        shapes = ", ".join(f"{role} {shape}" for role, shape in one["shapes"].items())
+        if any(shape != str(ONE_RANK) for shape in one["shapes"].values()):
+            yield f"{one['name']}: {one['gpus']} ranks ({shapes})"
+
+
 def _print(result: dict[str, Any]) -> None:
     rows, drafted = [], []
     for one in result["arrangements"]:
@@ -398,6 +470,10 @@ def _print(result: dict[str, Any]) -> None:
                 drafted.append(_drafted_row(rows[-1][:2], simulator))
     columns = ["ARRANGEMENT", "RATE", "TTFT MS", "P99", "TPOT MS", "P99", "P99 GAP MS", "CACHED", "ATTAINED", "FAILED"]
     print_table([*columns, "CPU US"], rows)
+    if shapes := list(_shapes(result)):
+        print_text()
+        for line in shapes:
+            print_text(line)
     if drafted:
         print_text()
         print_table(["ARRANGEMENT", "RATE", "TOK/STEP", "DRAFTS", "TOKENS", "RIGHT"], drafted)

@@ -165,6 +165,7 @@ def test_a_cluster_with_the_formulas_step_times_is_predicted_exactly(
         assert pair.overheads.message_s == pytest.approx(MESSAGE_S, rel=0.05)
         assert pair.overheads.handoff_s == pytest.approx(HANDOFF_S, rel=0.15)
     result = validation_result([found], 0, "2026-01-01T00:00:00+00:00")
+    assert result["models"][0]["shapes"] == {"prefill": "tp1", "decode": "tp1"}
     for load in result["models"][0]["loads"]:
         for name in ("ttft_ms", "tpot_ms"):
             assert load[name]["ratio"] == pytest.approx(1.0, abs=0.02)

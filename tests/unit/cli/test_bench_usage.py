@@ -39,6 +39,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         ("bench validate --kv-cache-memory 0", "Invalid value for '--kv-cache-memory': '0' is not a number of bytes"),
         ("bench validate --load 0", "--load: 0 is not above 0"),
+        (
+            "bench validate --arrangement conditional:1p1d --decode-tp 2",
+            "--arrangement: conditional:1p1d needs nodes of one shape",
+        ),
+        ("bench validate --tp 0", "Invalid value for '--tp'"),
         ("bench nodes --start 1p1d --result-filename empty.json/x", "empty.json/x can't be written: "),
         ("bench serve --port 1 --result-filename empty.json/x", "empty.json/x can't be written: "),
         ("bench serve --port 1 --report folder", "folder is a folder: name a file in it"),

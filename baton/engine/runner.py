@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
@@ -205,6 +205,11 @@ class ModelRunner(Protocol):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised. Raises RunnerLost."""
+        ...
+
+    @property
+    def rank_pids(self) -> Sequence[int]:
+        """The process ids of the ranks beside this process, in order; empty where it computes alone."""
         ...
 
     def on_lost(self, callback: Callable[[str], None]) -> None:

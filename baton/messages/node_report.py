@@ -153,6 +153,26 @@ class NodeReport:
     handoff: HandoffReport = field(default_factory=HandoffReport)
     compute_paths: Sequence[ComputePath] = ()
     """The implementations that compute the model's steps, part by part."""
+    ranks: Sequence[RankReport] = ()
+    """The processes that compute the model, in order; empty for a node of one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One of the processes that compute a node's model."""
+
+    rank: int
+    """Its number; 0 is the node's own process."""
+    pid: int
+    is_up: bool
+    """Whether the process runs. The fields below are 0 if it does not."""
+    resident_bytes: int = 0
+    """Memory that is in use and not swapped out, shared memory included."""
+    shared_bytes: int = 0
+    """Memory of that which it shares with the other ranks, the node's KV cache above all."""
+    cpu_s: float = 0.0
+    """Processor time of all its threads."""
+    num_threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)

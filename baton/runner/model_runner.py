@@ -101,6 +101,10 @@ class TorchModelRunner:
     def num_host_blocks(self) -> int:
         return self._host.num_blocks
 
+    @property
+    def rank_pids(self) -> Sequence[int]:
+        return () if self._first_rank is None else self._first_rank.followers.pids
+
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Call `callback` with the reason, from any thread, once one of the other ranks is lost."""
         if self._first_rank is not None:

@@ -204,6 +204,10 @@ class SimulatedRunner:
         """Requests that the runner has not forgotten."""
         return len(self._requests)
 
+    @property
+    def rank_pids(self) -> Sequence[int]:
+        return ()
+
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Nothing computes beside this process."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from baton.runner.backends.cpu.kernels.barrier import Barrier
 from baton.runner.backends.cpu.kernels.errors import RankLost
@@ -20,6 +20,7 @@ class FakeRankGroup:
         self._callback: Callable[[str], None] | None = None
         self._is_closing = False
         self.why_lost = ""
+        self.pids: Sequence[int] = ()
         followers = [FollowingRank(spec, rank, files) for rank in range(1, spec.size)]
         for follower in followers:
             follower.load()

@@ -190,6 +190,10 @@ class FakeRunner:
             if place >= self.layout.block_size:
                 self._slots[place] = value
 
+    @property
+    def rank_pids(self) -> Sequence[int]:
+        return ()
+
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Nothing computes beside this process."""
 

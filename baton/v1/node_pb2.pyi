@@ -444,7 +444,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("node", "load", "handoff", "waiting_by_reason", "compute_paths")
+    __slots__ = ("node", "load", "handoff", "waiting_by_reason", "compute_paths", "ranks")
     class WaitingByReasonEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -457,12 +457,32 @@ class DescribeResponse(_message.Message):
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     WAITING_BY_REASON_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_PATHS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     node: NodeDescription
     load: LoadReport
     handoff: HandoffReport
     waiting_by_reason: _containers.ScalarMap[str, int]
     compute_paths: _containers.RepeatedCompositeFieldContainer[ComputePath]
-    def __init__(self, node: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReport, _Mapping]] = ..., waiting_by_reason: _Optional[_Mapping[str, int]] = ..., compute_paths: _Optional[_Iterable[_Union[ComputePath, _Mapping]]] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankReport]
+    def __init__(self, node: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReport, _Mapping]] = ..., waiting_by_reason: _Optional[_Mapping[str, int]] = ..., compute_paths: _Optional[_Iterable[_Union[ComputePath, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ...) -> None: ...
+
+class RankReport(_message.Message):
+    __slots__ = ("rank", "pid", "is_up", "resident_bytes", "shared_bytes", "cpu_s", "num_threads")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    IS_UP_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CPU_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    pid: int
+    is_up: bool
+    resident_bytes: int
+    shared_bytes: int
+    cpu_s: float
+    num_threads: int
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., is_up: _Optional[bool] = ..., resident_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., cpu_s: _Optional[float] = ..., num_threads: _Optional[int] = ...) -> None: ...
 
 class ComputePath(_message.Message):
     __slots__ = ("part", "runs", "why_not_faster")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -172,6 +173,11 @@ DECODE = {
     "kv_transfer_descriptors": histogram("peer"),
     "kv_handshake_seconds": histogram("peer"),
     "kv_digest_mismatch_total": counter(),
+    "rank_up": gauge("rank"),
+    "rank_resident_memory_bytes": gauge("rank"),
+    "rank_shared_memory_bytes": gauge("rank"),
+    "rank_cpu_seconds_total": counter("rank"),
+    "rank_threads": gauge("rank"),
 }
 
 
@@ -190,11 +196,23 @@ def parse_metrics(text: str) -> dict[str, Metric]:
     return found
 
 
+class RunnerOfTwoRanks(SimulatedRunner):
+    """Its second rank is this process, too."""
+
+    @property
+    def rank_pids(self) -> Sequence[int]:
+        return (os.getpid(),)
+
+
+def make_runner(node_id: str) -> SimulatedRunner:
+    return (RunnerOfTwoRanks if node_id.startswith("decode") else SimulatedRunner)(SPEC)
+
+
 @asynccontextmanager
 async def cluster_after_requests(directory: Path) -> AsyncIterator[MiniCluster]:
     """Yield a cluster that has served two requests and refused one."""
     simulated_model_dir(directory, 256, 512)
-    async with mini_cluster(lambda _: SimulatedRunner(SPEC), directory, token_ids_only=True, metrics_port=0) as cluster:
+    async with mini_cluster(make_runner, directory, token_ids_only=True, metrics_port=0) as cluster:
         for seed in (1, 2):
             answer = await cluster.generate(GenerateRequest([seed] * 40, temperature=0.0, max_tokens=4))
             assert len(answer.token_ids) == 4
@@ -259,6 +277,7 @@ async def _check_every_process(tmp_path: Path) -> None:
     check_metrics(ROUTER, router)
     check_metrics(PREFILL, prefill)
     check_metrics(DECODE, decode)
+    assert not any(name.startswith("rank_") for name in prefill), "its process has figures of its own"
     # These appear only after a failure.
     faults = parse_metrics(
         render(failure_figures({("p", TransferCause.LEASE_LOST): 1}), dict.fromkeys(OF_A_PROCESS, "")).decode()

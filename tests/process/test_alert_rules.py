@@ -30,7 +30,7 @@ def test_prometheus_reads_the_rules_and_alerts_as_specified(promtool: str, tmp_p
         shutil.copy(MONITORING / name, tmp_path)
     code, output = run_promtool("check", "rules", "--lint=all", "--lint-fatal", "rules.yml")
     assert code == 0, output
-    assert "29 rules found" in output
+    assert "30 rules found" in output
     code, output = run_promtool("test", "rules", "rules_test.yml")
     assert code == 0, output
     rules = tmp_path / "rules.yml"

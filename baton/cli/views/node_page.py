@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from baton.cli.output import duration, fine_duration
+from baton.cli.output import duration, fine_duration, size, table_lines
 from baton.cli.views.lease_rows import lease_json, oldest_first
 from baton.messages.cluster import NodeStatus
 from baton.messages.node import LoadReport, NodeDescription
-from baton.messages.node_report import KV_PROBE_FAILED, HandoffReport, NodeReport
+from baton.messages.node_report import KV_PROBE_FAILED, HandoffReport, NodeReport, RankReport
 
 Field = tuple[str, str]
 
@@ -24,6 +24,7 @@ def node_lines(status: NodeStatus, report: NodeReport | None) -> list[str]:
     sections = {
         "Model": _fields(_model(report.node)),
         **({"Computed by": computed_by} if (computed_by := _fields(_computed_by(report))) else {}),
+        **({"Ranks": _ranks(report.ranks)} if report.ranks else {}),
         "KV cache": _fields(_kv_cache(report)),
         "Load": _fields(_load(report.load, report.waiting_by_reason)),
         **_handoff_sections(report),
@@ -44,6 +45,7 @@ def node_json(status: NodeStatus, report: NodeReport | None) -> dict[str, Any]:
         "load": asdict(report.load),
         "waiting_by_reason": dict(report.waiting_by_reason),
         "compute_paths": [asdict(path) for path in report.compute_paths],
+        "ranks": [asdict(rank) for rank in report.ranks],
         "layout": handoff.layout,
         "leases": [lease_json(report, one) for one in oldest_first(report)],
         "leases_by_state": _by_state(handoff),
@@ -93,6 +95,22 @@ def _computed_by(report: NodeReport) -> list[Field]:
             for path in report.compute_paths
         ),
     ]
+
+
+def _ranks(ranks: Sequence[RankReport]) -> list[str]:
+    rows = [
+        [
+            str(one.rank),
+            str(one.pid),
+            "yes" if one.is_up else "no",
+            size(one.resident_bytes - one.shared_bytes),
+            size(one.shared_bytes),
+            duration(one.cpu_s),
+            str(one.num_threads),
+        ]
+        for one in ranks
+    ]
+    return table_lines(["RANK", "PID", "UP", "MEMORY", "SHARED", "CPU", "THREADS"], rows)
 
 
 def _kv_cache(report: NodeReport) -> list[Field]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
@@ -53,6 +53,10 @@ class TimedRunner:
         output = self._runner.execute_model(scheduler_output)
         self._step_end = time.perf_counter()
         return output
+
+    @property
+    def rank_pids(self) -> Sequence[int]:
+        return self._runner.rank_pids
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         self._runner.on_lost(callback)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
 class FollowingRanks(Protocol):
     """The ranks behind the first one, as `RankGroup` runs them in processes."""
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Their process ids, in order; empty if they are no processes."""
+        ...
 
     @property
     def why_lost(self) -> str:

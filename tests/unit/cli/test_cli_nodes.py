@@ -32,6 +32,7 @@ from baton.messages.node_report import (
     NodeReport,
     OpenHandoff,
     ProbeFault,
+    RankReport,
     RefusedLink,
 )
 from baton.wire.server.server import RpcServer
@@ -158,6 +159,19 @@ def test_the_shape_of_a_node_of_several_ranks_is_shown() -> None:
     assert lines[lines.index("Computed by:") + 1] == "  shape:  tp2 pp3: 6 ranks"
     found = node_json(status_of(report, tp=2, pp=3), report)
     assert (found["status"]["tp"], found["report"]["description"]["pp"]) == (2, 3)
+
+
+def test_the_ranks_of_a_node_are_shown() -> None:
+    ranks = (RankReport(0, 70, True, 3 << 30, 1 << 30, 75.5, 12), RankReport(1, 71, False))
+    report = replace(SENDER, ranks=ranks)
+    lines = node_lines(status_of(report), report)
+    assert lines[lines.index("Ranks:") + 1 :][:3] == [
+        "  RANK   PID   UP    MEMORY    SHARED    CPU     THREADS",
+        "  0      70    yes   2.0 GiB   1.0 GiB   1m15s   12",
+        "  1      71    no    0 B       0 B       0s      0",
+    ]
+    assert node_json(status_of(report), report)["report"]["ranks"][1]["is_up"] is False
+    assert "Ranks:" not in node_lines(status_of(SENDER), SENDER)
 
 
 @pytest.mark.parametrize(("status", "shape"), [({"tp": 2, "pp": 3}, "tp2 pp3"), ({}, "tp1"), ({"role": "router"}, "-")])

@@ -35,6 +35,7 @@ from baton.messages.node_report import (
     NodeReport,
     OpenHandoff,
     ProbeFault,
+    RankReport,
     RefusedLink,
     TraceEvent,
 )
@@ -194,6 +195,7 @@ def test_node_reports_are_decoded_with_every_field() -> None:
         {"capacity": 2, "remote_kv": 1},
         HandoffReport("dtype=float32", handoffs, ended, refused, failed),
         (ComputePath("decoder", "transformers' loop", "it has no part model"), ComputePath("products", "C kernels")),
+        (RankReport(0, 7, True, 2**40, 2**30, 1.5, 3), RankReport(1, 8, False)),
     )
     pb = codec_node_report.NODE_REPORT.to_pb(report)
     assert codec_node_report.NODE_REPORT.from_pb(pb) == report

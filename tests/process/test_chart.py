@@ -130,6 +130,22 @@ CASES: dict[str, dict[str, Any]] = {
         "ingress": {"enabled": True, "host": "llm.example.com", "className": "7", "tlsSecret": "8"},
         "serviceMonitor": {"enabled": True, "keySecret": {"name": "9", "key": "on"}},
     },
+    "ranks": {
+        **OPEN,
+        "prefill": {
+            "flags": {"tp": 2, "kv-cache-memory": "7GiB"},
+            "resources": {"requests": {"cpu": "500m", "memory": "1.5Gi"}, "limits": {"memory": "8G"}},
+        },
+        "decode": {
+            "flags": {"tp": "4"},
+            "resources": {"requests": {"cpu": 2, "hugepages-2Mi": "1Gi"}, "limits": {"cpu": 2.5}},
+        },
+    },
+    "ranks of other costs": {
+        **OPEN,
+        "nodes": {"kind": "LeaderWorkerSet", "rankResources": {"cpu": "250m", "memory": "1G"}},
+        "decode": {"flags": {"tp": 3}},
+    },
     "no account": {**OPEN, "serviceAccount": {"create": False}},
     "bare": {**OPEN, "networkPolicy": {"enabled": False}, "podDisruptionBudget": {"enabled": False}},
     "no protection": {},
@@ -187,6 +203,9 @@ CASES: dict[str, dict[str, Any]] = {
     "a budget of words": {**OPEN, "podDisruptionBudget": {"maxUnavailable": "one"}},
     "a secret in capitals": {"tls": {"existingSecret": "TLS"}, "apiKeys": {"existingSecret": "k"}},
     "the longest name": {**OPEN, "serviceMonitor": {"enabled": True}},
+    "ranks with a GPU": {**OPEN, "decode": {"gpus": 1, "flags": {"tp": 2}}},
+    "a cache beyond the limit": {**OPEN, "decode": {"flags": {"tp": 2, "kv-cache-memory": "9GiB"}}},
+    "a rank of words": {**OPEN, "nodes": {"rankResources": {"memory": "much"}}},
     "a long name": {**OPEN, "nodes": {"kind": "LeaderWorkerSet"}},
 }
 NAMES = {"names of digits": "20261126", "the longest name": "r" * 41, "a long name": "r" * 39}
@@ -210,6 +229,9 @@ REFUSED = {
     "a route without a gateway": "gateway.parentRefs",
     "two routes for all hosts": "gateway.hostnames",
     "two routes for a host": "b.example.com is in gateway.hostnames, too",
+    "ranks with a GPU": "decode.gpus",
+    "a cache beyond the limit": "decode.resources.limits.memory: 8832Mi has no room for the KV cache",
+    "a rank of words": "/nodes/rankResources/memory",
     "a long name": "at most 44 characters",
     "an ingress without a host": "ingress.host",
     "a URL as a host": "/ingress/host",
@@ -353,6 +375,26 @@ def test_devices_are_requested_and_memory_may_be_pinned(answers: dict[str, Any])
     assert decode["resources"]["limits"] == {"memory": "8Gi"}
     assert decode["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert flags(found["prefill"])["--kv-cache-memory"] == "42949672960"
+
+
+def test_a_node_of_several_ranks_requests_more_cores_and_memory(answers: dict[str, Any]) -> None:
+    def resources(case: str, role: str) -> Any:
+        return pods(objects(answers, case))[role]["containers"][0]["resources"]
+
+    assert resources("ranks", "prefill") == {
+        "requests": {"cpu": "1500m", "memory": "2176Mi"},
+        "limits": {"memory": "8270Mi"},  # 8 GB are 7,629.4 MiB
+    }
+    # What a role does not request or limit, its ranks do not add to.
+    assert resources("ranks", "decode") == {
+        "requests": {"cpu": "5000m", "hugepages-2Mi": "1Gi", "memory": "6016Mi"},
+        "limits": {"cpu": "5500m", "memory": "10112Mi"},
+    }
+    assert resources("ranks of other costs", "decode") == {
+        "requests": {"cpu": "2500m", "memory": "6004Mi"},
+        "limits": {"memory": "10100Mi"},
+    }
+    assert resources("ranks of other costs", "prefill") == resources("open", "prefill")
 
 
 def test_each_pod_gets_its_own_private_key_only(answers: dict[str, Any]) -> None:

@@ -341,6 +341,31 @@ export -f address_of keep_running
 """
 
 
+@pytest.mark.parametrize(
+    ("settings", "cores"),
+    [
+        ({}, None),
+        ({"tp": 2}, "2"),
+        ({"tp": 2, "prefill_tp": 1, "decode_tp": 4}, "4"),
+        ({"prefill_tp": 8}, "8"),
+        ({"threads": 6, "tp": 2}, "6"),
+        ({"threads": 1}, None),
+    ],
+)
+def test_each_task_of_a_job_has_a_core_for_each_thread_or_rank(settings: dict[str, int], cores: str | None) -> None:
+    config = up(**settings)
+    script = slurm_files(config, processes(config), "baton")["baton.sbatch"]
+    found = re.search(r"^#SBATCH --cpus-per-task=(\d+)$", script, re.MULTILINE)
+    assert (found and found[1]) == cores
+    if cores is not None:
+        assert script.index("#SBATCH --ntasks") < script.index("#SBATCH --cpus-per-task") < script.index("set -euo")
+    started = script[script.index("\nsrun ") : script.index(" &\nnodes=")]
+    shell = 'srun() { echo "$1 $2 $3"; }; prefill=1 prefill_flags=() decode_flags=() baton=b node_flags=();'
+    for given, words in (({"SLURM_CPUS_PER_TASK": "4"}, "--cpus-per-task=4"), ({}, "bash")):
+        told = subprocess.run(["bash", "-euc", shell + started], env=given, capture_output=True, text=True, check=True)
+        assert told.stdout == f"--kill-on-bad-exit=0 --wait=0 {words}\n"
+
+
 def test_the_nodes_of_a_job_get_the_flags_of_their_role() -> None:
     config = up(prefill=1, decode=2, prefill_tp=1, decode_tp=4, drain_s=5)
     script = slurm_files(config, processes(config), "baton")["baton.sbatch"]

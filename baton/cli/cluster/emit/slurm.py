@@ -27,6 +27,7 @@ def slurm_files(config: UpConfig, processes: Sequence[EmittedProcess], baton: st
             files(__package__).joinpath(FILE).read_text("utf-8"),
             {
                 "TASKS": str(len(nodes)),
+                "CORES": _cores(nodes),
                 "BATON": shlex.quote(baton),
                 "PREFILL": str(config.prefill),
                 "DECODE": str(config.decode),
@@ -40,6 +41,20 @@ def slurm_files(config: UpConfig, processes: Sequence[EmittedProcess], baton: st
             },
         )
     }
+
+
+def _cores(nodes: Sequence[EmittedProcess]) -> str:
+    """The line that asks for the cores of the largest node: one for each thread, or for each rank; else empty.
+
+    Without it Slurm gives a task one core, and its ranks would share that.
+    """
+    cores = max(int(node.flags.get("--threads", _ranks(node))) for node in nodes)
+    return f"\n#SBATCH --cpus-per-task={cores}" if cores > 1 else ""
+
+
+def _ranks(node: EmittedProcess) -> int:
+    """The number of processes that compute the model of a node."""
+    return int(node.flags.get("--tp", 1)) * int(node.flags.get("--pp", 1))
 
 
 def _role_flags(nodes: Sequence[EmittedProcess], role: str) -> dict[str, str]:

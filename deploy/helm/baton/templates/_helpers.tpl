@@ -260,6 +260,60 @@ readinessProbe:
   timeoutSeconds: 3
 {{- end }}
 
+{{- /* The number of processes that compute the model of a node with these flags. */}}
+{{- define "baton.ranks" -}}
+{{- $flags := . | default dict }}
+{{- mul (get $flags "tp" | default 1 | int64) (get $flags "pp" | default 1 | int64) }}
+{{- end }}
+
+{{- /* A quantity of Kubernetes or a size of Baton (`500m`, `1.5Gi`, `40GiB`) in thousandths. */}}
+{{- define "baton.thousandths" -}}
+{{- $text := . | toString }}
+{{- $unit := regexFind "[A-Za-z]+$" $text }}
+{{- $factors := dict "" 1.0 "m" 0.001 "k" 1e3 "K" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 }}
+{{- printf "%.0f" (mulf (trimSuffix $unit $text | float64) (get $factors (trimSuffix "B" $unit)) 1000.0) }}
+{{- end }}
+
+{{- /* What a node of several ranks requests, or may use at most: the quantity of one rank, and that of each further one. */}}
+{{- define "baton.quantityOfRanks" -}}
+{{- $sum := addf (include "baton.thousandths" .one | float64) (mulf (include "baton.thousandths" .each | float64) .more) }}
+{{- if eq .name "cpu" }}{{ printf "%.0fm" $sum }}{{ else }}{{ printf "%.0fMi" (ceil (divf $sum 1048576000.0)) }}{{ end }}
+{{- end }}
+
+{{- /* The requests and limits of a role's nodes, without devices. */}}
+{{- define "baton.nodeResources" -}}
+{{- $resources := deepCopy ((index .Values .role).resources | default dict) }}
+{{- $more := sub (include "baton.ranks" (index .Values .role).flags | int64) 1 }}
+{{- if gt $more 0 }}
+{{- range $kind := list "requests" "limits" }}
+{{- $amounts := get $resources $kind | default dict }}
+{{- range $name, $each := $.Values.nodes.rankResources }}
+{{- if hasKey $amounts $name }}
+{{- $_ := set $amounts $name (include "baton.quantityOfRanks" (dict "name" $name "one" (get $amounts $name) "each" $each "more" $more)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- toYaml $resources }}
+{{- end }}
+
+{{- /* A pod that would be killed for its memory, or whose node would refuse to start, is not made. */}}
+{{- define "baton.checkRanks" -}}
+{{- range $role := list "prefill" "decode" }}
+{{- $own := index $.Values $role }}
+{{- $flags := $own.flags | default dict }}
+{{- if $own.gpus }}
+{{- if gt (include "baton.ranks" $flags | int64) 1 }}{{ fail (printf "%s.gpus: ranks (the flags tp and pp) compute on cores, and this node would refuse a GPU" $role) }}{{ end }}
+{{- else if hasKey $flags "kv-cache-memory" }}
+{{- $limits := get (include "baton.nodeResources" (dict "Values" $.Values "role" $role) | fromYaml) "limits" | default dict }}
+{{- if hasKey $limits "memory" }}
+{{- $cache := get $flags "kv-cache-memory" }}
+{{- if le (include "baton.thousandths" (get $limits "memory") | float64) (include "baton.thousandths" $cache | float64) }}{{ fail (printf "%s.resources.limits.memory: %v has no room for the KV cache (the flag kv-cache-memory, %v) and the weights" $role (get $limits "memory") $cache) }}{{ end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- /* The pods of one role of nodes: a template that Deployments and LeaderWorkerSets share. */}}
 {{- define "baton.nodePod" -}}
 {{- $own := index .root.Values .role }}
@@ -292,7 +346,7 @@ spec:
         - {name: metrics, containerPort: 9400}
       {{- include "baton.probes" $all | nindent 6 }}
       resources:
-        {{- $resources := deepCopy ($own.resources | default dict) }}
+        {{- $resources := include "baton.nodeResources" (dict "Values" .root.Values "role" .role) | fromYaml }}
         {{- $devices := dict }}
         {{- if $own.gpus }}{{ $_ := set $devices .root.Values.gpuResource ($own.gpus | int) }}{{ end }}
         {{- if $own.rdma }}{{ $_ := set $devices .root.Values.rdmaResource ($own.rdma | int) }}{{ end }}

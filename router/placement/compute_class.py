@@ -32,8 +32,7 @@ class ComputeClass:
         """The rates that this class is assumed to have, from those of another one.
 
         Work is divided among threads, which the ranks of a node share; where their number is not known, each rank
-        counts as much. A step of several stages is computed in as many micro-batches, each of which reads all weights,
-        and the last of which ends one stage later for each stage but the first.
+        counts as much. A step of several stages is computed in as many micro-batches, each of which reads all weights.
         """
         if not self.is_like(of):
             return known
@@ -41,12 +40,10 @@ class ComputeClass:
             slower = of.num_threads / self.num_threads
         else:
             slower = of.shape.num_ranks / self.shape.num_ranks
-        passes = (2 * self.shape.pp - 1) / (2 * of.shape.pp - 1) * slower
-        per_row = passes * of.shape.pp / self.shape.pp
         return replace(
             known,
-            step_ms=known.step_ms * passes,
-            token_ms=known.token_ms * per_row,
-            sequence_ms=known.sequence_ms * per_row,
-            context_ms=known.context_ms * per_row,
+            step_ms=known.step_ms * slower * self.shape.pp / of.shape.pp,
+            token_ms=known.token_ms * slower,
+            sequence_ms=known.sequence_ms * slower,
+            context_ms=known.context_ms * slower,
         )

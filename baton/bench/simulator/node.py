@@ -163,6 +163,8 @@ class SimulatedNode:
         self._num_quiet = 0
         """With `stepwise`: the number of steps that would be one run and are therefore not reported."""
         self._started_at = 0.0
+        self._ended_at: float | None = None
+        """When the last step ended."""
         self._next_kv_event = 0
         self._kept_ends = _KEPT_ENDS
         self._token_times: TokenTimes = {}
@@ -309,8 +311,13 @@ class SimulatedNode:
             batch, more_s = batch - num_draft_tokens, num_draft_tokens * drafts.row_s
         context = decided.num_decode_context_tokens
         if decided.num_prefill_tokens:
-            return self._times.step_s(self._chunks(decided), batch, context) + more_s
-        return self._times.decode_s(batch, context) + more_s
+            return self._times.step_s(self._chunks(decided), batch, context, follows=self._follows) + more_s
+        return self._times.decode_s(batch, context, follows=self._follows) + more_s
+
+    @property
+    def _follows(self) -> bool:
+        """Whether a step that begins now follows another one; with drafts it begins only when that one is done."""
+        return self._ended_at == self._clock.now and self.drafts is None
 
     def _chunks(self, decided: SchedulerOutput) -> list[tuple[int, int]]:
         """Start and end position of each prompt's chunk; the end is exclusive."""
@@ -399,10 +406,13 @@ class SimulatedNode:
         self._run, self._num_run, self._is_run_in_step = run, 0, False
         self._started_at = when = self._clock.now
         batch, context, decode_s = run.num_sequences, run.num_context_tokens, self._times.decode_s
-        ends = self._run_ends = []
+        ends: list[float] = []
+        follows = self._follows
+        self._run_ends = ends
         for _ in range(min(run.max_steps, _LONGEST_RUN)):
-            when += decode_s(batch, context)
+            when += decode_s(batch, context, follows=follows)
             context += batch
+            follows = True
             ends.append(when)
         self._due = self._clock.call_at(when, self._end_run)
 
@@ -508,6 +518,8 @@ class SimulatedNode:
 
     def _note_ends(self, ends: Sequence[float]) -> None:
         self.num_steps += len(ends)
+        if ends:
+            self._ended_at = ends[-1]
         self._ends.extend(ends)
         if len(self._ends) > 2 * self._kept_ends:
             self._forget_ends()

@@ -5,9 +5,10 @@ evenly. What they lose is an exchange for each layer, and with stages the time u
 
 1. `tp` ranks compute each layer together. They lose `exchange_ms` in a step and `exchange_token_ms` for each token.
 2. `pp` stages divide the layers. The rows of a step are divided into as many micro-batches, at most one for each row,
-   which follow each other through the stages: the first has passed all of them when each of the others has begun. Each
-   micro-batch reads all weights of a stage, and takes `stage_ms` more from one stage to the next. The next step begins
-   when all micro-batches have left the last stage, as on a node without asynchronous scheduling.
+   which follow each other through the stages. Each micro-batch reads all weights of a stage, and takes `stage_ms` more
+   from one stage to the next. A step after an idle time has to fill the stages. With asynchronous scheduling, the
+   default with stages, the first micro-batches of the next step follow the last ones of this step; but a sequence
+   passes through all stages before it begins anew.
 3. The weights are in memory once. All that is left in the memory of the ranks is the KV cache of the node.
 """
 
@@ -84,7 +85,9 @@ class ShapedTimes:
         self._turn_s = (figures.exchange_ms / shape.pp * divides_layers + figures.stage_ms * (shape.pp > 1)) / 1e3
         self._token_s = figures.exchange_token_ms / shape.pp * divides_layers / 1e3
 
-    def step_s(self, chunks: Iterable[tuple[int, int]], batch: float, context: float) -> float:
+    def step_s(
+        self, chunks: Iterable[tuple[int, int]], batch: float, context: float, *, follows: bool = False
+    ) -> float:
         chunks = list(chunks)
         rows = sum(end - begin for begin, end in chunks) + batch
         count = max(1, min(self._pp, int(rows)))
@@ -93,12 +96,15 @@ class ShapedTimes:
             share = context * decodes / batch if batch else 0.0
             alone_s = self._times.step_s(part, decodes, share) if part else self._times.decode_s(decodes, share)
             turns.append(self._in_turn_s(alone_s, sum(end - begin for begin, end in part) + decodes))
+        if follows:
+            return max(sum(turns), self._pp * max(turns))
         return sum(turns) + (self._pp - 1) * max(turns)
 
-    def decode_s(self, batch: float, context: float) -> float:
+    def decode_s(self, batch: float, context: float, *, follows: bool = False) -> float:
         count = max(1, min(self._pp, int(batch)))
         alone_s = self._times.decode_s(batch / count, context / count)
-        return (count + self._pp - 1) * self._in_turn_s(alone_s, batch / count)
+        num_turns = self._pp if follows else count + self._pp - 1
+        return num_turns * self._in_turn_s(alone_s, batch / count)
 
     def _in_turn_s(self, alone_s: float, rows: float) -> float:
         """Time of one stage for a micro-batch that a node of one rank computes in `alone_s`."""

@@ -20,12 +20,15 @@ from baton.errors import InvalidRequest
 class StepTimes(Protocol):
     """Computes the time of a step in seconds."""
 
-    def step_s(self, chunks: Iterable[tuple[int, int]], batch: float, context: float) -> float:
+    def step_s(
+        self, chunks: Iterable[tuple[int, int]], batch: float, context: float, *, follows: bool = False
+    ) -> float:
         """Time of any step. `chunks`: start and end position of each prompt's chunk, the end is exclusive. `batch`
-        sequences decode, with `context` tokens of context in total; both may be averages."""
+        sequences decode, with `context` tokens of context in total; both may be averages. `follows`: the node
+        computed another step until now, so its stages are busy."""
         ...
 
-    def decode_s(self, batch: float, context: float) -> float:
+    def decode_s(self, batch: float, context: float, *, follows: bool = False) -> float:
         """Time of a step without prompts."""
         ...
 
@@ -42,7 +45,9 @@ class FormulaTimes:
     """For each token of context."""
     decode_sequence_ms: float = 0.0385
 
-    def step_s(self, chunks: Iterable[tuple[int, int]], batch: float, context: float) -> float:
+    def step_s(
+        self, chunks: Iterable[tuple[int, int]], batch: float, context: float, *, follows: bool = False
+    ) -> float:
         tokens = squares = 0
         for begin, end in chunks:
             tokens += end - begin
@@ -52,7 +57,7 @@ class FormulaTimes:
             ms = max(ms, self.decode_ms) + self.decode_context_ms * context + self.decode_sequence_ms * batch
         return (ms + self.prefill_token_ms * tokens + self.prefill_square_ms * squares) / 1e3
 
-    def decode_s(self, batch: float, context: float) -> float:
+    def decode_s(self, batch: float, context: float, *, follows: bool = False) -> float:
         return (self.decode_ms + self.decode_context_ms * context + self.decode_sequence_ms * batch) / 1e3
 
 
@@ -68,7 +73,9 @@ class TableTimes:
     context_token_s: float = 0.0
     """Time for each token of context more than that; less context takes less time."""
 
-    def step_s(self, chunks: Iterable[tuple[int, int]], batch: float, context: float) -> float:
+    def step_s(
+        self, chunks: Iterable[tuple[int, int]], batch: float, context: float, *, follows: bool = False
+    ) -> float:
         tokens = sum(end - begin for begin, end in chunks)
         if not tokens:
             return self.decode_s(batch, context)
@@ -78,7 +85,7 @@ class TableTimes:
         alone = self.decode_s(1, self.context_tokens)
         return interpolate(self.prefill, tokens) + max(0.0, self.decode_s(batch, context) - alone)
 
-    def decode_s(self, batch: float, context: float) -> float:
+    def decode_s(self, batch: float, context: float, *, follows: bool = False) -> float:
         measured = interpolate(self.decode, batch)
         return max(measured / 4, measured + self.context_token_s * (context - batch * self.context_tokens))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -84,6 +85,40 @@ def test_a_step_ends_when_the_last_micro_batch_has_passed_the_last_stage(seed: i
         for stage in range(shape.pp):
             free_s[stage] = left_s = max(left_s, free_s[stage]) + turn_s
     assert ShapedTimes(times, shape, figures).step_s(chunks, batch, context) == pytest.approx(free_s[-1])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 5, 12])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_stages_that_are_busy_begin_the_next_step_early(batch: int, pp: int) -> None:
+    node = ShapedTimes(FORMULA, NodeShape(2, pp), COSTLY)
+    count = min(pp, batch)
+    turn_s = node.decode_s(batch, 1000) / (count + pp - 1)
+    # The naive way: each micro-batch begins anew when it has left the last stage, and waits for those before it.
+    free_s, left_s, ends = [0.0] * pp, [0.0] * count, []
+    for _ in range(10):
+        for number in range(count):
+            at_s = left_s[number]
+            for stage in range(pp):
+                free_s[stage] = at_s = max(at_s, free_s[stage]) + turn_s
+            left_s[number] = at_s
+        ends.append(left_s[-1])
+    assert ends[0] == pytest.approx(node.decode_s(batch, 1000))
+    for before, after in pairwise(ends):
+        assert after - before == pytest.approx(node.decode_s(batch, 1000, follows=True))
+    alone_s = node.step_s([(0, 300)], batch, 1000)
+    assert node.step_s([(0, 300)], batch, 1000, follows=True) < alone_s or pp == 1
+
+
+def test_a_node_with_stages_fills_them_only_after_an_idle_time() -> None:
+    sizes = RankFigures().sizes_of(NodeSizes(), NodeShape(1, 2))
+    config = SimulationConfig(Arrangement(0, 1), sizes, message_s=0.0)
+    spec = WorkloadSpec(num_prompts=2, request_rate=float("inf"), random_input_len=100, random_output_len=3)
+    simulation = Simulation(config, lambda ended: None)
+    simulation.run(spec.build())
+    first_s = sizes.times.step_s([(0, 100)], 0, 0)
+    assert simulation.outcomes.ttft_s[0] == pytest.approx(first_s)
+    mixed_s = sizes.times.step_s([(0, 100)], 1, 100, follows=True)
+    assert simulation.outcomes.ttft_s[1] == pytest.approx(first_s + mixed_s)
 
 
 def test_the_default_figures_are_near_the_published_profiles() -> None:

@@ -17,7 +17,7 @@ from baton.config import NodeConfig
 from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.runner import ModelRunner
+from baton.engine.runner import ModelRunner, RunnerLost
 from baton.engine.scheduler import Scheduler
 from baton.errors import BackgroundFault, EngineFault
 from baton.messages.ids import new_incarnation
@@ -108,6 +108,8 @@ class Node:
         self._life.feed(NodeEvent.STOP)
         if isinstance(self._crash, BackgroundFault):
             raise self._crash
+        if isinstance(self._crash, RunnerLost):
+            raise EngineFault(f"the engine died: {self._crash}") from self._crash
         if self._crash is not None:
             raise EngineFault(f"the engine died: {self._crash!r}") from self._crash
 
@@ -130,10 +132,14 @@ class Node:
             post_unguarded(stop.force)
 
         def crashed(error: BaseException) -> None:
-            _log.error("the engine died", exc_info=error)
+            if isinstance(error, RunnerLost):
+                # This process has no fault that a traceback would show.
+                _log.error("the engine ends", reason=str(error))
+            else:
+                _log.error("the engine died", exc_info=error)
             end(error)
 
-        self._runner.on_lost(lambda reason: end(EngineFault(reason)))
+        self._runner.on_lost(lambda reason: end(RunnerLost(reason)))
         self._watch = watch = BackgroundWatch(end)
         current_watch.set(watch)
 

@@ -28,6 +28,8 @@ from baton.node.serve import Node
 from baton.node.service import NodeService
 from baton.node.stop import NodeStop
 from baton.observe.metrics import Figure
+from baton.runner import SimulatedSpec
+from baton.testing.fake_ranked_runner import FakeRankedRunner, LossMoment
 from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from baton.testing.fake_role import FakeRole
 from baton.testing.fake_runner import FakeRunner, expected_tokens
@@ -47,9 +49,10 @@ class Running:
         self,
         directory: Path,
         make_role: Callable[[RoleContext], NodeRole] | None = None,
+        runner: FakeRunner | FakeRankedRunner | None = None,
         **settings: object,
     ) -> None:
-        self.runner = FakeRunner(33, 16)
+        self.runner = runner or FakeRunner(33, 16)
         self.role = FakeRole()
         self.context: RoleContext
         self.store = FakeRegistryStore()
@@ -96,9 +99,12 @@ class OrderedRole(FakeRole):
 
 @asynccontextmanager
 async def running(
-    directory: Path, make_role: Callable[[RoleContext], NodeRole] | None = None, **settings: object
+    directory: Path,
+    make_role: Callable[[RoleContext], NodeRole] | None = None,
+    runner: FakeRankedRunner | None = None,
+    **settings: object,
 ) -> AsyncIterator[tuple[Running, NodeClient, QueuedReports]]:
-    node = Running(directory, make_role, **settings)
+    node = Running(directory, make_role, runner, **settings)
     client = await node.client()
     stream = QueuedReports(await client.attach("router-0", (await node.description).incarnation))
     try:
@@ -249,6 +255,24 @@ async def test_an_engine_that_dies_ends_the_node_and_its_streams(
             await until_end(stream)
         with pytest.raises(EngineFault, match="the books disagree"):
             await node.task
+
+
+@pytest.mark.parametrize("moment", [None, *LossMoment])
+async def test_a_node_whose_ranks_are_lost_ends_and_says_why_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], moment: LossMoment | None
+) -> None:
+    ranked = FakeRankedRunner(SimulatedSpec(num_blocks=33), NodeShape(tp=2))
+    async with running(tmp_path, runner=ranked) as (node, _, stream):
+        if moment is not None:
+            ranked.lose_at_step(1, moment, 1, "rank 1 was ended by SIGKILL")
+            stream.send(submit())
+        else:
+            ranked.lose("rank 1 was ended by SIGKILL")
+        with pytest.raises(NodeLost):
+            await until_end(stream)
+        with pytest.raises(EngineFault, match=r"^the engine died: [\w ':]*rank 1 was ended by SIGKILL$"):
+            await node.task
+    assert "Traceback" not in "".join(capsys.readouterr())
 
 
 async def test_a_step_whose_news_can_not_be_handled_ends_the_node(

@@ -7,7 +7,6 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_spec import RankSpec
+from tests.support.rank_processes import wait_until_gone
 from tests.support.tiny_models import TINY_MODELS
 
 BOUND_S = 100.0
@@ -56,13 +56,6 @@ def step(request_id: str) -> SchedulerOutput:
     return SchedulerOutput(0, [request], [], {request_id: 3}, 3)
 
 
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while os.path.exists(f"/proc/{pid}"):
-        assert time.monotonic() < deadline, f"process {pid} is left behind"
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     ("number", "reason"), [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "sends no heartbeats")]
 )
@@ -80,7 +73,7 @@ def test_a_killed_or_stopped_rank_ends_the_group(model: Path, number: signal.Sig
         assert why == f"rank 1 (process {pid}) {reason}"
         with pytest.raises(RankLost):
             runner.execute_model(step("behind"))
-    wait_until_gone(pid)
+    wait_until_gone([pid])
     assert os.listdir("/dev/shm") == shared
 
 
@@ -91,7 +84,7 @@ def test_ranks_end_with_the_process_that_started_them(model: Path) -> None:
         pids = [int(pid) for pid in first.stdout.readline().split()]
         first.kill()
     assert len(pids) == 1
-    wait_until_gone(pids[0])
+    wait_until_gone(pids)
 
 
 def test_a_rank_that_can_not_load_the_model_says_why(model: Path) -> None:

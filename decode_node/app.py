@@ -62,6 +62,7 @@ class DecodeRole:
             vocab_size=runner.model.vocab_size,
             make_channel=context.dialer.channel,
             is_running=partial(is_running, dialer=context.dialer),
+            windows=runner.layout.windows,
         )
         self._connector = IntakeConnector(self.intake, runner.layout, context.post)
         self._senders = KnownSenders(

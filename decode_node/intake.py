@@ -66,6 +66,7 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
+from kv_transfer.receiver.block_map import BlockMap
 from kv_transfer.receiver.join_probe import JoinProbes, ProbeTimes
 from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.receiver.transfer_values import (
@@ -109,13 +110,15 @@ class Intake:
         probe_port: Callable[[str], Awaitable[PortState]] = probe_port,
         vocab_size: int = 1 << 32,
         probe_times: ProbeTimes | None = None,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         """`make_mover` gets the callable that takes the mover's events. `tell_engine` posts to the engine's inbox.
         `record` writes to the node's event log. `post` runs a callable on the event loop, from any thread.
 
         `digest_every`: the digest of one block in this many is compared with the sender's; 0: of no block.
         `keeps_valid_blocks`: the engine keeps the valid blocks of a failed transfer, and computes the others.
-        `is_running` and `probe_port` tell whether the process of a sender whose link has ended is gone.
+        `is_running` and `probe_port` tell whether the process of a sender whose link has ended is gone. `windows`: the
+        attention window of each group of layers, for senders with blocks of another size.
         """
         self._identity = identity
         self.mover = make_mover(self._deliver)
@@ -152,8 +155,9 @@ class Intake:
             ),
         )
         self._absent = AbsentSenders(self._sender_gone, self._disconnect, probe_port)
-        self._num_blocks: dict[str, int] = {}
-        """Size of each linked sender's pool in blocks, by incarnation."""
+        self._windows = windows
+        self._pools: dict[str, tuple[int, BlockMap]] = {}
+        """Size of each linked sender's pool in blocks, and the sizes of blocks, by incarnation."""
         self._may_plan: set[AttemptKey] = set()
         """Expected attempts whose sender has begun to compute the prompt, so that blocks may be reserved for them."""
         self._stats: OrderedDict[AttemptKey, TransferStats] = OrderedDict()
@@ -220,7 +224,8 @@ class Intake:
     # Called by the links.
 
     def link_up(self, welcome: LinkWelcome) -> None:
-        self._num_blocks[welcome.incarnation] = welcome.num_blocks
+        sizes = BlockMap(welcome.layout.block_size, self._identity.layout.block_size, self._windows)
+        self._pools[welcome.incarnation] = (welcome.num_blocks, sizes)
         self._refused.link_opened(welcome.node_id)
         self._absent.link_opened(welcome.node_id, welcome.incarnation)
         self.mover.connect(
@@ -233,10 +238,11 @@ class Intake:
                 kind=welcome.memory_kind,
                 device_id=welcome.device_id,
                 num_probe_blocks=welcome.num_probe_blocks,
+                block_size=welcome.layout.block_size,
             )
         )
         if (source := self.links.source(welcome.incarnation)) is not None:
-            self._prober.carry_out(self.probes.link_up(source))
+            self._prober.carry_out(self.probes.link_up(source, sizes))
 
     def link_received(self, incarnation: str, message: SenderMessage) -> None:
         step, request_id = type(message).__name__, request_of(message)
@@ -254,7 +260,7 @@ class Intake:
     def link_down(self, incarnation: str, error: TransferFailed) -> None:
         self._ended_log.happened("link to %s ended: %s", incarnation, error)
         source = self.links.ended(incarnation)
-        was_up = self._num_blocks.pop(incarnation, None) is not None
+        was_up = self._pools.pop(incarnation, None) is not None
         if source is not None:
             self._refused.link_ended(source.node_id, error.cause, error.detail)
             if was_up and not self._stopped:
@@ -326,7 +332,7 @@ class Intake:
             case Connected(incarnation):
                 self.links.connected(incarnation)
                 # If the link has ended meanwhile, nothing waits for this memory.
-                if incarnation in self._num_blocks:
+                if incarnation in self._pools:
                     self._prober.carry_out(self.probes.connected(incarnation))
             case ConnectFailed(incarnation, error):
                 self._prober.carry_out(self.probes.connect_failed(incarnation, error))
@@ -343,7 +349,7 @@ class Intake:
     def _proven(self, incarnation: str) -> None:
         """Use a sender for requests: known bytes were read from its memory."""
         self.links.proven(incarnation)
-        self._carry_out(self._book.peer_ready(incarnation, self._num_blocks[incarnation]))
+        self._carry_out(self._book.peer_ready(incarnation, *self._pools[incarnation]))
 
     # Links, and carrying out what the book says.
 
@@ -388,8 +394,8 @@ class Intake:
                     self.links.reopen_later(source)
                 case TellSender(incarnation, message):
                     self.links.tell(incarnation, message)
-                case StartRead(read_id, incarnation, ranges, to_digest):
-                    self.mover.read(read_id, incarnation, ranges, to_digest)
+                case StartRead(read_id, incarnation, ranges, to_digest, digest_parts):
+                    self.mover.read(read_id, incarnation, ranges, to_digest, digest_parts)
                 case CancelRead(read_id):
                     self.mover.cancel(read_id)
                 case CutLink(incarnation, reason):

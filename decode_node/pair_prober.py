@@ -11,7 +11,6 @@ from baton.errors import TransferFailed
 from baton.messages.node import KVSource
 from baton.messages.node_report import KV_PROBE_FAILED
 from baton.observe.log_limit import LimitedLog
-from kv_transfer.backends.base import ReadRange
 from kv_transfer.link.link_messages import ReaderMessage
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_events import (
@@ -24,6 +23,7 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
+from kv_transfer.piece_plan import ReadRange
 from kv_transfer.receiver.join_probe import (
     EndLink,
     JoinProbes,
@@ -83,8 +83,8 @@ class PairProber:
     def handle(self, event: MoverEvent) -> bool:
         """Take an event of the mover; False: it is not about a probe."""
         match event:
-            case BlockFilled(read_id, digest):
-                effects = self.probes.filled(read_id, digest)
+            case BlockFilled(read_id, digests):
+                effects = self.probes.filled(read_id, digests)
             case FillFailed(read_id, detail):
                 effects = self.probes.failed(read_id, detail)
             case ReadDone(read_id) if read_id < 0:
@@ -108,9 +108,11 @@ class PairProber:
             match effect:
                 case TellSender(incarnation, message):
                     self._tell(incarnation, message)
-                case ReadProbe(read_id, incarnation, local_block, remote_block, seed):
-                    self._mover.fill(read_id, local_block, seed)
-                    self._mover.read(read_id, incarnation, [ReadRange(local_block, remote_block, 1)], (local_block,))
+                case ReadProbe(read_id, incarnation) as read:
+                    local = read.local_sub_block
+                    ranges = [ReadRange(local, read.remote_sub_block, 1)]
+                    self._mover.fill(read_id, read.local_block, read.seed)
+                    self._mover.read(read_id, incarnation, ranges, (local,), read.local_parts)
                 case CancelRead(read_id):
                     self._mover.cancel(read_id)
                 case PairProven(incarnation):

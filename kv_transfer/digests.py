@@ -18,6 +18,7 @@ from baton.engine.request import Request
 from baton.engine.runner import KVLayout
 from baton.messages.kv_cache import NULL_BLOCK
 from baton.runner.blocks.block_digests import BlockDigests
+from baton.runner.blocks.sub_blocks import Division
 from kv_transfer.sampling import SAMPLE_EVERY
 
 Item = TypeVar("Item")
@@ -38,6 +39,8 @@ class BlockName(NamedTuple):
     """Prefix-cache key of what the block holds; empty if it has none."""
     is_cached: bool
     """Whether the block was computed for an earlier request."""
+    group: int = 0
+    """The group of layers whose KV the block holds."""
 
 
 def block_names(request: Request, layout: KVLayout, first: int, count: int) -> Sequence[BlockName]:
@@ -48,31 +51,46 @@ def block_names(request: Request, layout: KVLayout, first: int, count: int) -> S
         stripe, group = divmod(entry, groups)
         is_named = stripe < len(request.block_hashes)
         key = group_key(request.block_hashes[stripe], group) if is_named else b""
-        names.append(BlockName(key, stripe < num_cached))
+        names.append(BlockName(key, stripe < num_cached, group))
     return names
 
 
 class OfferedDigests:
-    """Digests of a sender's blocks. Each is computed once, after its block was filled. Belongs to one thread.
+    """Digests of a sender's blocks, or of their parts. Belongs to one thread.
+
+    Each is computed once, after its block was filled.
 
     A block of a cached prefix keeps the digest that it had when it was computed, so that later damage to it is found.
     """
 
     def __init__(self, digests: BlockDigests) -> None:
         self._digests = digests
-        self._known: dict[int, tuple[bytes, int]] = {}
-        """For each block, the key of what it held, and the digest of that."""
+        self._known: dict[int, tuple[bytes, Sequence[int]]] = {}
+        """For each block, the key of what it held, and the digests of that."""
 
-    def digests_of(self, block_ids: Sequence[int], names: Sequence[BlockName]) -> Sequence[int]:
-        """A digest for each of these blocks, which have these names; 0 for the null block."""
+    def digests_of(self, block_ids: Sequence[int], names: Sequence[BlockName], parts: int = 1) -> Sequence[int]:
+        """`parts` digests for each of these blocks, which have these names; zeros for the null block."""
         named = {block_id: name for block_id, name in zip(block_ids, names, strict=True) if block_id != NULL_BLOCK}
-        missing = [block_id for block_id, name in named.items() if not self._is_known(block_id, name)]
-        for block_id, digest in zip(missing, self._digests(missing), strict=True):
-            self._known[block_id] = (named[block_id].key, digest)
-        return [self._known[block_id][1] if block_id in named else 0 for block_id in block_ids]
+        missing = [block_id for block_id, name in named.items() if not self._is_known(block_id, name, parts)]
+        # What a block's parts are depends on its group of layers.
+        for group in {named[block_id].group for block_id in missing} if parts > 1 else (0,):
+            some = [block_id for block_id in missing if parts == 1 or named[block_id].group == group]
+            ids = [block_id * parts + part for block_id in some for part in range(parts)]
+            found = self._digests(ids, Division(parts, group))
+            for at, block_id in enumerate(some):
+                self._known[block_id] = (named[block_id].key, found[at * parts : (at + 1) * parts])
+        nothing = (0,) * parts
+        return [
+            digest for block_id in block_ids for digest in (self._known[block_id][1] if block_id in named else nothing)
+        ]
 
-    def _is_known(self, block_id: int, name: BlockName) -> bool:
-        return name.is_cached and bool(name.key) and self._known.get(block_id, (b"",))[0] == name.key
+    def _is_known(self, block_id: int, name: BlockName, parts: int) -> bool:
+        """Whether the digests of a block's content are known, in so many parts.
+
+        Those of fewer parts are computed again: a reader with smaller blocks has come since.
+        """
+        key, digests = self._known.get(block_id, (b"", ()))
+        return name.is_cached and bool(name.key) and key == name.key and len(digests) == parts
 
 
 class LazyInbox(Generic[Item]):

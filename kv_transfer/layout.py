@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from baton.engine.runner import KVLayout, ModelInfo
+from baton.messages.kv_format import block_sizes_fit
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Version of the link's protocol; nodes of different versions refuse each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutFingerprint:
-    """Model, numerics, shape of a block, and how blocks are moved. Only nodes with equal fingerprints exchange blocks.
+    """Model, numerics, shape of a block, and how blocks are moved. Only nodes whose fingerprints are equal, apart from
+    the number of tokens in a block, exchange blocks.
 
     The shape alone is not enough: KV of other weights or other kernels has the same shape, and not the same bits.
     """
@@ -60,8 +62,17 @@ class LinkIdentity:
 def layout_mismatch(
     ours: LayoutFingerprint, theirs: LayoutFingerprint, here: str = "here", there: str = "there"
 ) -> str | None:
-    """One line that names what differs and shows both sides, named `here` and `there`; None if nothing differs."""
+    """Why two nodes can't exchange blocks, in one line that shows both sides, named `here` and `there`; None: they can.
+
+    Block sizes may differ if they fit (`baton/messages/kv_format.py`).
+    """
     different = [f.name for f in fields(ours) if getattr(ours, f.name) != getattr(theirs, f.name)]
+    why = ""
+    if ours.block_bytes * theirs.block_size == theirs.block_bytes * ours.block_size:
+        if block_sizes_fit(ours.block_size, theirs.block_size):
+            different = [name for name in different if name not in ("block_size", "block_bytes")]
+        else:
+            why = " (neither block size divides the other)"
     if not different:
         return None
-    return f"KV layouts differ in {', '.join(different)}: {here} [{ours}], {there} [{theirs}]"
+    return f"KV layouts differ in {', '.join(different)}{why}: {here} [{ours}], {there} [{theirs}]"

@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from baton.background import OnFault, current_watch
@@ -56,6 +57,8 @@ class _Reader:
     incarnation: str
     address: str
     """Where its process listens; empty: unknown."""
+    parts: int
+    """How many blocks of the reader have the tokens of one here; 1 if the reader's are larger."""
 
 
 class HandOff:
@@ -93,6 +96,9 @@ class HandOff:
         self._digest_every = digest_every if digests is not None else 0
         self._book = LeaseBook(clock, times, digest_every=self._digest_every)
         self._digests = OfferedDigests(digests) if digests is not None else None
+        self.digest_parts = 1
+        """How many digests a block gets, one for each of so many equal parts, so that each reader that was ever linked
+        can compare its blocks, however small they are. May be read from any thread."""
         probe_block = memory.num_blocks if memory.num_probe_blocks else None
         self.probes = ProbeOffers(identity.node_id, identity.incarnation, probe_block, clock)
         self._probes_log = LimitedLog(_log, now=clock.monotonic)
@@ -159,11 +165,15 @@ class HandOff:
         first_block: int,
         block_ids: Sequence[int],
         closing: Closing | None = None,
+        digest_parts: int = 1,
     ) -> None:
-        """Offer computed blocks of a prompt, from its block `first_block` on. With `closing` they are the last ones."""
+        """Offer computed blocks of a prompt, from its block `first_block` on. With `closing` they are the last ones.
+
+        `digest_parts`: how many digests each block gets, the same for all of the attempt.
+        """
         failpoint("offer" if closing is None else "closing-offer", attempt.request_id)
         try:
-            effects = self._book.offer(attempt, first_block, block_ids, closing)
+            effects = self._book.offer(attempt, first_block, block_ids, closing, digest_parts)
         except ValueError:
             _log.exception("%s: an offer does not continue the one before: the attempt's offers are withdrawn", attempt)
             effects = self._book.withdraw(attempt, "its offers do not continue each other", promise_broken=True)
@@ -199,10 +209,15 @@ class HandOff:
         return self._digests is not None
 
     def compute_digests(
-        self, attempt: AttemptKey, first_block: int, block_ids: Sequence[int], names: Sequence[BlockName]
+        self,
+        attempt: AttemptKey,
+        first_block: int,
+        block_ids: Sequence[int],
+        names: Sequence[BlockName],
+        parts: int = 1,
     ) -> Sequence[int]:
-        """Compute the digests of full prompt blocks, which nothing writes to any more; 0 for blocks that readers do not
-        compare.
+        """Compute the digests of the `parts` of each of these full prompt blocks, which nothing writes to any more;
+        zeros for blocks that readers do not compare.
 
         Raises RuntimeError unless `has_digests`.
         """
@@ -213,12 +228,14 @@ class HandOff:
             block if is_digested(attempt, index, every) else NULL_BLOCK
             for index, block in enumerate(block_ids, first_block)
         ]
-        return self._digests.digests_of(wanted, names)
+        return self._digests.digests_of(wanted, names, parts)
 
     # Called by the links.
 
-    def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
-        self._readers[link] = _Reader(node_id, incarnation, address)
+    def link_opened(self, link: int, node_id: str, incarnation: str, address: str, block_size: int) -> None:
+        parts = max(1, self._identity.layout.block_size // block_size)
+        self._readers[link] = _Reader(node_id, incarnation, address, parts)
+        self.digest_parts = lcm(self.digest_parts, parts)
         self._refused.link_opened(node_id)
         self._carry_out(self._book.link_opened(link, node_id, incarnation))
 
@@ -232,7 +249,9 @@ class HandOff:
         match message:
             case AskProbe():
                 reader = self._readers[link]
-                self._carry_out_probes(self.probes.asked(link, reader.node_id, reader.incarnation, message))
+                self._carry_out_probes(
+                    self.probes.asked(link, reader.node_id, reader.incarnation, message, reader.parts)
+                )
             case ProbeResult():
                 self._carry_out_probes(self.probes.result(link, message))
             case _:
@@ -342,8 +361,8 @@ class HandOff:
 
     def _handle(self, event: MoverEvent) -> None:
         match event:
-            case BlockFilled(fill_id, digest):
-                self._carry_out_probes(self.probes.filled(fill_id, digest))
+            case BlockFilled(fill_id, digests):
+                self._carry_out_probes(self.probes.filled(fill_id, digests))
             case FillFailed(fill_id, detail):
                 self._carry_out_probes(self.probes.fill_failed(fill_id, detail))
 
@@ -368,6 +387,8 @@ class _OfferProgress:
     """Number of blocks of the prompt that were offered."""
     num_preemptions: int
     """How often the request had been preempted when its first block was offered."""
+    digest_parts: int
+    """How many digests each of its blocks gets."""
     is_withdrawn: bool = False
 
 
@@ -420,7 +441,7 @@ class OfferConnector:
         num_full_blocks = num_computed_tokens // self._layout.block_size * len(self._layout.groups)
         if num_full_blocks > offered.num_blocks:
             first, offered.num_blocks = offered.num_blocks, num_full_blocks
-            self._offer(request, first, tuple(block_ids[first:num_full_blocks]))
+            self._offer(request, first, tuple(block_ids[first:num_full_blocks]), offered.digest_parts)
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
         return BlockFate.FREE
@@ -435,7 +456,8 @@ class OfferConnector:
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
         if request.status in _COMPUTED and request.num_output_tokens > request.num_given_tokens:
-            self._offer(request, offered.num_blocks, tuple(block_ids[offered.num_blocks :]), _closing(request))
+            left, parts = tuple(block_ids[offered.num_blocks :]), offered.digest_parts
+            self._offer(request, offered.num_blocks, left, parts, _closing(request))
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
         detail = request.error or f"the request ended as {request.status.name} on the prefill node"
@@ -447,18 +469,27 @@ class OfferConnector:
         self._post(lambda: self._handoff.ended(attempt))
         return BlockFate.LEASED
 
-    def _offer(self, request: Request, first: int, block_ids: Sequence[int], closing: Closing | None = None) -> None:
+    def _offer(
+        self,
+        request: Request,
+        first: int,
+        block_ids: Sequence[int],
+        digest_parts: int,
+        closing: Closing | None = None,
+    ) -> None:
         attempt, handoff = AttemptKey.parse(request.request_id), self._handoff
-        self._post(lambda: handoff.offer(attempt, first, block_ids, closing))
+        self._post(lambda: handoff.offer(attempt, first, block_ids, closing, digest_parts))
         if handoff.has_digests:
             # The reader needs the digests only when it has read everything, so nothing waits for them yet.
-            self._after_step(lambda: self._digest_blocks(request, attempt, first, block_ids))
+            self._after_step(lambda: self._digest_blocks(request, attempt, first, block_ids, digest_parts))
 
-    def _digest_blocks(self, request: Request, attempt: AttemptKey, first: int, block_ids: Sequence[int]) -> None:
+    def _digest_blocks(
+        self, request: Request, attempt: AttemptKey, first: int, block_ids: Sequence[int], parts: int
+    ) -> None:
         handoff = self._handoff
         try:
             names = block_names(request, self._layout, first, len(block_ids))
-            digests = handoff.compute_digests(attempt, first, block_ids, names)
+            digests = handoff.compute_digests(attempt, first, block_ids, names, parts)
         except Exception as error:
             # Without digests the reader could not check the blocks that it reads.
             _log.exception("%s: could not compute the digests of its blocks: its offers are withdrawn", attempt)
@@ -474,7 +505,9 @@ class OfferConnector:
         since its blocks may hold the KV of other tokens by now."""
         offered = self._offered.get(request.request_id)
         if offered is None or not offered.num_blocks:
-            offered = self._offered[request.request_id] = _OfferProgress(0, request.num_preemptions)
+            offered = self._offered[request.request_id] = _OfferProgress(
+                0, request.num_preemptions, self._handoff.digest_parts
+            )
         elif offered.num_preemptions != request.num_preemptions and not offered.is_withdrawn:
             offered.is_withdrawn = True
             attempt = AttemptKey.parse(request.request_id)

@@ -7,9 +7,10 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from baton.config.kinds import Seconds
+from baton.config.kinds import Count, Seconds
 from baton.config.node import NodeSettings
 from baton.config.router import RouterSettings
+from baton.messages.kv_format import block_sizes_fit
 from baton.security.binds import Protection
 
 
@@ -22,6 +23,12 @@ class UpConfig(RouterSettings, NodeSettings):
     decode: Annotated[int, Field(ge=1, le=64)] = Field(1, description="Number of decode nodes.")
     prefill_tp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="tp of prefill nodes. Default: tp.")
     decode_tp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="tp of decode nodes. Default: tp.")
+    prefill_block_size: Count | None = Field(
+        None,
+        description="block_size of prefill nodes. Default: block_size. It must divide that of decode nodes, or be "
+        "divided by it.",
+    )
+    decode_block_size: Count | None = Field(None, description="block_size of decode nodes. Default: block_size.")
     routers: Annotated[int, Field(ge=1, le=8)] = Field(
         1, description="Number of routers; clients survive the loss of one of two."
     )
@@ -35,6 +42,16 @@ class UpConfig(RouterSettings, NodeSettings):
         description="Directory that `baton certs init` made, with a certificate for each process. Default: no TLS.",
     )
     start_timeout_s: Seconds = Field(120.0, description="Seconds within which all processes must be ready.")
+
+    @model_validator(mode="after")
+    def _nodes_can_exchange_kv(self) -> Self:
+        prefill, decode = self.prefill_block_size or self.block_size, self.decode_block_size or self.block_size
+        if not block_sizes_fit(prefill, decode):
+            raise ValueError(
+                f"prefill_block_size {prefill} and decode_block_size {decode}: one must divide the other, or no "
+                "prefill node could hand over to a decode node"
+            )
+        return self
 
     @model_validator(mode="after")
     def _enough_ports(self) -> Self:

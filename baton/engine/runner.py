@@ -66,14 +66,14 @@ class LayerGroup:
         return f"{self.window or 'all'}@{','.join(map(str, self.layers))}"
 
 
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
-_SCALES_OF_A_TOKEN = 4
-"""Bytes of the scales of a head's key and value in 8 bits."""
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
+SCALE_BYTES = 2
+"""Bytes of the scale of a key, and of that of a value, in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shape of one block, which must be equal on both sides of a hand-off.
+    """The shape of one block. On both sides of a hand-off all but `block_size` must be equal.
 
     The cache is one contiguous piece of memory, block-major. A block holds `block_size` tokens of one group of layers.
     The layers follow each other in the block, each with its keys [num_kv_heads, block_size, key_dim] and then its
@@ -113,12 +113,12 @@ class KVLayout:
     @property
     def has_scales(self) -> bool:
         """Whether keys and values are in 8 bits, with scales."""
-        return _ELEMENT_BYTES[self.dtype] == 1
+        return ELEMENT_BYTES[self.dtype] == 1
 
     def layer_elements(self, layer: int) -> int:
         """How many elements of a block a layer takes."""
         geometry = self.layers[layer]
-        scales = geometry.num_kv_heads * _SCALES_OF_A_TOKEN if self.has_scales else 0
+        scales = geometry.num_kv_heads * 2 * SCALE_BYTES if self.has_scales else 0
         return self.block_size * (geometry.token_elements + scales)
 
     @property
@@ -127,11 +127,12 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        return self.block_elements * _ELEMENT_BYTES[self.dtype]
+        return self.block_elements * ELEMENT_BYTES[self.dtype]
 
     @property
     def geometry(self) -> str:
-        """The layers in order, equal neighbours counted: `24*2x(64+64)`. Equal texts mean equal blocks.
+        """The layers in order, equal neighbours counted: `24*2x(64+64)`. Equal texts mean equal blocks
+        of a token.
 
         Groups follow when there are several: `2*2x(64+64) in all@1 512@0`.
         """
@@ -162,6 +163,8 @@ class KVMemory:
     owner: Any
     num_probe_blocks: int = 0
     """Number of probe blocks; their ids follow those of the cache."""
+    layout: KVLayout | None = None
+    """The shape of a block. None: unknown, so blocks can only be moved whole."""
 
     @property
     def num_all_blocks(self) -> int:

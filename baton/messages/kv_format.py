@@ -23,7 +23,7 @@ class _HasKVFormat(Protocol):
 
 
 class KVFormat(NamedTuple):
-    """The format of a node's KV: two nodes must have the same to exchange it.
+    """The format of a node's KV: two nodes whose formats fit can exchange it.
 
     A tuple, since routers compare formats in each choice of a pair of nodes.
     """
@@ -40,3 +40,23 @@ class KVFormat(NamedTuple):
     def of(cls, node: _HasKVFormat) -> KVFormat:
         """The format of the node with this description or record."""
         return cls(node.model_fingerprint, node.numerics, node.dtype, node.block_size, node.link_protocol)
+
+    def fits(self, other: KVFormat) -> bool:
+        """Whether nodes of these two formats can exchange KV: all must be equal but the block sizes, which must fit."""
+        return self == other or (
+            self._replace(block_size=other.block_size) == other and block_sizes_fit(self.block_size, other.block_size)
+        )
+
+    def misfits(self, other: KVFormat) -> list[str]:
+        """The names of the fields because of which the two formats don't fit."""
+        return [
+            name
+            for name, ours, theirs in zip(self._fields, self, other, strict=True)
+            if ours != theirs and not (name == "block_size" and block_sizes_fit(self.block_size, other.block_size))
+        ]
+
+
+def block_sizes_fit(one: int, other: int) -> bool:
+    """Whether nodes with blocks of so many tokens can exchange KV: one size must divide the other."""
+    small, large = sorted((one, other))
+    return small == large or (small > 0 and large % small == 0)

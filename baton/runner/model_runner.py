@@ -80,6 +80,7 @@ class TorchModelRunner:
             device_id=cache.device.index or 0,
             owner=transformer.kv_memory,
             num_probe_blocks=PROBE_BLOCKS,
+            layout=transformer.layout,
         )
         self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.layout.block_bytes))
         self._masks = TokenMasks(model.vocab_size)

@@ -167,6 +167,7 @@ class SimulatedRunner:
             device_id=0,
             owner=memory,
             num_probe_blocks=PROBE_BLOCKS,
+            layout=self._layout,
         )
         fields = f"{spec.vocab_size}/{spec.max_model_len}/{sorted(spec.eos_token_ids)}/{spec.name}"
         self._model = ModelInfo(

@@ -19,11 +19,11 @@ from kv_transfer.backends.base import (
     PeerGone,
     PeerMemory,
     ReadHandle,
-    ReadRange,
     ReadsInFlight,
     ReadState,
     check_ranges,
 )
+from kv_transfer.piece_plan import PiecePlan, Pieces, ReadRange
 
 
 @dataclass(slots=True)
@@ -75,8 +75,7 @@ class FakeTransferFabric:
 class _Read:
     sender: _Agent
     peer: PeerMemory
-    blocks: list[tuple[int, int]]
-    """Pairs of local and remote blocks, in order."""
+    pieces: Pieces
     seen_pumps: int
     state: ReadState = ReadState.IN_PROGRESS
     failure: PeerGone | None = None
@@ -89,6 +88,7 @@ class _Read:
 @dataclass(slots=True)
 class _Peer:
     memory: PeerMemory
+    plan: PiecePlan
     agent: _Agent
     reads: set[ReadHandle] = field(default_factory=set)
 
@@ -115,7 +115,7 @@ class FakeTransferBackend:
         return b"memory:" + self._incarnation.encode()
 
     def connect(self, peer: PeerMemory) -> None:
-        peer.check(self._memory.block_bytes)
+        plan = peer.plan_for(self._memory)
         if peer.incarnation in self._peers or peer.incarnation == self._incarnation:
             raise TransferFailed(TransferCause.REFUSED, f"{peer.incarnation} is connected already")
         if peer.agent_metadata != b"memory:" + peer.incarnation.encode():
@@ -127,17 +127,16 @@ class FakeTransferBackend:
         own = agent.memory
         if start < own.base_address or end > own.base_address + own.num_bytes:
             raise TransferFailed(TransferCause.REFUSED, f"{peer.incarnation} did not register that memory")
-        self._peers[peer.incarnation] = _Peer(peer, agent)
+        self._peers[peer.incarnation] = _Peer(peer, plan, agent)
 
     def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
         peer = self._peers.get(incarnation)
         if peer is None or not peer.agent.alive:
             raise PeerGone(f"{incarnation} is not connected")
-        check_ranges(ranges, self._memory.num_all_blocks, peer.memory.num_all_blocks)
-        blocks = [(r.local_block + i, r.remote_block + i) for r in ranges for i in range(r.count)]
+        check_ranges(ranges, *peer.plan.count_sub_blocks(self._memory.num_all_blocks, peer.memory.num_all_blocks))
         self._last_handle += 1
         handle = ReadHandle(self._last_handle)
-        self._reads[handle] = _Read(peer.agent, peer.memory, blocks, peer.agent.pumps)
+        self._reads[handle] = _Read(peer.agent, peer.memory, peer.plan.pieces(ranges), peer.agent.pumps)
         peer.reads.add(handle)
         return handle
 
@@ -169,14 +168,11 @@ class FakeTransferBackend:
             if read.seen_pumps == read.sender.pumps:
                 return
             read.seen_pumps = read.sender.pumps
-        for local, remote in read.blocks:
-            self._copy_block(read, local, remote)
+        pieces, to, source = read.pieces, self._memory.base_address, read.peer.base_address
+        rows = zip(pieces.local.tolist(), pieces.remote.tolist(), pieces.lengths.tolist(), strict=True)
+        for local, remote, length in rows:
+            ctypes.memmove(to + local, source + remote, length)
         read.state = ReadState.DONE
-
-    def _copy_block(self, read: _Read, local: int, remote: int) -> None:
-        size = self._memory.block_bytes
-        source = read.peer.base_address + remote * size
-        ctypes.memmove(self._memory.base_address + local * size, source, size)
 
     def release(self, handle: ReadHandle) -> None:
         read = self._reads[handle]

@@ -12,9 +12,11 @@ import ctypes
 import enum
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from random import Random
+
+import numpy as np
 
 from baton.engine.runner import KVMemory
 from baton.errors import ConfigError, TransferFailed
@@ -22,13 +24,13 @@ from kv_transfer.backends.base import (
     PeerGone,
     PeerMemory,
     ReadHandle,
-    ReadRange,
     ReadsInFlight,
     ReadState,
     TransferBackend,
     check_ranges,
     cut_ranges,
 )
+from kv_transfer.piece_plan import PiecePlan, ReadRange
 
 _Ranges = tuple[ReadRange, ...]
 _KINDS = ("delay", "slow", "late", "stall", "drop", "corrupt", "disconnect", "duplicate")
@@ -90,6 +92,7 @@ class _Read:
 @dataclass(slots=True)
 class _Peer:
     memory: PeerMemory
+    plan: PiecePlan
     gone: bool = False
     reads: set[ReadHandle] = field(default_factory=set)
 
@@ -128,13 +131,13 @@ class FaultyTransferBackend:
 
     def connect(self, peer: PeerMemory) -> None:
         self._inner.connect(peer)
-        self._peers[peer.incarnation] = _Peer(peer)
+        self._peers[peer.incarnation] = _Peer(peer, peer.plan_for(self.memory))
 
     def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
         peer = self._peers.get(incarnation)
         if peer is None or peer.gone:
             raise PeerGone(f"{incarnation} is not connected")
-        check_ranges(ranges, self.memory.num_all_blocks, peer.memory.num_all_blocks)
+        check_ranges(ranges, *peer.plan.count_sub_blocks(self.memory.num_all_blocks, peer.memory.num_all_blocks))
         read = self._new_read(incarnation, tuple(ranges))
         if read.script and not isinstance(read.script[0], _Step):
             read.inner = self._inner.post_read(incarnation, read.script[0])
@@ -147,7 +150,8 @@ class FaultyTransferBackend:
         return handle
 
     def _new_read(self, incarnation: str, ranges: _Ranges) -> _Read:
-        has_faults = self._in_probes or all(r.local_block < self.memory.num_blocks for r in ranges)
+        first_probe_block = self.memory.num_blocks * self._peers[incarnation].plan.local_parts
+        has_faults = self._in_probes or all(r.local_block < first_probe_block for r in ranges)
         kinds = _KINDS if has_faults else ()
         fault_names = frozenset(kind for kind in kinds if self._rng.random() < getattr(self._faults, kind))
         num_blocks = sum(r.count for r in ranges) - ("drop" in fault_names)
@@ -231,9 +235,11 @@ class FaultyTransferBackend:
         return False
 
     def _flip_a_bit(self, read: _Read) -> None:
-        ranges, size = self._rng.choice(read.ranges), self.memory.block_bytes
-        block = ranges.local_block + self._rng.randrange(ranges.count)
-        address = self.memory.base_address + block * size + self._rng.randrange(size)
+        each, plan = self._rng.choice(read.ranges), self._peers[read.incarnation].plan
+        one = replace(each, local_block=each.local_block + self._rng.randrange(each.count), count=1)
+        pieces, at = plan.pieces([one]), self._rng.randrange(plan.sub_block_bytes)
+        piece = int(np.searchsorted(np.cumsum(pieces.lengths), at, side="right"))
+        address = self.memory.base_address + int(pieces.local[piece]) + at - int(pieces.lengths[:piece].sum())
         ctypes.c_ubyte.from_address(address).value ^= 1 << self._rng.randrange(8)
 
     def resume_stalled(self) -> None:

@@ -161,20 +161,22 @@ class Subscribe(_message.Message):
     def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., first_block: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("attempt", "first_block", "block_ids", "lease_ms", "closing", "digest_every")
+    __slots__ = ("attempt", "first_block", "block_ids", "lease_ms", "closing", "digest_every", "digest_parts")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     CLOSING_FIELD_NUMBER: _ClassVar[int]
     DIGEST_EVERY_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_PARTS_FIELD_NUMBER: _ClassVar[int]
     attempt: _node_pb2.Attempt
     first_block: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     lease_ms: int
     closing: Closing
     digest_every: int
-    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., lease_ms: _Optional[int] = ..., closing: _Optional[_Union[Closing, _Mapping]] = ..., digest_every: _Optional[int] = ...) -> None: ...
+    digest_parts: int
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., lease_ms: _Optional[int] = ..., closing: _Optional[_Union[Closing, _Mapping]] = ..., digest_every: _Optional[int] = ..., digest_parts: _Optional[int] = ...) -> None: ...
 
 class Closing(_message.Message):
     __slots__ = ("num_prompt_tokens", "first_token_ids", "ended", "first_logprobs")

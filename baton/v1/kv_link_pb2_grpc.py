@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class KvLinkStub:
     """Between a decode node (client) and a prefill node (server): offers, leases and their end. The bytes themselves
-    move by one-sided reads beside this stream.
+    move by one-sided reads beside this stream. All messages count blocks of the prefill node; those of the decode node
+    may have another size, where one divides the other.
     """
 
     def __init__(self, channel):
@@ -45,7 +46,8 @@ class KvLinkStub:
 
 class KvLinkServicer:
     """Between a decode node (client) and a prefill node (server): offers, leases and their end. The bytes themselves
-    move by one-sided reads beside this stream.
+    move by one-sided reads beside this stream. All messages count blocks of the prefill node; those of the decode node
+    may have another size, where one divides the other.
     """
 
     def Open(self, request_iterator, context):
@@ -73,7 +75,8 @@ def add_KvLinkServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class KvLink:
     """Between a decode node (client) and a prefill node (server): offers, leases and their end. The bytes themselves
-    move by one-sided reads beside this stream.
+    move by one-sided reads beside this stream. All messages count blocks of the prefill node; those of the decode node
+    may have another size, where one divides the other.
     """
 
     @staticmethod

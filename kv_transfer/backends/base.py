@@ -2,8 +2,9 @@
 
 The rules, which one contract suite checks for all backends:
 
-1. A read is one-sided: the receiver names the blocks on both sides, and the sender decides nothing. A read makes
-   progress only while the receiver polls and, with some transports, only while the sender pumps, too.
+1. A read is one-sided: the receiver names the sub-blocks on both sides (`kv_transfer/piece_plan.py`), and the sender
+   decides nothing. A read makes progress only while the receiver polls and, with some transports, only while the sender
+   pumps, too.
 2. A posted read can't be cancelled. Until `poll` returns DONE or raises `PeerGone` it may write to its local blocks,
    whatever else is called. So nothing releases it before, and its owner keeps those blocks out of use.
 3. Nothing is posted for ranges that don't fit: numbers that a peer sent are checked before they become addresses.
@@ -17,11 +18,12 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NewType, Protocol
 
 from baton.engine.runner import KVMemory
 from baton.errors import TransferCause, TransferFailed
+from kv_transfer.piece_plan import PiecePlan, ReadRange
 
 MEMORY_KINDS = frozenset({"DRAM", "VRAM"})
 MAX_AGENT_METADATA = 64 * 1024
@@ -29,6 +31,7 @@ MAX_AGENT_METADATA = 64 * 1024
 _MAX_NAME = 128
 _MAX_DEVICE_ID = 1 << 16
 _MAX_PROBE_BLOCKS = 1 << 10
+_MAX_BLOCK_TOKENS = 1 << 16
 _ADDRESS_SPACE = 1 << 64
 
 _log = logging.getLogger(__name__)
@@ -85,6 +88,8 @@ class PeerMemory:
     device_id: int
     num_probe_blocks: int = 0
     """Number of probe blocks behind the `num_blocks` of the cache."""
+    block_size: int | None = None
+    """Tokens in a block; None: as many as in one of the receiver."""
 
     @property
     def num_all_blocks(self) -> int:
@@ -103,18 +108,15 @@ class PeerMemory:
             kind=memory.kind,
             device_id=memory.device_id,
             num_probe_blocks=memory.num_probe_blocks,
+            block_size=memory.layout.block_size if memory.layout is not None else None,
         )
 
-    def check(self, block_bytes: int) -> None:
-        """Raise TransferFailed unless a receiver whose blocks have `block_bytes` bytes can use this memory.
+    def plan_for(self, receiver: KVMemory) -> PiecePlan:
+        """The plan by which a receiver with this memory reads. Raises TransferFailed if it can't use the peer's.
 
-        The cause is LAYOUT_MISMATCH for another block size, and REFUSED for values that are out of bounds.
+        The cause is LAYOUT_MISMATCH for blocks that don't fit, and REFUSED for values that are out of bounds.
         """
-        if self.block_bytes != block_bytes:
-            raise TransferFailed(
-                TransferCause.LAYOUT_MISMATCH,
-                f"blocks of {self.incarnation!r} have {self.block_bytes} bytes, those of this node {block_bytes}",
-            )
+        plan, block_bytes = self._plan(receiver), self.block_bytes
         for name, value, low, high in (
             ("length of the incarnation", len(self.incarnation), 1, _MAX_NAME),
             ("length of the agent metadata", len(self.agent_metadata), 1, MAX_AGENT_METADATA),
@@ -122,6 +124,7 @@ class PeerMemory:
             ("number of blocks", self.num_blocks, 1, _ADDRESS_SPACE // block_bytes),
             ("number of probe blocks", self.num_probe_blocks, 0, _MAX_PROBE_BLOCKS),
             ("end of the memory", self.base_address + self.num_all_blocks * block_bytes, 1, _ADDRESS_SPACE),
+            ("number of tokens in a block", self.block_size or 1, 1, _MAX_BLOCK_TOKENS),
             ("device id", self.device_id, 0, _MAX_DEVICE_ID),
         ):
             if not low <= value <= high:
@@ -130,22 +133,42 @@ class PeerMemory:
         if self.kind not in MEMORY_KINDS:
             detail = f"the memory is of the unknown kind {self.kind[:_MAX_NAME]!r}"
             raise TransferFailed(TransferCause.REFUSED, detail)
+        return plan
+
+    def _plan(self, receiver: KVMemory) -> PiecePlan:
+        layout = receiver.layout
+        try:
+            if layout is None or self.block_size is None:
+                plan = PiecePlan.of_equal_blocks(receiver.block_bytes)
+            else:
+                plan = PiecePlan.between(layout, self.block_size)
+        except ValueError as error:
+            raise TransferFailed(TransferCause.LAYOUT_MISMATCH, f"{self.incarnation!r}: {error}") from error
+        if self.block_bytes != plan.remote_block_bytes:
+            raise TransferFailed(
+                TransferCause.LAYOUT_MISMATCH,
+                f"blocks of {self.incarnation!r} have {self.block_bytes} bytes, "
+                f"expected {plan.remote_block_bytes}, since those of this node have {receiver.block_bytes}",
+            )
+        return plan
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRange:
-    """Neighbouring blocks: `count` remote ones from `remote_block` on, to be read into those from `local_block` on."""
+def coalesce(
+    local_blocks: Sequence[int], remote_blocks: Sequence[int], groups: Sequence[int] | None = None
+) -> list[ReadRange]:
+    """Pair the sub-blocks by position, and merge pairs that are neighbours on both sides into ranges; keeps the order.
 
-    local_block: int
-    remote_block: int
-    count: int
-
-
-def coalesce(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> list[ReadRange]:
-    """Pair the blocks by position, and merge pairs that are neighbours on both sides into ranges; keeps the order.
-
-    Raises ValueError when the two lists differ in length.
+    `groups`: the group of each pair; pairs of different groups are not merged. Raises ValueError when the lists differ
+    in length.
     """
+    if groups is not None:
+        triples = zip(local_blocks, remote_blocks, groups, strict=True)
+        by_group = ((group, list(run)) for group, run in itertools.groupby(triples, key=lambda triple: triple[2]))
+        return [
+            replace(each, group=group)
+            for group, run in by_group
+            for each in coalesce([local for local, _, _ in run], [remote for _, remote, _ in run])
+        ]
     ranges: list[ReadRange] = []
     start_local = start_remote = count = 0
     for local, remote in zip(local_blocks, remote_blocks, strict=True):
@@ -161,21 +184,23 @@ def coalesce(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> list[
 
 
 def cut_ranges(ranges: deque[ReadRange], num_blocks: int) -> tuple[ReadRange, ...]:
-    """Remove up to `num_blocks` blocks from the front and return them; splits a range where necessary."""
+    """Remove up to `num_blocks` sub-blocks from the front and return them; splits a range where necessary."""
     taken: list[ReadRange] = []
     while ranges and num_blocks:
         first = ranges.popleft()
         count = min(first.count, num_blocks)
-        taken.append(ReadRange(first.local_block, first.remote_block, count))
+        taken.append(replace(first, count=count))
         if count < first.count:
-            rest = ReadRange(first.local_block + count, first.remote_block + count, first.count - count)
+            local, remote = first.local_block + count, first.remote_block + count
+            rest = replace(first, local_block=local, remote_block=remote, count=first.count - count)
             ranges.appendleft(rest)
         num_blocks -= count
     return tuple(taken)
 
 
 def check_ranges(ranges: Sequence[ReadRange], num_local_blocks: int, num_remote_blocks: int) -> None:
-    """Raise BadRange unless every range lies inside both memories and no local block is written twice."""
+    """Raise BadRange unless every range lies inside both memories, which have so many sub-blocks, and no local one is
+    written twice."""
     if not ranges:
         raise BadRange("the read names no blocks")
     for r in ranges:

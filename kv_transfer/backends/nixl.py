@@ -17,20 +17,23 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+
 from baton.engine.runner import KVMemory
 from baton.errors import ConfigError, TransferCause, TransferFailed
+from baton.runner.blocks.sub_blocks import Int64Array
 from kv_transfer.backends.base import (
     MEMORY_KINDS,
     BadRange,
     PeerGone,
     PeerMemory,
     ReadHandle,
-    ReadRange,
     ReadsInFlight,
     ReadState,
     ReadStuck,
     check_ranges,
 )
+from kv_transfer.piece_plan import PiecePlan, ReadRange
 
 _UCX = "UCX"
 _DEFAULTS = {
@@ -45,6 +48,7 @@ _DEFAULTS = {
 @dataclass(slots=True)
 class _Peer:
     memory: PeerMemory
+    plan: PiecePlan
     open_reads: int = 0
     gone: bool = False
 
@@ -97,7 +101,7 @@ class NixlBackend:
         return self._metadata
 
     def connect(self, peer: PeerMemory) -> None:
-        peer.check(self._memory.block_bytes)
+        plan = peer.plan_for(self._memory)
         if peer.incarnation in self._peers or peer.incarnation == self._incarnation:
             raise TransferFailed(TransferCause.REFUSED, f"{peer.incarnation} is connected already")
         try:
@@ -113,7 +117,7 @@ class NixlBackend:
             if name not in self._peers:
                 self._forget_agent(name)
             raise
-        self._peers[peer.incarnation] = _Peer(peer)
+        self._peers[peer.incarnation] = _Peer(peer, plan)
 
     def _check_registered(self, peer: PeerMemory) -> None:
         whole = [(peer.base_address, peer.num_all_blocks * peer.block_bytes, peer.device_id)]
@@ -133,12 +137,13 @@ class NixlBackend:
         peer = self._peers.get(incarnation)
         if peer is None or peer.gone:
             raise PeerGone(f"{incarnation} is not connected")
-        check_ranges(ranges, self._memory.num_all_blocks, peer.memory.num_all_blocks)
+        check_ranges(ranges, *peer.plan.count_sub_blocks(self._memory.num_all_blocks, peer.memory.num_all_blocks))
+        pieces = peer.plan.pieces(ranges)
         try:
             request = self._agent.initialize_xfer(
                 "READ",
-                self._descriptors(self._memory, [(r.local_block, r.count) for r in ranges]),
-                self._descriptors(peer.memory, [(r.remote_block, r.count) for r in ranges]),
+                self._descriptors(self._memory, pieces.local, pieces.lengths),
+                self._descriptors(peer.memory, pieces.remote, pieces.lengths),
                 incarnation,
             )
         except (self._errors.disconnected, self._errors.not_found) as error:
@@ -154,9 +159,10 @@ class NixlBackend:
         self._advance(read, self._agent.transfer)
         return handle
 
-    def _descriptors(self, memory: KVMemory | PeerMemory, runs: Sequence[tuple[int, int]]) -> Any:
-        size = memory.block_bytes
-        rows = [(memory.base_address + first * size, count * size, memory.device_id) for first, count in runs]
+    def _descriptors(self, memory: KVMemory | PeerMemory, offsets: Int64Array, lengths: Int64Array) -> Any:
+        rows = np.empty((len(offsets), 3), np.uint64)
+        rows[:, 0] = offsets.astype(np.uint64) + np.uint64(memory.base_address)
+        rows[:, 1], rows[:, 2] = lengths, memory.device_id
         return self._agent.get_xfer_descs(rows, mem_type=memory.kind)
 
     def poll(self, handle: ReadHandle) -> ReadState:

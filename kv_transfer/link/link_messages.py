@@ -1,4 +1,8 @@
-"""The messages of a link, as plain values. The codec beside it turns them into Protocol Buffers."""
+"""The messages of a link, as plain values. The codec beside it turns them into Protocol Buffers.
+
+All of them count the sender's blocks, as they are in the table of a prompt: for each `block_size` tokens of the sender
+one block of every group of layers, in the order of the groups. A reader whose blocks have another size converts.
+"""
 
 from __future__ import annotations
 
@@ -149,6 +153,8 @@ class Offer:
     closing: Closing | None = None
     digest_every: int = 0
     """The answer to `ConfirmRead` has digests of one block in so many (`sampling.is_digested`); 0: of none."""
+    digest_parts: int = 1
+    """How many digests it has for each block, one for each so many equal parts of its tokens."""
 
     @property
     def end_block(self) -> int:
@@ -163,7 +169,8 @@ class ReadConfirmed:
     attempt: AttemptKey
     held: bool
     digests: Sequence[int] = ()
-    """Digests of the blocks' bytes, one for each block from the subscription's first on; 0 for one without a digest."""
+    """Digests of the bytes of the blocks from the subscription's first on, `Offer.digest_parts` for each; 0 in place of
+    those of a block that has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,11 @@ _MAX_ADDRESS_CHARS = 300
 class LinkServerHandler(Protocol):
     """The owner of the links. Its methods are called on the event loop, in order. Links are numbered."""
 
-    def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
-        """A reader's handshake is done. `address`: where its process listens; empty: unknown."""
+    def link_opened(self, link: int, node_id: str, incarnation: str, address: str, block_size: int) -> None:
+        """A reader's handshake is done.
+
+        `address`: where its process listens; empty: unknown. `block_size`: tokens in a block of its cache.
+        """
         ...
 
     def link_refused(self, node_id: str, cause: TransferCause, detail: str) -> None:
@@ -116,7 +119,7 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         )
         self._links[number] = stream
         try:
-            self._handler.link_opened(number, hello.node_id, hello.incarnation, hello.address)
+            self._handler.link_opened(number, hello.node_id, hello.incarnation, hello.address, hello.layout.block_size)
             reason = await stream.run()
         finally:
             # gRPC may cancel this call without an exception here; only `finally` is sure to run.

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import queue
 import threading
@@ -36,11 +37,11 @@ from baton.errors import EngineFault, TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.runner.blocks.block_digests import BlockDigests
 from baton.runner.blocks.known_bytes import FillBlock, block_filler
+from baton.runner.blocks.sub_blocks import Division
 from kv_transfer.backends.base import (
     PeerGone,
     PeerMemory,
     ReadHandle,
-    ReadRange,
     ReadState,
     ReadStuck,
     TransferBackend,
@@ -62,6 +63,7 @@ from kv_transfer.mover.mover_records import ActiveRead, ConnectedPeer
 from kv_transfer.mover.pacing import pause
 from kv_transfer.mover.stuck_reads import StuckReads
 from kv_transfer.mover.window import FairWindow, Piece, WindowLimits
+from kv_transfer.piece_plan import ReadRange
 
 STUCK_AFTER_S = 1.0
 """A read in flight that has made no progress for so long is counted as stuck."""
@@ -172,19 +174,25 @@ class Mover:
             self._deliver(ConnectFailed(peer.incarnation, _NOT_RUNNING))
 
     def read(
-        self, read_id: int, incarnation: str, ranges: Sequence[ReadRange], to_digest: Collection[int] = ()
+        self,
+        read_id: int,
+        incarnation: str,
+        ranges: Sequence[ReadRange],
+        to_digest: Collection[int] = (),
+        digest_parts: int = 1,
     ) -> None:
-        """Read blocks of a peer; answered by one ReadDone or ReadFailed once none of it writes any more.
+        """Read sub-blocks of a peer; answered by one ReadDone or ReadFailed once none of it writes any more.
 
-        Beside ReadDone, each of its local blocks that are in `to_digest` is in one BlocksDigested, or DigestsFailed
-        comes. Raises ValueError for a read id that is in use. Negative ids are those of probes.
+        Beside ReadDone, each of the local sub-blocks in `to_digest` is in one BlocksDigested, or DigestsFailed comes.
+        `digest_parts`: how many of those sub-blocks, which may be smaller than those that are read, a local block has.
+        Raises ValueError for a read id that is in use. Negative ids are those of probes.
         """
         with self._gate:
             if read_id in self._read_ids:
                 raise ValueError(f"read {read_id} is in flight")
             self._read_ids.add(read_id)
         called_at = self._clock.monotonic()
-        command = functools.partial(self._read, read_id, incarnation, tuple(ranges), called_at, to_digest)
+        command = functools.partial(self._read, read_id, incarnation, tuple(ranges), called_at, to_digest, digest_parts)
         if not self._enqueue(command):
             self._answer_failed(read_id, _NOT_RUNNING)
 
@@ -261,7 +269,7 @@ class Mover:
         self.agent_metadata = self._backend.agent_metadata()
         memory = self._backend.memory
         self.probe_blocks = range(memory.num_blocks, memory.num_all_blocks)
-        self._window = FairWindow(self._limits, self._backend.memory.block_bytes)
+        self._window = FairWindow(self._limits)
         self._stuck = StuckReads(self._backend)
         self._accepting = True
 
@@ -313,8 +321,9 @@ class Mover:
         known = self._peers.get(peer.incarnation)
         try:
             if known is None:
+                plan = peer.plan_for(self._backend.memory)
                 self._backend.connect(peer)
-                self._peers[peer.incarnation] = ConnectedPeer(peer, self._polled_s)
+                self._peers[peer.incarnation] = ConnectedPeer(peer, plan, self._polled_s)
             elif known.memory != peer:
                 raise TransferFailed(TransferCause.REFUSED, f"{peer.incarnation} changed its memory")
             elif known.is_gone:
@@ -337,18 +346,26 @@ class Mover:
         ranges: tuple[ReadRange, ...],
         called_at: float,
         to_digest: Collection[int],
+        digest_parts: int,
     ) -> None:
         objection = self._objection(incarnation, ranges)
         if objection is not None:
             self._answer_failed(read_id, objection)
             return
-        num_blocks = sum(r.count for r in ranges)
-        num_bytes = num_blocks * self._backend.memory.block_bytes
+        num_blocks, plan = sum(r.count for r in ranges), self._peers[incarnation].plan
         self._reads[read_id] = ActiveRead(
-            read_id, incarnation, num_blocks, num_bytes, called_at, called_at, frozenset(to_digest), self._polled_s
+            read_id,
+            incarnation,
+            blocks_left=num_blocks,
+            num_bytes=num_blocks * plan.sub_block_bytes,
+            called_at=called_at,
+            moved_at=called_at,
+            to_digest=frozenset(to_digest),
+            digest_parts=digest_parts,
+            progress_at=self._polled_s,
         )
         self._moved = True
-        self._window.submit(read_id, incarnation, ranges)
+        self._window.submit(read_id, incarnation, ranges, plan)
 
     def _objection(self, incarnation: str, ranges: tuple[ReadRange, ...]) -> TransferFailed | None:
         peer = self._peers.get(incarnation)
@@ -357,7 +374,8 @@ class Mover:
         if peer.closing is not None:
             return peer.closing
         try:
-            check_ranges(ranges, self._backend.memory.num_all_blocks, peer.memory.num_all_blocks)
+            counts = self._backend.memory.num_all_blocks, peer.memory.num_all_blocks
+            check_ranges(ranges, *peer.plan.count_sub_blocks(*counts))
         except TransferFailed as error:
             return error
         return None
@@ -366,12 +384,12 @@ class Mover:
         try:
             if self._fill_block is None:
                 self._fill_block = block_filler(self._backend.memory)
-            digest = self._fill_block(block, seed)
+            digests = self._fill_block(block, seed)
         except Exception as error:
             _log.exception("could not fill block %d with known bytes: a probe fails", block)
             self._deliver(FillFailed(fill_id, repr(error)))
         else:
-            self._deliver(BlockFilled(fill_id, digest))
+            self._deliver(BlockFilled(fill_id, digests))
 
     def _cancel(self, read_id: int) -> None:
         read = self._reads.get(read_id)
@@ -456,9 +474,9 @@ class Mover:
                     self._piece_failed(read, failure)
                 else:
                     read.blocks_left -= piece.num_blocks
-                    self.bytes_arrived += piece.num_blocks * self._backend.memory.block_bytes
+                    self.bytes_arrived += piece.num_blocks * peer.plan.sub_block_bytes
                     self.arrived_at = now
-                    self._queue_digests(read, piece)
+                    self._queue_digests(read, piece, read.digest_parts // peer.plan.local_parts)
                     self._answer_if_over(read)
                 self._drop_idle(peer)
         if now - self._counted_at > STUCK_AFTER_S / 10 or not self._in_flight:
@@ -481,10 +499,12 @@ class Mover:
             read.is_stalled = True
             self._deliver(ReadStalled(read.read_id, f"{read.incarnation}: {detail}"))
 
-    def _queue_digests(self, read: ActiveRead, piece: Piece) -> None:
-        blocks = [block for r in piece.ranges for block in range(r.local_block, r.local_block + r.count)]
-        if wanted := [block for block in blocks if block in read.to_digest]:
-            self._digest_queue.add(read.read_id, wanted)
+    def _queue_digests(self, read: ActiveRead, piece: Piece, digests_each: int) -> None:
+        """Queue what is to be digested of a piece; `digests_each`: how many digests a sub-block that was read has."""
+        for group, ranges in itertools.groupby(piece.ranges, key=lambda r: r.group):
+            spans = [range(r.local_block * digests_each, (r.local_block + r.count) * digests_each) for r in ranges]
+            if wanted := [block for span in spans for block in span if block in read.to_digest]:
+                self._digest_queue.add(read.read_id, wanted, Division(read.digest_parts, group))
 
     @property
     def _has_to_move(self) -> bool:

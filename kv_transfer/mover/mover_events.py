@@ -56,11 +56,11 @@ class ReadStalled:
 
 @dataclass(frozen=True, slots=True)
 class BlocksDigested:
-    """Digests of some blocks of a read, as they were when it had filled them. Comes before or after ReadDone."""
+    """Digests of some sub-blocks of a read, as they were when it had filled them. Comes before or after ReadDone."""
 
     read_id: int
     digests: Mapping[int, int]
-    """The digests, by local block."""
+    """The digests, by local sub-block, which are counted as in the call of `read`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class BlockFilled:
     """A block of this node holds the bytes that belong to a seed."""
 
     fill_id: int
-    digest: int
-    """Digest of those bytes."""
+    digests: Mapping[int, int]
+    """Digests of its last sub-block, by the number of sub-blocks in a block; 1: of the whole block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.errors import TransferCause, TransferFailed
 from kv_transfer.backends.base import PeerMemory
+from kv_transfer.piece_plan import PiecePlan
 
 
 @dataclass(slots=True)
@@ -15,14 +16,16 @@ class ActiveRead:
     read_id: int
     incarnation: str
     blocks_left: int
-    """Blocks that have not arrived."""
+    """Sub-blocks that have not arrived."""
     num_bytes: int
     called_at: float
     """When `Mover.read` was called, on the mover's clock."""
     moved_at: float
     """When a piece of it was posted or arrived, on the mover's clock."""
     to_digest: frozenset[int]
-    """The local blocks whose digests are wanted."""
+    """The local sub-blocks whose digests are wanted."""
+    digest_parts: int
+    """How many of these sub-blocks a local block has."""
     progress_at: float
     """When a piece of it was posted or arrived, in seconds for which the mover has polled reads in flight."""
     is_stalled: bool = False
@@ -39,6 +42,7 @@ class ConnectedPeer:
     """A peer whose memory is connected."""
 
     memory: PeerMemory
+    plan: PiecePlan
     progress_at: float
     """When a piece of any of its reads was posted or arrived; the same time as `ActiveRead.progress_at`."""
     pieces: int = 0

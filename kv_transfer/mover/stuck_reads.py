@@ -7,12 +7,11 @@ anyway.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kv_transfer.backends.base import (
     PeerGone,
     ReadHandle,
-    ReadRange,
     ReadState,
     ReadStuck,
     TransferBackend,
@@ -102,4 +101,4 @@ class StuckReads:
 
     def _post(self, piece: Piece) -> ReadHandle:
         lost = piece.ranges[0]
-        return self._backend.post_read(piece.incarnation, (ReadRange(lost.local_block, lost.remote_block, 1),))
+        return self._backend.post_read(piece.incarnation, (replace(lost, count=1),))

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kv_transfer.backends.base import ReadRange, cut_ranges
+from kv_transfer.backends.base import cut_ranges
+from kv_transfer.piece_plan import PiecePlan, ReadRange
 
 
 @dataclass(frozen=True, slots=True)
 class WindowLimits:
-    """Bounds on what is posted and not finished. A piece holds at least one block, however large."""
+    """Bounds on what is posted and not finished. A piece holds at least one sub-block, however large."""
 
     bytes_in_flight: int = 32 << 20
     """For each peer."""
@@ -24,9 +25,11 @@ class WindowLimits:
     piece_bytes: int = 16 << 20
     """The longest piece, which a short read may have to wait for. Over shared memory a piece costs 0.2 ms beside its
     copy, which is a sixth of the bandwidth at 4 MiB and a fourteenth at 16 MiB."""
+    descriptors: int = 8192
+    """The most descriptors of a piece of a read between different block sizes, whose sub-blocks have many each."""
 
     def __post_init__(self) -> None:
-        if min(self.bytes_in_flight, self.posts_in_flight, self.piece_bytes) < 1:
+        if min(self.bytes_in_flight, self.posts_in_flight, self.piece_bytes, self.descriptors) < 1:
             raise ValueError(f"each bound of a window must be 1 or more: {self}")
 
 
@@ -38,31 +41,34 @@ class Piece:
     incarnation: str
     ranges: tuple[ReadRange, ...]
     num_blocks: int
+    """Number of sub-blocks."""
 
 
 @dataclass(slots=True)
 class _QueuedRead:
     read_id: int
     ranges: deque[ReadRange]
-    """The blocks that are not posted yet."""
+    """The sub-blocks that are not posted yet."""
 
 
 @dataclass(slots=True)
 class _PeerWindow:
+    max_blocks: int
+    """The most sub-blocks in flight."""
+    piece_blocks: int
+    """The most sub-blocks of a piece."""
     queue: deque[_QueuedRead] = field(default_factory=deque)
     posts: int = 0
     """Pieces in flight."""
     num_blocks: int = 0
-    """Blocks of the pieces in flight."""
+    """Sub-blocks of the pieces in flight."""
 
 
 class FairWindow:
     """Queues reads and hands out their pieces. Call `finished` for every piece that `pop_next` returned."""
 
-    def __init__(self, limits: WindowLimits, block_bytes: int) -> None:
-        self._max_posts = limits.posts_in_flight
-        self._max_blocks = max(1, limits.bytes_in_flight // block_bytes)
-        self._piece_blocks = max(1, limits.piece_bytes // block_bytes)
+    def __init__(self, limits: WindowLimits) -> None:
+        self._limits = limits
         self._peers: dict[str, _PeerWindow] = {}
         self._rotation: deque[str] = deque()
         """The peers, the next one first."""
@@ -72,11 +78,15 @@ class FairWindow:
         """Number of reads of which something is not posted yet."""
         return sum(len(peer.queue) for peer in self._peers.values())
 
-    def submit(self, read_id: int, incarnation: str, ranges: Sequence[ReadRange]) -> None:
-        """Queue a read behind the others of its peer."""
+    def submit(self, read_id: int, incarnation: str, ranges: Sequence[ReadRange], plan: PiecePlan) -> None:
+        """Queue a read behind the others of its peer, which has this plan."""
         peer = self._peers.get(incarnation)
         if peer is None:
-            peer = self._peers[incarnation] = _PeerWindow()
+            limits, size = self._limits, plan.sub_block_bytes
+            most = limits.piece_bytes // size
+            if plan.max_pieces > 1:
+                most = min(most, limits.descriptors // plan.max_pieces)
+            peer = self._peers[incarnation] = _PeerWindow(max(1, limits.bytes_in_flight // size), max(1, most))
             self._rotation.append(incarnation)
         peer.queue.append(_QueuedRead(read_id, deque(ranges)))
 
@@ -90,7 +100,7 @@ class FairWindow:
             if not peer.queue or room < 1:
                 continue
             queued = peer.queue.popleft()
-            ranges = cut_ranges(queued.ranges, min(room, self._piece_blocks))
+            ranges = cut_ranges(queued.ranges, min(room, peer.piece_blocks))
             if queued.ranges:
                 peer.queue.append(queued)
             piece = Piece(queued.read_id, incarnation, ranges, sum(r.count for r in ranges))
@@ -100,7 +110,7 @@ class FairWindow:
         return None
 
     def _room(self, peer: _PeerWindow) -> int:
-        return self._max_blocks - peer.num_blocks if peer.posts < self._max_posts else 0
+        return peer.max_blocks - peer.num_blocks if peer.posts < self._limits.posts_in_flight else 0
 
     def finished(self, piece: Piece) -> None:
         """A piece is over and writes no more: its part of the window is free again."""

@@ -36,6 +36,7 @@ from baton.messages.node import KVSource
 from baton.messages.node_report import FailedProbe, ProbeFault
 from kv_transfer.link.failed_probes import FailedProbes, count_outcome
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
+from kv_transfer.receiver.block_map import BlockMap
 from kv_transfer.receiver.join_probe_machine import PROBE_TABLE, ProbeEvent, ProbeState
 from kv_transfer.receiver.transfer_values import CancelRead, TellSender
 
@@ -43,6 +44,8 @@ from kv_transfer.receiver.transfer_values import CancelRead, TellSender
 @dataclass(frozen=True, slots=True)
 class ReadProbe:
     """Fill this node's block with the bytes of the seed, then read the sender's block into it and digest it.
+
+    Between blocks of different sizes the last sub-block of each is read and digested.
 
     These answer with the id: `filled` for the filling; `read_done`, `read_failed` or `read_stalled` for the read;
     `digested` for the digest; `failed` for a filling or a digest that failed.
@@ -54,6 +57,20 @@ class ReadProbe:
     local_block: int
     remote_block: int
     seed: str
+    local_parts: int = 1
+    """Sub-blocks in a local block: the last one is filled by the read. 1: it is the whole block."""
+    remote_parts: int = 1
+    """Sub-blocks in a block of the sender, of which the last one is read."""
+
+    @property
+    def local_sub_block(self) -> int:
+        """The sub-block that is filled, by the numbers of `kv_transfer/piece_plan.py`."""
+        return (self.local_block + 1) * self.local_parts - 1
+
+    @property
+    def remote_sub_block(self) -> int:
+        """The sub-block that is read."""
+        return (self.remote_block + 1) * self.remote_parts - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +134,7 @@ class _Probe:
     source: KVSource
     number: int
     machine: Machine[ProbeState, ProbeEvent]
+    sizes: BlockMap
     is_connected: bool = False
     """The sender's memory is connected here."""
     remote_block: int = 0
@@ -181,11 +199,11 @@ class JoinProbes:
 
     # What the link and the mover did.
 
-    def link_up(self, source: KVSource) -> list[ProbeEffect]:
-        """A link to this sender is up; its memory is being connected."""
+    def link_up(self, source: KVSource, block_map: BlockMap | None = None) -> list[ProbeEffect]:
+        """A link to this sender is up; its memory is being connected. `block_map`: None for equal block sizes."""
         self._last_number += 1
         machine = Machine(f"probe of {source.incarnation}", ProbeState.ASKED, PROBE_TABLE)
-        probe = self._probes[source.incarnation] = _Probe(source, self._last_number, machine)
+        probe = self._probes[source.incarnation] = _Probe(source, self._last_number, machine, block_map or BlockMap())
         self._heard(probe)
         if source.incarnation in self._proven:
             return []
@@ -228,11 +246,11 @@ class JoinProbes:
             probe.num_spared += 1
             self._heard(probe)
 
-    def filled(self, read_id: int, digest: int) -> list[ProbeEffect]:
-        """The local block of a read was filled before it."""
+    def filled(self, read_id: int, digests: Mapping[int, int]) -> list[ProbeEffect]:
+        """The local block of a read was filled before it. `digests`: of its last part, by the number of parts."""
         probe = self._reading(read_id)
         if probe is not None:
-            probe.digest_before = digest
+            probe.digest_before = digests.get(probe.sizes.reader_parts)
         return []
 
     def read_done(self, read_id: int) -> list[ProbeEffect]:
@@ -251,7 +269,7 @@ class JoinProbes:
         probe = self._reading(read_id)
         if probe is None:
             return []
-        probe.digest = digests[probe.local_block]
+        probe.digest = digests[(probe.local_block + 1) * probe.sizes.reader_parts - 1]
         self._heard(probe)
         return self._compare(probe)
 
@@ -427,7 +445,8 @@ class JoinProbes:
         probe.read_id = -probe.number
         self._heard(probe)
         seed = f"{self._incarnation}/{self._new_nonce()}"
-        return [ReadProbe(probe.read_id, probe.source.incarnation, probe.local_block, probe.remote_block, seed)]
+        incarnation, parts = probe.source.incarnation, (probe.sizes.reader_parts, probe.sizes.sender_parts)
+        return [ReadProbe(probe.read_id, incarnation, probe.local_block, probe.remote_block, seed, *parts)]
 
     def _compare(self, probe: _Probe) -> list[ProbeEffect]:
         """End a probe whose bytes and digest are here."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from baton.messages.kv_cache import NULL_BLOCK
 from kv_transfer.link.link_messages import Closing, Offer
+from kv_transfer.receiver.block_map import SenderBlocks
 from kv_transfer.receiver.transfer_records import Transfer
-from kv_transfer.receiver.transfer_values import TransferPlan
 
 
 def offer_objection(transfer: Transfer, offer: Offer, sender_blocks: int, vocab_size: int) -> str | None:
@@ -15,28 +15,33 @@ def offer_objection(transfer: Transfer, offer: Offer, sender_blocks: int, vocab_
 
     `sender_blocks`: number of blocks in the sender's pool. `vocab_size`: of this node's model.
     """
-    plan, end = transfer.plan, offer.end_block
+    blocks, end = transfer.blocks, offer.end_block
     if offer.first_block != transfer.next_block:
         return f"the offer begins at block {offer.first_block}, but block {transfer.next_block} is the next"
-    if end > len(plan.block_ids):
-        return f"the offer ends at block {end}, but the prompt has {len(plan.block_ids)} blocks"
+    if end > blocks.num_blocks:
+        return f"the offer ends at block {end}, but the prompt has {blocks.num_blocks} blocks"
+    if not blocks.divides(offer.digest_parts) or (
+        transfer.sender_digests and offer.digest_parts != transfer.digest_parts
+    ):
+        return f"the offer has {offer.digest_parts} digests for each block, which can't be compared here"
     outside = [block for block in offer.block_ids if not 0 <= block < sender_blocks]
     if outside:
         return f"block {outside[0]} was offered, but the sender has {sender_blocks} blocks"
-    pairs = zip(plan.block_ids[offer.first_block : end], offer.block_ids, strict=True)
-    if any(remote == NULL_BLOCK and local != NULL_BLOCK for local, remote in pairs):
+    pairs = zip(blocks.wanted(offer.first_block, end), offer.block_ids, strict=True)
+    if any(remote == NULL_BLOCK and is_wanted for is_wanted, remote in pairs):
         return "a block that is wanted is not offered"
     offered = [block for block in offer.block_ids if block != NULL_BLOCK]
     if len(set(offered)) < len(offered) or not transfer.remote_blocks.isdisjoint(offered):
         return "the same block was offered twice"
-    return _closing_objection(plan, offer.closing, end, vocab_size) if offer.closing is not None else None
+    return _closing_objection(blocks, offer.closing, end, vocab_size) if offer.closing is not None else None
 
 
-def _closing_objection(plan: TransferPlan, closing: Closing, end: int, vocab_size: int) -> str | None:
-    if closing.num_prompt_tokens != plan.num_prompt_tokens or end != len(plan.block_ids):
+def _closing_objection(blocks: SenderBlocks, closing: Closing, end: int, vocab_size: int) -> str | None:
+    num_tokens = blocks.plan.num_prompt_tokens
+    if closing.num_prompt_tokens != num_tokens or end != blocks.num_blocks:
         return (
             f"a prompt of {closing.num_prompt_tokens} tokens in {end} blocks was offered, "
-            f"expected {plan.num_prompt_tokens} tokens in {len(plan.block_ids)}"
+            f"expected {num_tokens} tokens in {blocks.num_blocks}"
         )
     return _token_objection(closing.first_token_ids, vocab_size)
 

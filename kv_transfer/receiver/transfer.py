@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from math import lcm
 
 from baton.clock import Clock, SystemClock
@@ -35,7 +36,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node import KVSource
 from baton.messages.node_report import EndedHandoffs, HandoffSide, OpenHandoff
-from kv_transfer.backends.base import ReadRange, coalesce
+from kv_transfer.backends.base import coalesce
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (
     Abandon,
@@ -53,6 +54,7 @@ from kv_transfer.link.link_messages import (
     ReadProgress,
     Subscribe,
 )
+from kv_transfer.receiver.block_map import BlockMap, SenderBlocks
 from kv_transfer.receiver.offer_check import offer_objection
 from kv_transfer.receiver.read_histograms import ReadHistograms
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
@@ -149,8 +151,10 @@ class TransferBook:
             raise ValueError(f"{plan.attempt} is being transferred")
         self._expected.pop(plan.attempt, None)
         machine = Machine(f"transfer {plan.attempt}", TransferState.PLANNED, TRANSFER_TABLE)
-        first, now = plan.first_block, self._clock.monotonic()
-        transfer = Transfer(plan, machine, now, next_block=first, valid_end=first, confirm_part_end=first)
+        # The sender's own counts are known when there is a link to it.
+        blocks, now = SenderBlocks.of_equal_size(plan, BlockMap()), self._clock.monotonic()
+        first = blocks.first_block
+        transfer = Transfer(plan, machine, now, blocks, next_block=first, valid_end=first, confirm_part_end=first)
         self._transfers[plan.attempt] = transfer
         quarantined = self._quarantined_blocks(transfer.sender)
         if quarantined > self._max_quarantined_blocks:
@@ -191,9 +195,9 @@ class TransferBook:
 
     # What senders and their links did.
 
-    def peer_ready(self, incarnation: str, num_blocks: int) -> list[TransferEffect]:
-        """The link is up and the sender's `num_blocks` blocks can be read."""
-        self._links[incarnation] = SenderLink(num_blocks)
+    def peer_ready(self, incarnation: str, num_blocks: int, block_map: BlockMap | None = None) -> list[TransferEffect]:
+        """The link is up and the sender's `num_blocks` blocks can be read. `block_map`: None for equal block sizes."""
+        self._links[incarnation] = SenderLink(num_blocks, block_map or BlockMap())
         expected = [attempt for attempt, source in self._expected.items() if source.incarnation == incarnation]
         effects: list[TransferEffect] = [TellSender(incarnation, Expect(attempt)) for attempt in expected]
         for transfer in self._transfers_of(incarnation):
@@ -258,7 +262,7 @@ class TransferBook:
         if transfer is None:
             self.counters["read_done_unknown"] += 1
             return []
-        transfer.num_blocks += transfer.reads.pop(read_id).num_blocks
+        transfer.num_blocks += transfer.reads.pop(read_id).num_remote_blocks
         transfer.num_bytes += num_bytes
         transfer.read_s += read_s
         self.read_histograms[transfer.plan.source.node_id].add(num_bytes, num_ranges, read_s, post_s)
@@ -273,7 +277,7 @@ class TransferBook:
         return effects + progress + self._ask_to_confirm_part(transfer)
 
     def digested(self, read_id: int, digests: Mapping[int, int]) -> list[TransferEffect]:
-        """The digests of some blocks of a read are known: `digests`, by local block."""
+        """The digests of some sub-blocks of a read are known: `digests`, by local sub-block."""
         transfer = self._digesting.get(read_id)
         if transfer is None:
             self.counters["digested_unknown"] += 1
@@ -377,9 +381,11 @@ class TransferBook:
 
     def _subscribe(self, transfer: Transfer) -> list[TransferEffect]:
         transfer.machine.feed(TransferEvent.SUBSCRIBED)
-        plan = transfer.plan
-        subscribe = self._tell(transfer, Subscribe(plan.attempt, plan.first_block))
-        return [*subscribe, Recorded("subscribed", plan.attempt, plan.first_block)]
+        attempt = transfer.plan.attempt
+        transfer.blocks = self._links[transfer.sender].block_map.view(transfer.plan)
+        first = transfer.next_block = transfer.valid_end = transfer.confirm_part_end = transfer.blocks.first_block
+        subscribe = self._tell(transfer, Subscribe(attempt, first))
+        return [*subscribe, Recorded("subscribed", attempt, first)]
 
     def _offer_received(self, transfer: Transfer, offer: Offer) -> list[TransferEffect]:
         end = offer.end_block
@@ -395,34 +401,42 @@ class TransferBook:
         attempt = transfer.plan.attempt
         transfer.machine.feed(TransferEvent.OFFER)
         effects: list[TransferEffect] = [Recorded("offer_received", attempt, len(offer.block_ids))]
-        pairs = zip(transfer.plan.block_ids[offer.first_block : end], offer.block_ids, strict=True)
-        wanted = [(local, remote) for local, remote in pairs if local != NULL_BLOCK]
+        reads = transfer.blocks.reads(offer.first_block, offer.block_ids, offer.digest_parts)
         transfer.next_block = end
         transfer.closing = offer.closing
-        transfer.remote_blocks.update(remote for _, remote in wanted)
-        if wanted:
-            local_blocks, remote_blocks = zip(*wanted, strict=True)
-            effects += self._start_read(transfer, coalesce(local_blocks, remote_blocks), offer)
+        transfer.digest_parts = offer.digest_parts
+        if reads:
+            effects += self._start_read(transfer, reads, offer)
         return effects + self._ask_to_confirm(transfer)
 
-    def _start_read(self, transfer: Transfer, ranges: list[ReadRange], offer: Offer) -> list[TransferEffect]:
+    def _start_read(
+        self, transfer: Transfer, reads: Sequence[tuple[int, int, int]], offer: Offer
+    ) -> list[TransferEffect]:
+        """Read sub-blocks, of which each has its number here, its number at the sender, and its group of layers."""
         self._last_read_id += 1
-        read_id, num_blocks = self._last_read_id, sum(r.count for r in ranges)
+        read_id, sizes = self._last_read_id, transfer.blocks.sizes
+        local, remote, groups = zip(*reads, strict=True)
+        remote_blocks = {number // sizes.sender_parts for number in remote}
+        num_local_blocks = len({number // sizes.reader_parts for number in local})
+        transfer.remote_blocks |= remote_blocks
         self._reads[read_id] = transfer
-        transfer.reads[read_id] = ReadInFlight(offer.first_block, num_blocks)
+        transfer.reads[read_id] = ReadInFlight(offer.first_block, len(remote_blocks), num_local_blocks)
         to_digest = self._blocks_to_digest(transfer, offer)
         if to_digest:
             transfer.to_digest[read_id] = set(to_digest)
             self._digesting[read_id] = transfer
-        started = Recorded("read_started", transfer.plan.attempt, num_blocks)
-        return [StartRead(read_id, transfer.sender, ranges, to_digest), started]
+        ranges = coalesce(local, remote, groups if any(groups) else None)
+        digest_parts = transfer.blocks.local_digest_parts(transfer.digest_parts)
+        started = Recorded("read_started", transfer.plan.attempt, len(remote_blocks))
+        return [StartRead(read_id, transfer.sender, ranges, to_digest, digest_parts), started]
 
     def _blocks_to_digest(self, transfer: Transfer, offer: Offer) -> tuple[int, ...]:
-        """The local blocks of an offer that have a digest on both sides."""
+        """The local sub-blocks of an offer that have a digest on both sides."""
         attempt, every = transfer.plan.attempt, lcm(offer.digest_every, self._digest_every)
-        indices = range(offer.first_block, transfer.next_block)
-        blocks = (transfer.plan.block_ids[index] for index in indices if is_digested(attempt, index, every))
-        return tuple(block for block in blocks if block != NULL_BLOCK)
+        first, parts = offer.first_block, transfer.digest_parts
+        ids = transfer.blocks.digest_ids(first, transfer.next_block, parts)
+        digested = (each for at, each in enumerate(ids) if is_digested(attempt, first + at // parts, every))
+        return tuple(each for each in digested if each != NULL_BLOCK)
 
     # The sender's confirmations, and what is valid by them.
 
@@ -442,8 +456,9 @@ class TransferBook:
         return self._tell(transfer, ConfirmPart(transfer.plan.attempt, end))
 
     def _part_confirmed(self, transfer: Transfer, part: PartConfirmed) -> list[TransferEffect]:
-        end = part.first_block + len(part.digests)
-        if part.first_block != transfer.confirmed_end or end > transfer.confirm_part_end:
+        num_blocks, rest = divmod(len(part.digests), transfer.digest_parts)
+        end = part.first_block + num_blocks
+        if rest or part.first_block != transfer.confirmed_end or end > transfer.confirm_part_end:
             self.counters["PartConfirmed_bad"] += 1
             return []
         transfer.sender_digests.extend(part.digests)
@@ -454,24 +469,24 @@ class TransferBook:
             return self._fail(transfer, TransferCause.LEASE_LOST, "the lease was not held through the reads")
         transfer.read_confirmed = answer
         # The answer covers all blocks, and replaces what the sender said of parts of them before.
-        first_block, num_blocks = transfer.plan.first_block, len(transfer.plan.block_ids) - transfer.plan.first_block
-        transfer.valid_end = first_block
-        transfer.sender_digests = list(answer.digests) if len(answer.digests) == num_blocks else []
+        blocks = transfer.blocks
+        num_digests = (blocks.num_blocks - blocks.first_block) * transfer.digest_parts
+        transfer.valid_end = blocks.first_block
+        transfer.sender_digests = list(answer.digests) if len(answer.digests) == num_digests else []
         return self._extend_valid(transfer) + self._arrive_if_proven(transfer)
 
     def _extend_valid(self, transfer: Transfer) -> list[TransferEffect]:
         """Count those leading blocks as valid whose digests are known on both sides and equal (rule 8)."""
-        plan, before, end = transfer.plan, transfer.valid_end, transfer.confirmed_end
-        if transfer.is_quarantined:
+        before, end, parts = transfer.valid_end, transfer.confirmed_end, transfer.digest_parts
+        if transfer.is_quarantined or before >= end:
             return []
-        while transfer.valid_end < end:
-            block = plan.block_ids[transfer.valid_end]
-            digest = transfer.sender_digests[transfer.valid_end - plan.first_block]
-            if block != NULL_BLOCK and transfer.digests.get(block) != digest:
-                break
-            transfer.valid_end += 1
+        ids = transfer.blocks.digest_ids(before, end, parts)
+        told = transfer.sender_digests[(before - transfer.blocks.first_block) * parts :]
+        pairs = zip(ids, told, strict=True)
+        equal = len(list(takewhile(lambda pair: not pair[0] or transfer.digests.get(pair[0]) == pair[1], pairs)))
+        transfer.valid_end = before + equal // parts
         grown = transfer.valid_end > before and transfer.read_confirmed is None
-        return [Recorded("prefix_verified", plan.attempt, transfer.valid_end)] if grown else []
+        return [Recorded("prefix_verified", transfer.plan.attempt, transfer.valid_end)] if grown else []
 
     def _arrive_if_proven(self, transfer: Transfer) -> list[TransferEffect]:
         """End the transfer if everything is confirmed and all digests are known: in `Arrived` if those are equal."""
@@ -495,19 +510,22 @@ class TransferBook:
         """Why the sender's digests do not prove the blocks; None if they do, or if nothing is compared."""
         if not transfer.digests:
             return None
-        sender, blocks = transfer.plan.source.node_id, transfer.plan.block_ids[transfer.plan.first_block :]
-        if len(digests) != len(blocks):
-            return f"{sender} sent {len(digests)} digests of {len(blocks)} blocks"
-        pairs = zip(blocks, digests, strict=True)
-        wrong = [block for block, digest in pairs if transfer.digests.get(block, digest) != digest]
-        return f"block {wrong[0]} is not what {sender} computed" if wrong else None
+        sender, blocks, parts = transfer.plan.source.node_id, transfer.blocks, transfer.digest_parts
+        ids = blocks.digest_ids(blocks.first_block, blocks.num_blocks, parts)
+        if len(digests) != len(ids):
+            return f"{sender} sent {len(digests)} digests of {blocks.num_blocks - blocks.first_block} blocks"
+        pairs = zip(ids, digests, strict=True)
+        wrong = [each for each, digest in pairs if transfer.digests.get(each, digest) != digest]
+        block = wrong[0] // blocks.local_digest_parts(parts) if wrong else 0
+        return f"block {block} is not what {sender} computed" if wrong else None
 
     # How a transfer ends.
 
     def _fail(self, transfer: Transfer, cause: TransferCause, detail: str) -> list[TransferEffect]:
         transfer.cause = cause
         plan = transfer.plan
-        failed = self._report_failure(plan.source, plan.attempt, cause, detail, transfer.valid_end)
+        num_valid_blocks = transfer.blocks.reader_end(transfer.valid_end)
+        failed = self._report_failure(plan.source, plan.attempt, cause, detail, num_valid_blocks)
         return failed + self._end_or_quarantine(transfer, TransferEvent.FAIL, TransferEvent.FAIL_READING)
 
     def _report_failure(

@@ -8,6 +8,7 @@ from baton.errors import TransferCause
 from baton.machine import Machine
 from baton.messages.kv_cache import NULL_BLOCK
 from kv_transfer.link.link_messages import Closing, ReadConfirmed
+from kv_transfer.receiver.block_map import BlockMap, SenderBlocks
 from kv_transfer.receiver.transfer_machine import TransferEvent, TransferState
 from kv_transfer.receiver.transfer_values import TransferPlan
 
@@ -17,31 +18,40 @@ class ReadInFlight:
     """One read that may still write to its local blocks."""
 
     first_block: int
-    """The first prompt block that it fills."""
+    """The first of the sender's prompt blocks that it brings."""
+    num_remote_blocks: int
+    """Blocks of the sender that it brings."""
     num_blocks: int
+    """Local blocks to which it writes."""
 
 
 @dataclass(slots=True)
 class Transfer:
-    """The receiver's record of one attempt, from its plan until its final state."""
+    """The receiver's record of one attempt, from its plan until its final state.
+
+    It counts the blocks of the prompt as the sender does (`blocks`), and only `plan` has this node's own.
+    """
 
     plan: TransferPlan
     machine: Machine[TransferState, TransferEvent]
     planned_at: float
+    blocks: SenderBlocks
     next_block: int
     """The prompt blocks before this one were offered, or were here already."""
     valid_end: int
     """The prompt blocks before this one are valid, by rule 8 of `transfer`."""
     confirm_part_end: int
     """The prompt blocks before this one are read, and the sender was asked to confirm them."""
+    digest_parts: int = 1
+    """Digests that the sender gives of each of its blocks, one for each of so many equal parts."""
     reads: dict[int, ReadInFlight] = field(default_factory=dict)
     """Reads in flight, by id."""
     to_digest: dict[int, set[int]] = field(default_factory=dict)
-    """For each read, by id, the blocks whose digests are not known yet."""
+    """For each read, by id, the local sub-blocks whose digests are not known yet."""
     digests: dict[int, int] = field(default_factory=dict)
-    """Digests of the local blocks that were read, by block."""
+    """Digests of the local sub-blocks that were read, by their numbers in `SenderBlocks.digest_ids`."""
     sender_digests: list[int] = field(default_factory=list)
-    """The sender's digests of the blocks that it has confirmed, from the plan's first block on."""
+    """The sender's digests of the blocks that it has confirmed, from the first block that is missing here on."""
     read_confirmed: ReadConfirmed | None = None
     """The sender's answer that it held its lease through all reads; None before."""
     closing: Closing | None = None
@@ -76,7 +86,7 @@ class Transfer:
     @property
     def confirmed_end(self) -> int:
         """The sender has confirmed the prompt blocks before this one."""
-        return self.plan.first_block + len(self.sender_digests)
+        return self.blocks.first_block + len(self.sender_digests) // self.digest_parts
 
     @property
     def num_wanted_blocks(self) -> int:
@@ -92,3 +102,4 @@ class SenderLink:
 
     num_blocks: int | None = None
     """Size of the sender's pool in blocks; None while the link is being opened."""
+    block_map: BlockMap = field(default_factory=BlockMap)

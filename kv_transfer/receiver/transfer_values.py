@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.node import KVSource
-from kv_transfer.backends.base import ReadRange
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import Closing, ReaderMessage
+from kv_transfer.piece_plan import ReadRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class TransferStats:
 
     num_bytes: int
     num_blocks: int
+    """Blocks of the sender."""
     read_s: float
     """Durations of the reads, added up, in seconds on the receiver's clock. The time between two reads, in which the
     sender computes, is not part of it."""
@@ -63,15 +64,17 @@ class TellSender:
 
 @dataclass(frozen=True, slots=True)
 class StartRead:
-    """Read these blocks; `read_done` or `read_failed` answers with the id.
+    """Read these sub-blocks; `read_done` or `read_failed` answers with the id.
 
-    After `read_done`, or before it, `digested` answers for each local block in `to_digest`, or `digests_failed` does.
+    After `read_done`, or before it, `digested` answers for each local sub-block in `to_digest`, or `digests_failed`
+    does. Of these sub-blocks, which may be smaller, a local block has `digest_parts`.
     """
 
     read_id: int
     incarnation: str
     ranges: Sequence[ReadRange]
     to_digest: Sequence[int] = ()
+    digest_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

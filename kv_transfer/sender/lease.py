@@ -93,10 +93,12 @@ class LeaseBook:
         first_block: int,
         block_ids: Sequence[int],
         closing: Closing | None = None,
+        digest_parts: int = 1,
     ) -> list[LeaseEffect]:
         """Prompt blocks from `first_block` on are computed and lie in `block_ids`; with `closing` they are the last.
 
-        Raises ValueError for blocks that do not follow those of the offer before.
+        `digest_parts`: how many digests each of the attempt's blocks gets; that of its first offer counts. Raises
+        ValueError for blocks that do not follow those of the offer before.
         """
         if self._records.is_over(attempt):
             self.counters["offer_after_end"] += 1
@@ -106,6 +108,7 @@ class LeaseBook:
         lease.machine.feed(LeaseEvent.OFFER)
         effects: list[LeaseEffect] = []
         if before not in HELD:
+            lease.digest_parts = digest_parts
             lease.granted_at = self._clock.monotonic()
             effects += self._tell_begun(lease) if before is not LeaseState.COMPUTING else []
             effects.append(Recorded("lease_granted", attempt, len(block_ids)))
@@ -126,7 +129,7 @@ class LeaseBook:
         return effects
 
     def digested(self, attempt: AttemptKey, digests: Sequence[int]) -> list[LeaseEffect]:
-        """The digests of the blocks that were offered next, 0 for those that have none: once for every offer."""
+        """The digests of the blocks that were offered next, zeros for those that have none: once for every offer."""
         lease = self._records.get(attempt)
         if lease is None or not (lease.is_held or lease.state is LeaseState.AWAITING_DIGESTS):
             self.counters["digested_after_end"] += 1
@@ -390,7 +393,8 @@ class LeaseBook:
         if not block_ids and lease.closing is None:
             return []
         lease_ms = int(self._times.lease_s * 1000)
-        offer = Offer(lease.attempt, first_block, block_ids, lease_ms, lease.closing, self._digest_every)
+        every, parts = self._digest_every, lease.digest_parts
+        offer = Offer(lease.attempt, first_block, block_ids, lease_ms, lease.closing, every, parts)
         return self._tell(lease, offer)
 
     def _confirm_part(self, reader: _LinkedReader, attempt: AttemptKey, end_block: int) -> list[LeaseEffect]:
@@ -406,11 +410,12 @@ class LeaseBook:
     def _tell_part(self, lease: AttemptLease) -> list[LeaseEffect]:
         """Tell the reader the digests that it asked for and that are known, while its lease is held."""
         first = max(lease.confirmed_part_end, lease.first_block)
-        end = min(lease.confirm_part_end, len(lease.digests))
+        end = min(lease.confirm_part_end, lease.num_digested)
         if end <= first or lease.state is not LeaseState.READING or not lease.promise_kept:
             return []
         lease.confirmed_part_end = end
-        return self._tell(lease, PartConfirmed(lease.attempt, first, tuple(lease.digests[first:end])))
+        digests = lease.digests[first * lease.digest_parts : end * lease.digest_parts]
+        return self._tell(lease, PartConfirmed(lease.attempt, first, tuple(digests)))
 
     def _confirm(self, link: int, reader: _LinkedReader, attempt: AttemptKey) -> list[LeaseEffect]:
         lease = self._read_by(reader, attempt, "confirm_read")
@@ -428,7 +433,7 @@ class LeaseBook:
         return [TellReader(link, yes), *self._records.advance(lease, LeaseEvent.CONFIRM, "confirmed")]
 
     def _all_digested(self, lease: AttemptLease) -> bool:
-        return not self._digest_every or len(lease.digests) == len(lease.block_ids)
+        return not self._digest_every or lease.num_digested == len(lease.block_ids)
 
     def _abandon(self, link: int, reader: _LinkedReader, attempt: AttemptKey, reads: bool) -> list[LeaseEffect]:
         known = self._records.get(attempt)

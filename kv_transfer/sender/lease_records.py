@@ -41,6 +41,8 @@ class AttemptLease:
     """When the first blocks were offered, on the clock's monotonic time."""
     block_ids: list[int] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
+    digest_parts: int = 1
+    """Digests of each block."""
     closing: Closing | None = None
     reader: str | None = None
     """The incarnation of the process that has subscribed, or says that it still reads."""
@@ -77,7 +79,12 @@ class AttemptLease:
     @property
     def digests_of_read_blocks(self) -> Sequence[int]:
         """Known digests from the subscription's first block on."""
-        return tuple(self.digests[self.first_block :])
+        return tuple(self.digests[self.first_block * self.digest_parts :])
+
+    @property
+    def num_digested(self) -> int:
+        """The digests of so many leading blocks are known."""
+        return len(self.digests) // self.digest_parts
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from baton.clock import Clock
@@ -66,6 +66,7 @@ class _Reader:
     node_id: str
     incarnation: str
     probe: int
+    parts: int
     until: float
     told_digest: int | None = None
     """Digest of the bytes that it was told to read; None before."""
@@ -98,8 +99,8 @@ class ProbeOffers:
         self._fill_id = 0
         """The latest filling of the block."""
         self._is_filling = False
-        self._digest = 0
-        """Digest of the latest bytes, once the block is filled with them."""
+        self._digests: Mapping[int, int] = {}
+        """Digests of the latest bytes, once the block is filled with them: of its last part, by their number."""
         self._failed = FailedProbes(clock, self._patience.kept_s, _MAX_FAILURES)
         self.outcomes: Counter[tuple[str, str]] = Counter()
         """Probes that ended, by reader and outcome: "passed", or the fault."""
@@ -111,15 +112,18 @@ class ProbeOffers:
         """Probes that are not over: so many readers may be reading known bytes."""
         return len(self._readers)
 
-    def asked(self, link: int, node_id: str, incarnation: str, message: AskProbe) -> list[OfferEffect]:
-        """A reader asks for known bytes. It may ask once on each link, since filling a block costs time."""
+    def asked(self, link: int, node_id: str, incarnation: str, message: AskProbe, parts: int = 1) -> list[OfferEffect]:
+        """A reader asks for known bytes. It may ask once on each link, since filling a block costs time.
+
+        `parts`: how many blocks of the reader have the tokens of one here; it reads the last such part of the block.
+        """
         if link in self._asked:
             self.counters["AskProbe_again"] += 1
             return []
         self._asked.add(link)
         until = self._clock.monotonic() + self._patience.patience_s
         is_in_use = any(reader.told_digest is not None for reader in self._readers.values())
-        reader = self._readers[link] = _Reader(node_id, incarnation, message.probe, until)
+        reader = self._readers[link] = _Reader(node_id, incarnation, message.probe, parts, until)
         if self._block is None:
             return self._fail(link, ProbeFault.READ_FAILED, f"{self._node_id} has no probe blocks")
         if is_in_use:
@@ -130,12 +134,12 @@ class ProbeOffers:
         self._fill_id += 1
         return [FillProbe(self._fill_id, self._block, f"{self._incarnation}/{self._new_nonce()}")]
 
-    def filled(self, fill_id: int, digest: int) -> list[OfferEffect]:
-        """The block holds the known bytes."""
+    def filled(self, fill_id: int, digests: Mapping[int, int]) -> list[OfferEffect]:
+        """The block holds the known bytes. `digests`: of its last part, by the number of parts."""
         if fill_id != self._fill_id or not self._is_filling or self._block is None:
             self.counters["filled_unknown"] += 1
             return []
-        self._is_filling, self._digest = False, digest
+        self._is_filling, self._digests = False, digests
         waiting = [(link, reader) for link, reader in self._readers.items() if reader.told_digest is None]
         return [self._tell(link, reader, self._block) for link, reader in waiting]
 
@@ -191,8 +195,9 @@ class ProbeOffers:
         return self._failed.shown()
 
     def _tell(self, link: int, reader: _Reader, block: int) -> TellReader:
-        reader.told_digest = self._digest
-        return TellReader(link, ProbeReady(reader.probe, block, self._digest))
+        # Readers are linked only if their blocks fit, and then there is such a digest.
+        reader.told_digest = digest = self._digests.get(reader.parts, 0)
+        return TellReader(link, ProbeReady(reader.probe, block, digest))
 
     def _fail(self, link: int, fault: ProbeFault, detail: str) -> list[OfferEffect]:
         reader, detail = self._readers.pop(link), detail[:MAX_DETAIL_CHARS]

@@ -80,7 +80,7 @@ class NodeCosts:
     kv_token_ms: float
     """The time for the KV of one token that the node reads from another one."""
     kv_format: KVFormat
-    """The format that another node must have, too, to exchange KV with it."""
+    """The format that another node's must fit to exchange KV with it."""
     pending_tokens: int = 0
     """Tokens of prompts that were sent to the node and are not in its reports yet."""
     share: float = 1.0
@@ -298,7 +298,7 @@ def alternative_ways(query: PlacementQuery, way: Way) -> list[CostTerms]:
     pairs = {(cost.node.node_id, decode.node.node_id): (cost, decode) for cost in prefills}
     if prefill is not None:
         pairs |= {(prefill.node.node_id, cost.node.node_id): (prefill, cost) for cost in decodes}
-    ways = [query.pair_terms(p, d) for p, d in pairs.values() if p.kv_format == d.kv_format]
+    ways = [query.pair_terms(p, d) for p, d in pairs.values() if p.kv_format.fits(d.kv_format)]
     ways += [query.alone_terms(cost) for cost in decodes or prefills]
     return sorted(ways, key=lambda terms: terms.total_ms)
 
@@ -319,14 +319,14 @@ def key_of(query: PlacementQuery, terms: CostTerms) -> tuple[int, float]:
 
 def _cheapest_pair(query: PlacementQuery, prefills: Sequence[NodeCosts], decodes: Sequence[NodeCosts]) -> Way | None:
     kinds = {decode.kv_format for decode in decodes}
-    able = [cost for cost in prefills if cost.kv_format in kinds]
+    able = [cost for cost in prefills if cost.kv_format in kinds or any(map(cost.kv_format.fits, kinds))]
     if not able:
         return None
     if query.pairs_passed_over:
         # The data path of one prefill node may be dead to all decode nodes: its pairs fail, though the node does not.
         able = [cost for cost in able if _has_partner(query, cost, decodes)] or able
     prefill = _best(able, _prefill_keys(query, able))
-    partners = [decode for decode in decodes if decode.kv_format == prefill.kv_format] if len(kinds) > 1 else decodes
+    partners = [decode for decode in decodes if decode.kv_format.fits(prefill.kv_format)] if len(kinds) > 1 else decodes
     if query.pairs_passed_over:
         name, bad = prefill.node.node_id, query.pairs_passed_over
         partners = [decode for decode in partners if (name, decode.node.node_id) not in bad] or partners
@@ -339,7 +339,9 @@ def _cheapest_pair(query: PlacementQuery, prefills: Sequence[NodeCosts], decodes
 def _has_partner(query: PlacementQuery, prefill: NodeCosts, decodes: Sequence[NodeCosts]) -> bool:
     """Whether any pair with this prefill node is not passed over."""
     name, bad = prefill.node.node_id, query.pairs_passed_over
-    return any(decode.kv_format == prefill.kv_format and (name, decode.node.node_id) not in bad for decode in decodes)
+    return any(
+        decode.kv_format.fits(prefill.kv_format) and (name, decode.node.node_id) not in bad for decode in decodes
+    )
 
 
 def _cheapest_alone(query: PlacementQuery, nodes: Sequence[NodeCosts], has_pair: bool) -> Way | None:

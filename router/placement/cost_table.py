@@ -66,7 +66,10 @@ class CostTable:
         self._common_chunk: int | None = None
         """The chunk of all nodes, if it is the same; else None."""
         self._sizes: dict[NodeSize, int] = {}
-        self._kinds: dict[object, int] = {}
+        self._kinds: dict[KVFormat, int] = {}
+        self._fits = np.ones((0, 0), np.bool_)
+        """Which kinds fit each other."""
+        self._all_fit = True
         self.key_schemes: frozenset[KeyScheme] = frozenset()
         """The key schemes of the candidates."""
         self._make_columns(0)
@@ -118,6 +121,8 @@ class CostTable:
             self._kind[row] = self._kinds.setdefault(KVFormat.of(node), len(self._kinds))
             self._chunk[row] = chunk_of(node)
             self._rows_of_name.setdefault(node.node_id, []).append(row)
+        self._fits = np.array([[one.fits(other) for other in self._kinds] for one in self._kinds], np.bool_)
+        self._all_fit = bool(self._fits.all())
         for rank, incarnation in enumerate(sorted(self._row_of)):
             self._rank[self._row_of[incarnation]] = rank
         chunks = {*self._chunk.tolist()}
@@ -231,9 +236,9 @@ class CostTable:
 
     def _cheapest_pair(self, query: PlacementQuery, prefills: slice, decodes: slice, able: RowMask) -> Way | None:
         able_prefills, able_decodes = _part(able, prefills), _part(able, decodes)
-        if len(self._kinds) > 1:
-            kinds = self._kind[decodes]
-            partnered = np.isin(self._kind[prefills], kinds if able_decodes is None else kinds[able_decodes])
+        if not self._all_fit:
+            kinds = self._kind[decodes] if able_decodes is None else self._kind[decodes][able_decodes]
+            partnered = np.isin(self._kind[prefills], np.flatnonzero(self._fits[np.unique(kinds)].any(axis=0)))
             able_prefills = partnered if able_prefills is None else able_prefills & partnered
         bad = query.pairs_passed_over
         if bad:
@@ -246,9 +251,9 @@ class CostTable:
         if row is None:
             return None
         prefill = self._costs[row]
-        if len(self._kinds) > 1:
-            alike = self._kind[decodes] == self._kind[row]
-            able_decodes = alike if able_decodes is None else able_decodes & alike
+        if not self._all_fit:
+            fitting = self._fits[self._kind[row]][self._kind[decodes]]
+            able_decodes = fitting if able_decodes is None else able_decodes & fitting
         if bad:
             partners = self._partners(prefill.node.node_id, bad, able_decodes)
             able_decodes = partners if partners.any() else able_decodes
@@ -260,7 +265,7 @@ class CostTable:
         handoff_ms = np.maximum(kv_token_ms * least, kv_token_ms * to_move - prefill_ms)
         missed = (decode_ms > most_ms).astype(np.int64) if most_ms < np.inf else None
         row = self._best(decodes, decode_ms * query.output_tokens + HANDOFF_MS + handoff_ms, missed, able_decodes)
-        assert row is not None  # there is one of the prefill node's kind
+        assert row is not None  # there is one that fits the prefill node
         decode = self._costs[row]
         return Way(prefill, decode, query.pair_terms(prefill, decode), "cheapest pair")
 
@@ -279,7 +284,7 @@ class CostTable:
         for name in {first for first, _ in pairs}:
             partners = self._partners(name, pairs, able_decodes)
             for row in self._rows_of_name.get(name, ()):
-                if row < split and not (partners & (self._kind[split:] == self._kind[row])).any():
+                if row < split and not (partners & self._fits[self._kind[row]][self._kind[split:]]).any():
                     left[row] = False
         return left if left.any() else able
 

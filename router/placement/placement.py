@@ -109,8 +109,8 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
     nodes are there but too small.
 
     `candidates` are the nodes that take work; `exclude` has incarnations on which this request failed before, which are
-    chosen only if there is no other node: they take work now, so they may only have been away. A pair must have the
-    same KV format. One node alone runs the request only if no node of the other role is there.
+    chosen only if there is no other node: they take work now, so they may only have been away. The KV formats of a pair
+    must fit. One node alone runs the request only if no node of the other role is there.
     """
     fitting = fitting_nodes(candidates, demand, exclude)
     prefills = sorted((c for c in fitting if c.node.role is Role.PREFILL), key=_order)
@@ -119,7 +119,12 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
         return Placement(None, (prefills or decodes)[0].node, why_embedded(candidates, prefills, decodes, exclude))
     best_prefill = _best_by_kv(prefills)
     best_decode = _best_by_kv(decodes)
-    pairs = [(best_prefill[kv], decode) for kv, decode in best_decode.items() if kv in best_prefill]
+    pairs = [
+        (prefill, decode)
+        for theirs, decode in best_decode.items()
+        for ours, prefill in best_prefill.items()
+        if ours.fits(theirs)
+    ]
     if pairs:
         prefill, decode = min(pairs, key=lambda pair: (pair[0].load + pair[1].load, _order(pair[1]), _order(pair[0])))
         return Placement(prefill.node, decode.node, "least loaded pair")
@@ -175,13 +180,11 @@ def disagreement(node: NodeDescription, others: Sequence[NodeDescription]) -> st
     Such a pair is never chosen, so no link between the two is ever opened, or refused.
     """
     partners = [other for other in others if other.role is not node.role]
-    if not partners or any(KVFormat.of(other) == KVFormat.of(node) for other in partners):
+    if not partners or any(KVFormat.of(other).fits(KVFormat.of(node)) for other in partners):
         return ""
-    pairs = zip(KVFormat._fields, KVFormat.of(node), KVFormat.of(partners[0]), strict=True)
-    different = [(name, ours, theirs) for name, ours, theirs in pairs if ours != theirs]
-    here = " ".join(f"{name}={ours}" for name, ours, _ in different)
-    there = " ".join(f"{name}={theirs}" for name, _, theirs in different)
     first = partners[0]
+    names = KVFormat.of(node).misfits(KVFormat.of(first))
+    here, there = (" ".join(f"{name}={getattr(one, name)}" for name in names) for one in (node, first))
     return f"agrees with no {first.role.value} node on its KV: {node.node_id} [{here}], {first.node_id} [{there}]"
 
 

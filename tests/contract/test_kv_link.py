@@ -676,7 +676,7 @@ class MisbehavingSender(kv_link_pb2_grpc.KvLinkServicer):
         while isinstance(request := await context.read(), kv_link_pb2.OpenRequest):
             answers = self._answers(request)
             if request.HasField("ask_probe") and self.answers_probes:
-                digest = block_filler(self._memory)(NUM_BLOCKS, "known")
+                digest = block_filler(self._memory)(NUM_BLOCKS, "known")[1]
                 answers.append(ProbeReady(request.ask_probe.probe, NUM_BLOCKS, digest))
             for answer in answers:
                 await context.write(write_sender_message(answer))

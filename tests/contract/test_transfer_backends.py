@@ -28,7 +28,6 @@ from kv_transfer.backends.base import (
     PeerGone,
     PeerMemory,
     ReadHandle,
-    ReadRange,
     ReadsInFlight,
     ReadState,
     TransferBackend,
@@ -38,6 +37,7 @@ from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_events import Connected, MoverEvent, ReadDone, ReadFailed
 from kv_transfer.mover.window import WindowLimits
+from kv_transfer.piece_plan import ReadRange
 from tests.support.transfer_sender import Sender, fill, new_memory, pattern
 
 NUM_BLOCKS = 96

@@ -24,6 +24,7 @@ from baton.runner.simulated import expected_prompt_logprobs, expected_tokens
 from baton.testing.faulty_transfer_backend import Faults
 from kv_transfer.mover.window import WindowLimits
 from tests.support.simulated_cluster import (
+    BLOCK_SIZE,
     Answer,
     SimulatedCluster,
     SimulatedLimits,
@@ -60,13 +61,17 @@ class Schedule:
         self.rng = Random(seed)
         self.struck = struck
         """How often each fault was really there."""
-        self.limits = self._draw_limits()
+        self.limits = self._draw_limits(seed)
         self.prefixes = [self._tokens(12) for _ in range(2)]
         self.cluster: SimulatedCluster
 
-    def _draw_limits(self) -> SimulatedLimits:
+    def _draw_limits(self, seed: int) -> SimulatedLimits:
+        prefill_block_size = [BLOCK_SIZE, 2 * BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE // 2][seed % 4]
+        num_blocks = self.rng.choice([17, 24, 48])
         return SimulatedLimits(
-            num_blocks=self.rng.choice([17, 24, 48]),
+            num_blocks=num_blocks,
+            num_prefill_blocks=num_blocks * BLOCK_SIZE // prefill_block_size,
+            prefill_block_size=prefill_block_size,
             chunk=self.rng.choice([4, 8, 24]),
             window=WindowLimits(1 << 10, 2, self.rng.choice([64, 256, 1024])),
             max_quarantined_blocks=self.rng.choice([0, 8, 1024]),

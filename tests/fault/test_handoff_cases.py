@@ -15,6 +15,7 @@ from baton.messages.generation import Finished, GenerateRequest
 from baton.messages.node import KVSource
 from baton.messages.sampling import SamplingParams
 from baton.node.leftovers import GIVE_UP_AFTER_S
+from baton.runner.blocks.sub_blocks import WHOLE, Division
 from baton.runner.simulated import expected_tokens
 from decode_node.intake import Intake
 from kv_transfer.link.link_client import LinkClient
@@ -389,7 +390,7 @@ def test_a_lease_that_ended_before_the_subscription_is_not_read() -> None:
 def test_digests_that_can_not_be_computed_fail_their_transfer_at_once(node_id: str) -> None:
     asked: list[Sequence[int]] = []
 
-    def fail(block_ids: Sequence[int]) -> Sequence[int]:
+    def fail(block_ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
         asked.append(block_ids)
         raise MemoryError("no digests today")
 

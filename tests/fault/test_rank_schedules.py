@@ -49,8 +49,8 @@ class RankSchedule(Schedule):
     limits: RankedLimits
     happening_s = 1.5
 
-    def _draw_limits(self) -> RankedLimits:
-        drawn = super()._draw_limits()
+    def _draw_limits(self, seed: int) -> RankedLimits:
+        drawn = super()._draw_limits(seed)
         same = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
         return RankedLimits(**same, prefill_shape=self.rng.choice(SHAPES), decode_shape=self.rng.choice(SHAPES[1:]))
 

@@ -35,8 +35,8 @@ BOUND_S = 600.0
 class ForgetfulHandOff(HandOff):
     """A sender that ends its leases after 50 ms at most, as if their reader were dead, and informs no reader."""
 
-    def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
-        super().link_opened(link, node_id, incarnation, address)
+    def link_opened(self, link: int, node_id: str, incarnation: str, address: str, block_size: int) -> None:
+        super().link_opened(link, node_id, incarnation, address, block_size)
         self._forget(incarnation)
 
     def _forget(self, incarnation: str) -> None:

@@ -20,13 +20,15 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import KVSource, Leg
 from baton.messages.sampling import SamplingParams
 from baton.runner.blocks.block_digests import block_digests
+from baton.runner.blocks.sub_blocks import WHOLE, Division
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from decode_node.intake import Intake, IntakeConnector
-from kv_transfer.backends.base import ReadHandle, ReadRange, TransferBackend
+from kv_transfer.backends.base import ReadHandle, TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link.link_messages import ConfirmRead, Heartbeat, ReaderMessage
 from kv_transfer.mover.mover import Mover
+from kv_transfer.piece_plan import ReadRange
 from kv_transfer.receiver.join_probe import ProbeTimes
 from kv_transfer.receiver.join_probe_machine import ProbeState
 from prefill_node.handoff import HandOff, OfferConnector
@@ -152,9 +154,9 @@ class GatedDigests:
         self.gate = threading.Event()
         self.gate.set()
 
-    def __call__(self, block_ids: Sequence[int]) -> Sequence[int]:
+    def __call__(self, ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
         self.gate.wait(WITHIN_S)
-        return self._digests(block_ids)
+        return self._digests(ids, division)
 
 
 class SenderHalf:

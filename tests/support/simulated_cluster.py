@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -79,6 +79,8 @@ class SimulatedLimits:
     num_blocks: int = 48
     num_prefill_blocks: int = 0
     """The number of blocks of a prefill node; 0: as many as a decode node has."""
+    prefill_block_size: int = BLOCK_SIZE
+    """The number of tokens in a block of a prefill node; in one of a decode node there are BLOCK_SIZE."""
     chunk: int = 8
     max_num_seqs: int = 4
     lease: LeaseTimes = field(default_factory=lambda: LeaseTimes(lease_s=4, unclaimed_s=12, grace_s=2))
@@ -95,6 +97,10 @@ class SimulatedLimits:
     """Whether both nodes compute digests."""
     meets_senders: bool = True
     """Whether decode nodes open links to prefill nodes as these join, and not before the first request."""
+
+    def spec_for(self, role: Role) -> SimulatedSpec:
+        """The model and cache of a node of this role."""
+        return replace(self.spec, block_size=self.prefill_block_size) if role is Role.PREFILL else self.spec
 
     @property
     def spec(self) -> SimulatedSpec:
@@ -329,6 +335,7 @@ class SimulatedNode:
                 clock=clock,
                 is_running=lambda address, within_s: network.answers(self.incarnation, address),
                 probe_port=cluster.probe_port,
+                windows=self.runner.layout.windows,
             )
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
         kv_format = own_kv_format(self.runner.model, self.runner.layout, identity.protocol)
@@ -355,7 +362,7 @@ class SimulatedNode:
         return EventLog()
 
     def _make_runner(self, limits: SimulatedLimits) -> SimulatedRunner:
-        return SimulatedRunner(limits.spec)
+        return SimulatedRunner(limits.spec_for(self.role))
 
     def _crashed(self, error: BaseException) -> None:
         self.crashes.append(error)
@@ -364,7 +371,7 @@ class SimulatedNode:
         prefills = self.role is Role.PREFILL
         config = SchedulerConfig(
             num_blocks=(prefills and limits.num_prefill_blocks) or limits.num_blocks,
-            block_size=BLOCK_SIZE,
+            block_size=self.runner.layout.block_size,
             max_num_batched_tokens=limits.chunk,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.spec.max_model_len,
@@ -392,7 +399,7 @@ class SimulatedNode:
             bit_exact=True,
             vocab_size=spec.vocab_size,
             max_model_len=spec.max_model_len,
-            block_size=BLOCK_SIZE,
+            block_size=self.runner.layout.block_size,
             num_blocks=spec.num_blocks,
             eos_token_ids=frozenset(),
             on_transfer_failure=self._cluster.limits.on_transfer_failure,

@@ -99,7 +99,7 @@ class RankedNode(SimulatedNode):
 
     def _make_runner(self, limits: SimulatedLimits) -> FakeRankedRunner:
         assert isinstance(limits, RankedLimits)
-        return FakeRankedRunner(limits.spec, limits.shape_of(self.role), self._from_another_thread)
+        return FakeRankedRunner(limits.spec_for(self.role), limits.shape_of(self.role), self._from_another_thread)
 
     def _describe(self, address: str) -> NodeDescription:
         shape = self.runner.shape

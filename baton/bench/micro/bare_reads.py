@@ -22,10 +22,11 @@ from baton.clock import SystemClock
 from baton.engine.runner import KVMemory
 from baton.errors import BatonError
 from baton.runner.blocks.block_digests import block_digests
-from kv_transfer.backends.base import PeerMemory, ReadRange, ReadState
+from kv_transfer.backends.base import PeerMemory, ReadState
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_events import BlocksDigested, MoverEvent, ReadDone
+from kv_transfer.piece_plan import ReadRange
 
 _COLD_BYTES = 256 << 20
 """Memory on each side: several times the share of one core in the last-level cache of any processor."""

@@ -22,7 +22,7 @@ def copied_to_host(memory: KVMemory) -> Callable[[Sequence[int]], KVMemory]:
     def copied(block_ids: Sequence[int]) -> KVMemory:
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             blocks = rows[torch.tensor(block_ids, dtype=torch.int64, device=rows.device)].cpu()
-        return KVMemory(blocks.data_ptr(), len(block_ids), memory.block_bytes, "DRAM", 0, blocks)
+        return KVMemory(blocks.data_ptr(), len(block_ids), memory.block_bytes, "DRAM", 0, blocks, layout=memory.layout)
 
     return copied
 

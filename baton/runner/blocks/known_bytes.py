@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 
 import numpy as np
 import xxhash
 
 from baton.engine.runner import KVMemory
+from baton.runner.blocks.sub_blocks import Division, sub_block_rows
 
-FillBlock = Callable[[int, str], int]
-"""Fills a block with the bytes that belong to a seed; returns their digest, as `block_digests` would find it."""
+FillBlock = Callable[[int, str], Mapping[int, int]]
+"""Fills a block with the bytes that belong to a seed. Returns digests as `block_digests` would find them, by the number
+of equal parts into which the block's tokens can be divided: of the last part, and so by 1 of the whole block. The parts
+are those of a block of the first group of layers."""
 
 
 def block_filler(memory: KVMemory) -> FillBlock:
@@ -29,10 +32,15 @@ def block_filler(memory: KVMemory) -> FillBlock:
 
         write = write_from_host(memory)
 
-    def fill(block: int, seed: str) -> int:
+    def fill(block: int, seed: str) -> Mapping[int, int]:
         content = known_bytes(seed, memory.block_bytes)
         write(block, content)
-        return xxhash.xxh3_64_intdigest(content)
+        digests, layout = {1: xxhash.xxh3_64_intdigest(content)}, memory.layout
+        tokens = layout.block_size if layout is not None else 1
+        for parts in (parts for parts in range(2, tokens + 1) if layout is not None and tokens % parts == 0):
+            last = sub_block_rows(layout, Division(parts)).gather(content, parts - 1)
+            digests[parts] = xxhash.xxh3_64_intdigest(last)
+        return digests
 
     return fill
 

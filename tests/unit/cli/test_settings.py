@@ -35,6 +35,8 @@ PER_PROCESS = {"threads", "metrics_port", "grpc_port", "http_port"}
 SPECIAL: dict[str, Any] = {
     "advertise": "host:37",
     "cors_origins": "https://chat.example.org",
+    "decode_block_size": 48,
+    "prefill_block_size": 48,
     "preemption_mode": "auto",
     "speculative_config": '{"method": "grammar"}',
     "watermark": 0.25,
@@ -168,6 +170,25 @@ def test_each_process_gets_its_own_ports_and_its_share_of_the_cores() -> None:
 def test_nodes_of_a_role_have_its_number_of_ranks(settings: dict[str, int], ranks: list[str]) -> None:
     children = plan_nodes(UpConfig.model_validate(settings), "redis://r", 6, None)
     assert [command_and_flags(child.command)[1].get("--tp", "1") for child in children[:2]] == ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({}, ["16", "16"]),
+        ({"block_size": 32}, ["32", "32"]),
+        ({"prefill_block_size": 64}, ["64", "16"]),
+        ({"block_size": 32, "decode_block_size": 8}, ["32", "8"]),
+    ],
+)
+def test_nodes_of_a_role_have_its_block_size(settings: dict[str, int], sizes: list[str]) -> None:
+    children = plan_nodes(UpConfig.model_validate(settings), "redis://r", 6, None)
+    assert [command_and_flags(child.command)[1].get("--block-size", "16") for child in children[:2]] == sizes
+
+
+def test_block_sizes_with_which_nothing_could_be_handed_over_are_refused() -> None:
+    with pytest.raises(ValueError, match="prefill_block_size 16 and decode_block_size 24: one must divide the other"):
+        UpConfig.model_validate({"decode_block_size": 24})
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 3600.0, 1234567.5, 1e-9, 1e17])

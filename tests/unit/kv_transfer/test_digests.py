@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -18,7 +19,9 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
 from baton.runner.blocks import block_digests as block_digests_module
 from baton.runner.blocks.block_digests import block_digests
+from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.digests import LazyInbox, OfferedDigests, block_names, digest_every
+from kv_transfer.piece_plan import PiecePlan, ReadRange
 from kv_transfer.sampling import SAMPLE_EVERY, is_digested
 
 LAYOUT = KVLayout.uniform(4, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
@@ -36,7 +39,7 @@ class CountingDigests:
         self.content = dict(enumerate(range(100, 140)))
         self.asked: list[int] = []
 
-    def __call__(self, block_ids: Sequence[int]) -> Sequence[int]:
+    def __call__(self, block_ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
         self.asked += block_ids
         return [self.content[block_id] for block_id in block_ids]
 
@@ -196,3 +199,49 @@ def test_of_several_groups_each_block_has_its_own() -> None:
     assert offer(offered, request_with_keys(10, 2), 0, (5, 0, 6, 7), layout) == [105, 0, 106, 107]
     assert offer(offered, request_with_keys(10, 2, num_cached_tokens=8), 2, (6, 7), layout) == [106, 107]
     assert digest.asked == [5, 6, 7]
+
+
+@pytest.mark.parametrize("with_kernels", [True, False], ids=["kernels", "library"])
+@pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.parametrize("heads", [1, 40])
+def test_a_part_has_the_digest_of_a_whole_block_of_so_few_tokens(
+    with_kernels: bool, parts: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not with_kernels:
+        monkeypatch.setattr(block_digests_module, "open_kernels", no_kernels)
+    groups = (LayerGroup((0, 1)), LayerGroup((2,), 4))
+    large = KVLayout(8, (LayerGeometry(heads, 2, 3),) * 3, "int8", groups)
+    small = replace(large, block_size=8 // parts)
+    content = Random(parts).randbytes(3 * large.block_bytes)
+    memory = replace(memory_of(content, large.block_bytes), layout=large)
+    for group in range(2):
+        # The same tokens, as a node with small blocks has them.
+        pieces = PiecePlan.between(small, 8).pieces([ReadRange(0, 0, 3 * parts, group)])
+        moved = bytearray(len(content))
+        for to, at, length in zip(pieces.local, pieces.remote, pieces.lengths, strict=True):
+            moved[to : to + length] = content[at : at + length]
+        expected_digests = block_digests(memory_of(bytes(moved), small.block_bytes))(range(3 * parts))
+        asked = [2 * parts + 1, 0, *range(3 * parts)]
+        found = block_digests(memory)(asked, Division(parts, group))
+        assert found == [expected_digests[each] for each in asked]
+    with pytest.raises(ValueError, match="layout of this memory is not known"):
+        block_digests(memory_of(content, large.block_bytes))([0], Division(2))
+
+
+def test_parts_are_digested_by_group_and_again_for_more_parts() -> None:
+    layout = KVLayout(4, (LayerGeometry(1, 2, 2),) * 2, "float32", (LayerGroup((0,)), LayerGroup((1,), 4)))
+    asked: list[tuple[tuple[int, ...], Division]] = []
+
+    def digest(ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
+        asked.append((tuple(ids), division))
+        return [1000 * division.group + each for each in ids]
+
+    offered, cached = OfferedDigests(digest), request_with_keys(10, 2, num_cached_tokens=8)
+    names = block_names(cached, layout, 0, 4)
+    assert offered.digests_of((5, 6, 0, 7), names, 2) == [10, 11, 1012, 1013, 0, 0, 1014, 1015]
+    assert sorted(asked) == [((10, 11), (2, 0)), ((12, 13, 14, 15), (2, 1))]
+    asked.clear()
+    assert offered.digests_of((5, 6, 0, 7), names, 2) == [10, 11, 1012, 1013, 0, 0, 1014, 1015]
+    assert asked == []
+    assert offered.digests_of((5,), names[:1], 4) == [20, 21, 22, 23]
+    assert offered.digests_of((5,), names[:1]) == [5]

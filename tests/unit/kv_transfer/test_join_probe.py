@@ -90,7 +90,7 @@ class Rig:
 
     def end(self, read: ReadProbe, digest: int = KNOWN) -> list[ProbeEffect]:
         """Let a read bring bytes with this digest."""
-        self.probes.filled(read.read_id, BEFORE)
+        self.probes.filled(read.read_id, {1: BEFORE})
         assert self.probes.read_done(read.read_id) == []
         return self.probes.digested(read.read_id, {read.local_block: digest})
 
@@ -141,7 +141,7 @@ def test_a_sender_whose_bytes_arrive_is_used(rig: Rig) -> None:
 def test_nothing_is_used_before_its_bytes_are_compared(rig: Rig) -> None:
     number = rig.ask()
     read = only(ReadProbe, rig.probes.received("p0.x", ProbeReady(number, 900, KNOWN)))
-    rig.probes.filled(read.read_id, BEFORE)
+    rig.probes.filled(read.read_id, {1: BEFORE})
     assert rig.probes.read_done(read.read_id) == []
     assert rig.probes.awaits_digest
     assert PairProven("p0.x") in rig.probes.digested(read.read_id, {100: KNOWN})
@@ -150,7 +150,7 @@ def test_nothing_is_used_before_its_bytes_are_compared(rig: Rig) -> None:
 
 def test_a_digest_may_come_before_the_read_is_reported(rig: Rig) -> None:
     read = rig.start()
-    rig.probes.filled(read.read_id, BEFORE)
+    rig.probes.filled(read.read_id, {1: BEFORE})
     assert rig.probes.digested(read.read_id, {100: KNOWN}) == []
     assert PairProven("p0.x") in rig.probes.read_done(read.read_id)
 

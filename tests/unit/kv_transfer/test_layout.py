@@ -30,3 +30,18 @@ def test_any_difference_is_named_and_both_sides_are_printed(name: str) -> None:
     assert f"differ in {name}:" in detail
     assert f"here [{OURS}]" in detail
     assert f"there [{theirs}]" in detail
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 32, 48])
+def test_block_sizes_may_differ_where_one_divides_the_other(block_size: int) -> None:
+    theirs = LayoutFingerprint.of(MODEL, replace(LAYOUT, block_size=block_size), "nixl")
+    assert layout_mismatch(OURS, theirs) is None
+    assert "differ in dtype:" in (layout_mismatch(OURS, replace(theirs, dtype="bfloat16")) or "")
+    assert "block_bytes" in (layout_mismatch(OURS, replace(theirs, block_bytes=theirs.block_bytes + 1)) or "")
+
+
+@pytest.mark.parametrize("block_size", [24, 6, 17])
+def test_block_sizes_that_dont_fit_are_refused_with_the_reason(block_size: int) -> None:
+    theirs = LayoutFingerprint.of(MODEL, replace(LAYOUT, block_size=block_size), "nixl")
+    detail = layout_mismatch(OURS, theirs) or ""
+    assert "block_size, block_bytes (neither block size divides the other): here" in detail

@@ -17,7 +17,10 @@ from kv_transfer.link.link_messages import (
     ConfirmRead,
     Expect,
     Heartbeat,
+    Offer,
     OfferLost,
+    PartConfirmed,
+    ReadConfirmed,
     ReadProgress,
     Subscribe,
 )
@@ -715,3 +718,20 @@ def test_a_reader_that_has_subscribed_expects_nothing_more(book: LeaseBook) -> N
     assert book.counters == {"duplicate_expect": 1}
     book.offer(A, 0, (5,))
     assert lines(book.withdraw(A, "aborted")) == ["TellReader 1 (OfferLost a#1 aborted LEASE_LOST)"]
+
+
+def test_of_each_block_a_reader_gets_as_many_digests_as_the_first_offer_said() -> None:
+    book = LeaseBook(FakeClock(0.0), digest_every=1)
+    book.link_opened(1, "d0", "d0.x")
+    book.received(1, Subscribe(A, 1))
+    told = [e.message for e in book.offer(A, 0, (5, 6), digest_parts=2) if isinstance(e, TellReader)]
+    assert told == [Offer(A, 1, (6,), 10000, digest_every=1, digest_parts=2)]
+    # A reader with smaller blocks was linked meanwhile.
+    later = book.offer(A, 2, (7,), Closing(12, (3,), False), digest_parts=4)
+    assert [e.message.digest_parts for e in later if isinstance(e, TellReader) and isinstance(e.message, Offer)] == [2]
+    assert book.received(1, ConfirmPart(A, 2)) == []
+    [part] = [e.message for e in book.digested(A, (1, 2, 3, 4)) if isinstance(e, TellReader)]
+    assert part == PartConfirmed(A, 1, (3, 4))
+    book.received(1, ConfirmRead(A))
+    [yes] = [e.message for e in book.digested(A, (5, 6)) if isinstance(e, TellReader)]
+    assert yes == ReadConfirmed(A, True, (3, 4, 5, 6))

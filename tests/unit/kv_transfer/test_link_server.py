@@ -49,7 +49,7 @@ class _Handler:
         self.opened: list[str] = []
         self.refused: list[tuple[str, TransferCause]] = []
 
-    def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
+    def link_opened(self, link: int, node_id: str, incarnation: str, address: str, block_size: int) -> None:
         self.opened.append(incarnation)
 
     def link_refused(self, node_id: str, cause: TransferCause, detail: str) -> None:
@@ -130,7 +130,7 @@ class _Floods(_Handler):
 
     server: LinkServer
 
-    def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
+    def link_opened(self, link: int, node_id: str, incarnation: str, address: str, block_size: int) -> None:
         for number in range(10_000):
             self.server.send(link, ProbeReady(number, 0, 0))
         self.server.cut(link, "wrong bytes", TransferCause.PROBE_FAILED)

@@ -18,11 +18,12 @@ from baton.engine.runner import KVMemory
 from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.known_bytes import FillBlock, known_bytes
+from baton.runner.blocks.sub_blocks import WHOLE, Division
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_mover import FakeMover
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
-from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadRange, ReadState, ReadStuck
+from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadState, ReadStuck
 from kv_transfer.mover.mover import (
     STOP_WITHIN_S,
     STUCK_AFTER_S,
@@ -43,6 +44,7 @@ from kv_transfer.mover.mover_events import (
 from kv_transfer.mover.pacing import LONGEST_PAUSE_S, READER_PUMP_S, SHORTEST_PAUSE_S, pause
 from kv_transfer.mover.stuck_reads import MAX_PROBE_INTERVAL_S
 from kv_transfer.mover.window import WindowLimits
+from kv_transfer.piece_plan import ReadRange
 from tests.support.transfer_sender import fill, new_memory, pattern
 from tests.support.virtual_time import run_virtually
 
@@ -308,7 +310,7 @@ def test_a_block_is_filled_before_a_later_read_is_posted(bench: Bench) -> None:
     bench.mover.fill(-2, 3, "seed")
     bench.mover.read(-2, peer.incarnation, [ReadRange(4, 5, 1)])
     digest = xxhash.xxh3_64_intdigest(known_bytes("seed", BLOCK_BYTES))
-    assert bench.next() == BlockFilled(-2, digest)
+    assert bench.next() == BlockFilled(-2, {1: digest})
     assert block_digests(bench.local)([3]) == [digest]
     assert isinstance(bench.next(), ReadDone)
     assert known_bytes("seed", BLOCK_BYTES) == known_bytes("seed", BLOCK_BYTES) != known_bytes("other", BLOCK_BYTES)
@@ -621,7 +623,7 @@ class ThreadNotingDigests:
         self.threads: list[str] = []
         self.fail = False
 
-    def __call__(self, block_ids: Sequence[int]) -> Sequence[int]:
+    def __call__(self, block_ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
         self.threads.append(threading.current_thread().name.split("_")[0])
         if self.fail:
             raise MemoryError("no digests today")

@@ -28,7 +28,7 @@ class Rig:
     def offer(self, link: int = 1, reader: str = "d0", fill_id: int = 1, digest: int = FIRST) -> None:
         """Take a reader's probe as far as its bytes are ready."""
         assert len(self.offers.asked(link, reader, f"{reader}.x", AskProbe(link))) == 1
-        self.offers.filled(fill_id, digest)
+        self.offers.filled(fill_id, {1: digest})
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def rig() -> Rig:
 
 def test_a_reader_is_told_once_its_bytes_are_there(rig: Rig) -> None:
     assert rig.offers.asked(1, "d0", "d0.x", AskProbe(7)) == [FillProbe(1, BLOCK, "p0.x/nonce-0")]
-    assert rig.offers.filled(1, FIRST) == [TellReader(1, ProbeReady(7, BLOCK, FIRST))]
+    assert rig.offers.filled(1, {1: FIRST}) == [TellReader(1, ProbeReady(7, BLOCK, FIRST))]
     assert rig.offers.num_open == 1
     assert rig.offers.result(1, ProbeResult(7, FIRST)) == []
     assert (rig.offers.num_open, rig.offers.next_deadline()) == (0, None)
@@ -54,7 +54,7 @@ def test_each_probe_has_bytes_of_its_own(rig: Rig) -> None:
 def test_readers_at_the_same_time_share_their_bytes(rig: Rig) -> None:
     rig.offers.asked(1, "d0", "d0.x", AskProbe(1))
     assert rig.offers.asked(2, "d1", "d1.x", AskProbe(2)) == []
-    assert len(rig.offers.filled(1, FIRST)) == 2
+    assert len(rig.offers.filled(1, {1: FIRST})) == 2
     # The bytes are being read, so they are not overwritten; and nobody waits for those that read them.
     assert rig.offers.asked(3, "d2", "d2.x", AskProbe(3)) == [TellReader(3, ProbeReady(3, BLOCK, FIRST))]
     assert rig.offers.num_open == 3
@@ -145,7 +145,7 @@ def test_what_a_reader_sends_is_bounded(rig: Rig) -> None:
 
 def test_late_and_unknown_answers_change_nothing(rig: Rig) -> None:
     assert rig.offers.result(1, ProbeResult(1, FIRST)) == []
-    assert rig.offers.filled(1, FIRST) == []
+    assert rig.offers.filled(1, {1: FIRST}) == []
     assert rig.offers.fill_failed(1, "") == []
     rig.offer()
     assert rig.offers.result(1, ProbeResult(9, FIRST)) == []

@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.backends.base import ReadRange, coalesce
+from baton.engine.runner import KVLayout
+from kv_transfer.backends.base import coalesce
 from kv_transfer.mover.window import FairWindow, Piece, WindowLimits
+from kv_transfer.piece_plan import PiecePlan, ReadRange
 
 BLOCK = 1000
+PLAN = PiecePlan.of_equal_blocks(BLOCK)
 
 
 def window(posts: int = 4, blocks: int = 8, piece: int = 2) -> FairWindow:
-    return FairWindow(WindowLimits(blocks * BLOCK, posts, piece * BLOCK), BLOCK)
+    return FairWindow(WindowLimits(blocks * BLOCK, posts, piece * BLOCK))
 
 
 def pop_all(w: FairWindow) -> list[Piece]:
@@ -56,7 +59,7 @@ def test_a_window_with_a_bound_of_zero_is_refused(limits: tuple[int, int, int]) 
 
 def test_a_read_is_cut_into_pieces_that_split_ranges() -> None:
     w = window(piece=3)
-    w.submit(1, "a", [ReadRange(0, 10, 2), ReadRange(5, 40, 4)])
+    w.submit(1, "a", [ReadRange(0, 10, 2), ReadRange(5, 40, 4)], PLAN)
     assert [p.ranges for p in pop_all(w)] == [
         (ReadRange(0, 10, 2), ReadRange(5, 40, 1)),
         (ReadRange(6, 41, 3),),
@@ -65,7 +68,7 @@ def test_a_read_is_cut_into_pieces_that_split_ranges() -> None:
 
 def test_bytes_in_flight_are_bounded_and_come_back() -> None:
     w = window(posts=9, blocks=5, piece=2)
-    w.submit(1, "a", [ReadRange(0, 0, 8)])
+    w.submit(1, "a", [ReadRange(0, 0, 8)], PLAN)
     popped = pop_all(w)
     assert [p.num_blocks for p in popped] == [2, 2, 1]
     w.finished(popped[0])
@@ -75,7 +78,7 @@ def test_bytes_in_flight_are_bounded_and_come_back() -> None:
 
 def test_posts_in_flight_are_bounded() -> None:
     w = window(posts=2, blocks=100, piece=1)
-    w.submit(1, "a", [ReadRange(0, 0, 9)])
+    w.submit(1, "a", [ReadRange(0, 0, 9)], PLAN)
     popped = pop_all(w)
     assert len(popped) == 2
     w.finished(popped[1])
@@ -83,8 +86,8 @@ def test_posts_in_flight_are_bounded() -> None:
 
 
 def test_a_block_larger_than_the_window_is_posted_alone() -> None:
-    w = FairWindow(WindowLimits(10, 1, 10), BLOCK)
-    w.submit(1, "a", [ReadRange(0, 0, 2)])
+    w = FairWindow(WindowLimits(10, 1, 10))
+    w.submit(1, "a", [ReadRange(0, 0, 2)], PLAN)
     popped = pop_all(w)
     assert [p.num_blocks for p in popped] == [1]
     w.finished(popped[0])
@@ -93,10 +96,10 @@ def test_a_block_larger_than_the_window_is_posted_alone() -> None:
 
 def test_a_short_read_overtakes_a_long_one() -> None:
     w = window(posts=1)
-    w.submit(1, "a", [ReadRange(0, 0, 100)])
+    w.submit(1, "a", [ReadRange(0, 0, 100)], PLAN)
     first = w.pop_next()
     assert first is not None
-    w.submit(2, "a", [ReadRange(200, 0, 1)])
+    w.submit(2, "a", [ReadRange(200, 0, 1)], PLAN)
     turns = []
     for _ in range(3):
         w.finished(first)
@@ -108,9 +111,9 @@ def test_a_short_read_overtakes_a_long_one() -> None:
 
 def test_a_peer_with_a_full_window_holds_up_no_other() -> None:
     w = window(posts=1)
-    w.submit(1, "slow", [ReadRange(0, 0, 10)])
+    w.submit(1, "slow", [ReadRange(0, 0, 10)], PLAN)
     assert w.pop_next() is not None
-    w.submit(2, "fast", [ReadRange(50, 0, 2)])
+    w.submit(2, "fast", [ReadRange(50, 0, 2)], PLAN)
     piece = w.pop_next()
     assert piece is not None
     assert piece.incarnation == "fast"
@@ -119,15 +122,15 @@ def test_a_peer_with_a_full_window_holds_up_no_other() -> None:
 
 def test_peers_take_turns() -> None:
     w = window(posts=2, piece=1)
-    w.submit(1, "a", [ReadRange(0, 0, 5)])
-    w.submit(2, "b", [ReadRange(9, 0, 5)])
+    w.submit(1, "a", [ReadRange(0, 0, 5)], PLAN)
+    w.submit(2, "b", [ReadRange(9, 0, 5)], PLAN)
     assert [p.incarnation for p in pop_all(w)] == ["a", "b", "a", "b"]
 
 
 def test_a_withdrawn_read_is_never_popped() -> None:
     w = window()
-    w.submit(1, "a", [ReadRange(0, 0, 5)])
-    w.submit(2, "a", [ReadRange(9, 9, 1)])
+    w.submit(1, "a", [ReadRange(0, 0, 5)], PLAN)
+    w.submit(2, "a", [ReadRange(9, 9, 1)], PLAN)
     piece = w.pop_next()
     assert piece is not None
     assert w.withdraw(1, "a")
@@ -150,7 +153,7 @@ def test_every_block_is_popped_once_in_order_within_the_bounds(seed: int, posts:
             ReadRange(start + 20 * i, rng.randrange(50), rng.randrange(1, 12)) for i in range(rng.randrange(1, 4))
         ]
         wanted[read_id] = pairs(ranges)
-        w.submit(read_id, rng.choice("ab"), ranges)
+        w.submit(read_id, rng.choice("ab"), ranges, PLAN)
     while w.queued_reads or flying:
         popped = w.pop_next()
         if popped is None:
@@ -163,3 +166,13 @@ def test_every_block_is_popped_once_in_order_within_the_bounds(seed: int, posts:
         assert sum(p.num_blocks for p in mine) <= blocks
         assert popped.num_blocks <= piece
     assert got == wanted
+
+
+def test_a_piece_between_different_block_sizes_has_a_bounded_number_of_descriptors() -> None:
+    plan = PiecePlan.between(KVLayout.uniform(16, num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32"), 8)
+    assert plan.max_pieces == 16
+    w = FairWindow(WindowLimits(descriptors=100))
+    w.submit(1, "a", [ReadRange(0, 0, 20)], plan)
+    pieces = pop_all(w)
+    assert [piece.num_blocks for piece in pieces] == [6, 6, 6, 2]
+    assert max(len(plan.pieces(piece.ranges)) for piece in pieces) == 96

@@ -57,7 +57,7 @@ def test_nodes_that_can_hand_over_nothing_are_not_met() -> None:
         replace(P0, model_fingerprint="m-2"),
         replace(P0, numerics="cuda-1"),
         replace(P0, dtype="bfloat16"),
-        replace(P0, block_size=32),
+        replace(P0, block_size=24),
         replace(P0, link_protocol=4),
         # An older version does not say which it speaks.
         replace(P0, link_protocol=0),
@@ -66,3 +66,10 @@ def test_nodes_that_can_hand_over_nothing_are_not_met() -> None:
     for other in others:
         senders.update({"p0": other})
     assert met == []
+
+
+def test_nodes_with_blocks_of_another_size_that_fits_are_met() -> None:
+    met: list[KVSource] = []
+    senders = KnownSenders(FORMAT, met.append, lambda incarnation: None)
+    senders.update({"p0": replace(P0, block_size=32), "p1": replace(P1, block_size=8)})
+    assert [source.node_id for source in met] == ["p0", "p1"]

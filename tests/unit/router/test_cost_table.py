@@ -28,6 +28,7 @@ def some_nodes(rng: Random) -> Sequence[NodeDescription]:
             (prefill if rng.random() < rng.choice([0.0, 0.5, 1.0]) else decode)(f"n{number}"),
             max_model_len=rng.choice([64, 8192]),
             num_blocks=4096,
+            block_size=rng.choice([4, 4, 4, 6, 12, 16]),
             block_bytes=100_000,
             dtype=rng.choice(["float32", "float32", "bfloat16"]),
             max_num_batched_tokens=rng.choice([0, 256, 512]),

@@ -42,7 +42,7 @@ def test_among_equal_nodes_the_longest_unused_is_chosen() -> None:
 
 @pytest.mark.parametrize(
     "difference",
-    [{"model_fingerprint": "other"}, {"numerics": "cuda"}, {"dtype": "bfloat16"}, {"block_size": 8}],
+    [{"model_fingerprint": "other"}, {"numerics": "cuda"}, {"dtype": "bfloat16"}, {"block_size": 6}],
     ids=lambda d: next(iter(d)),
 )
 def test_both_nodes_of_a_pair_agree_on_their_kv(difference: dict[str, object]) -> None:
@@ -51,6 +51,15 @@ def test_both_nodes_of_a_pair_agree_on_their_kv(difference: dict[str, object]) -
     lonely = choose([at(odd), at(decode())], DEMAND)
     assert names(lonely) == (None, "d1")
     assert lonely.reason.startswith("no pair agrees on its KV")
+
+
+def test_block_sizes_of_a_pair_may_differ_if_one_divides_the_other() -> None:
+    large, odd = prefill("p1", block_size=8), prefill("p2", block_size=6)
+    assert names(choose([at(large, 9), at(odd), at(decode())], DEMAND)) == ("p1", "d1")
+    # 6 fits 12, 12 fits 4, and 6 does not fit 4.
+    nodes = [at(odd), at(prefill("p3", block_size=12), 5), at(decode())]
+    assert names(choose(nodes, DEMAND)) == ("p3", "d1")
+    assert disagreement(odd, [odd, decode("d2", block_size=12)]) == ""
 
 
 def test_nodes_of_one_role_serve_alone_with_the_reason() -> None:
@@ -196,7 +205,7 @@ def test_a_nodes_notice_is_its_detail_until_it_is_lost_or_changes_it() -> None:
 
 def test_a_node_that_can_exchange_kv_with_no_other_is_shown_with_the_reason() -> None:
     view = ClusterView()
-    nodes = [prefill(), decode(), decode("d2", block_size=8)]
+    nodes = [prefill(), decode(), decode("d2", block_size=6)]
     view.registered([record_of(node) for node in nodes])
     for node in nodes[1:]:
         view.attached(node, now=1)
@@ -209,7 +218,7 @@ def test_a_node_that_can_exchange_kv_with_no_other_is_shown_with_the_reason() ->
         "p1": "Ready",
     }
     assert (details["d1"], details["p1"]) == ("", "")
-    assert details["d2"] == "agrees with no prefill node on its KV: d2 [block_size=8], p1 [block_size=4]"
+    assert details["d2"] == "agrees with no prefill node on its KV: d2 [block_size=6], p1 [block_size=4]"
     view.detached("p1.1", "reset", now=2)
     assert [s.detail for s in view.statuses(now=2, wall=0)] == ["", "", "reset"]
 

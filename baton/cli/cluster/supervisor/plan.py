@@ -87,9 +87,12 @@ def _shared_flags(config: UpConfig, group: type[ClusterSettings], file: Path | N
 def _node_flags(config: UpConfig, role: str, index: int, number: int) -> dict[str, str]:
     """The settings of one node, the `index`-th of its role and the `number`-th of all."""
     own = {"--role": role, "--node-id": f"{role}-{index}", "--port": "0"}
-    ranks = config.prefill_tp if role == "prefill" else config.decode_tp
-    if ranks is not None:
-        own["--tp"] = str(ranks)
+    prefills = role == "prefill"
+    of_role = {
+        "--tp": config.prefill_tp if prefills else config.decode_tp,
+        "--block-size": config.prefill_block_size if prefills else config.decode_block_size,
+    }
+    own |= {flag: str(value) for flag, value in of_role.items() if value is not None}
     return _tls(config, "node") | own | _port("--metrics-port", config.metrics_port, number)
 
 

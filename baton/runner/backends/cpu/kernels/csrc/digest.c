@@ -84,3 +84,19 @@ void baton_digest_blocks(const unsigned char *memory, size_t block_bytes, const 
     for (size_t i = 0; i < count; i++)
         digests[i] = digest(memory + blocks[i] * block_bytes, block_bytes);
 }
+
+/* Computes the digests of `count` blocks' parts, which are longer than 240 bytes: the bytes of part `p` of block `b` are, for each of
+ * `rows`, `lengths[row]` bytes from `starts[row] + p * lengths[row]` of the block on. `scratch` has room for one part.
+ */
+void baton_digest_parts(const unsigned char *memory, size_t block_bytes, const uint64_t *sub_blocks, size_t count, size_t parts,
+                        const int64_t *starts, const int64_t *lengths, size_t rows, unsigned char *scratch, uint64_t *digests) {
+    for (size_t i = 0; i < count; i++) {
+        const unsigned char *block = memory + sub_blocks[i] / parts * block_bytes;
+        size_t part = sub_blocks[i] % parts, size = 0;
+        for (size_t row = 0; row < rows; row++) {
+            memcpy(scratch + size, block + starts[row] + part * lengths[row], lengths[row]);
+            size += lengths[row];
+        }
+        digests[i] = digest(scratch, size);
+    }
+}

@@ -1,0 +1,121 @@
+"""Which bytes a read moves where: the plan of pieces between a sender's cache and a reader's. Pure.
+
+Reads count sub-blocks, whose size is that of the smaller of the two block sizes (`baton/messages/kv_format.py`): on the
+side of the larger blocks a sub-block is a part of a block, on the other side a whole one. Between equal sizes both
+sides have whole blocks, and a range of neighbouring blocks is one piece. Otherwise a sub-block has a piece for each
+head of each tensor, since in the larger block the tokens of other sub-blocks lie between them.
+
+A plan could also take only some of the rows: those of some layers or heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from baton.engine.runner import KVLayout
+from baton.messages.kv_format import block_sizes_fit
+from baton.runner.blocks.sub_blocks import Division, Int64Array, SubBlockRows, sub_block_rows
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRange:
+    """Neighbouring sub-blocks: `count` remote ones from `remote_block` on, to be read into those from `local_block` on.
+
+    Between equal block sizes these are the numbers of blocks.
+    """
+
+    local_block: int
+    remote_block: int
+    count: int
+    group: int = 0
+    """The group of layers whose KV they hold. Of no meaning between equal block sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Bytes to be moved; an element of each array for each piece. Offsets are from the begin of each side's memory."""
+
+    local: Int64Array
+    remote: Int64Array
+    lengths: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupRows:
+    local: SubBlockRows
+    remote: SubBlockRows
+
+
+@dataclass(frozen=True, slots=True)
+class PiecePlan:
+    """The plan of one pair of nodes."""
+
+    sub_block_bytes: int
+    local_parts: int
+    """Sub-blocks in a block of the reader."""
+    remote_parts: int
+    """Sub-blocks in a block of the sender."""
+    local_block_bytes: int
+    remote_block_bytes: int
+    _rows: Sequence[_GroupRows] = ()
+    """By group; empty between equal sizes."""
+
+    @classmethod
+    def of_equal_blocks(cls, block_bytes: int) -> PiecePlan:
+        """The plan between two nodes with blocks of the same layout."""
+        return cls(block_bytes, 1, 1, block_bytes, block_bytes)
+
+    @classmethod
+    def between(cls, reader: KVLayout, sender_block_size: int) -> PiecePlan:
+        """The plan for a sender whose layout differs in nothing but its block size.
+
+        Raises ValueError for sizes that don't fit.
+        """
+        if sender_block_size == reader.block_size:
+            return cls.of_equal_blocks(reader.block_bytes)
+        if not block_sizes_fit(reader.block_size, sender_block_size):
+            raise ValueError(f"blocks of {sender_block_size} tokens don't fit those of {reader.block_size}")
+        sender = replace(reader, block_size=sender_block_size)
+        tokens = min(reader.block_size, sender_block_size)
+        local_parts, remote_parts = reader.block_size // tokens, sender_block_size // tokens
+        rows = [
+            _GroupRows(
+                sub_block_rows(reader, Division(local_parts, group)),
+                sub_block_rows(sender, Division(remote_parts, group)),
+            )
+            for group in range(len(reader.groups))
+        ]
+        return cls(
+            rows[0].local.num_bytes, local_parts, remote_parts, reader.block_bytes, sender.block_bytes, tuple(rows)
+        )
+
+    @property
+    def max_pieces(self) -> int:
+        """The most pieces of a sub-block."""
+        return max((len(rows.local.starts) for rows in self._rows), default=1)
+
+    def count_sub_blocks(self, num_local_blocks: int, num_remote_blocks: int) -> tuple[int, int]:
+        """How many sub-blocks so many blocks of the reader and of the sender have."""
+        return num_local_blocks * self.local_parts, num_remote_blocks * self.remote_parts
+
+    def pieces(self, ranges: Sequence[ReadRange]) -> Pieces:
+        """The pieces of these ranges, in their order. Each byte of a sub-block is in one piece."""
+        if not self._rows:
+            size = self.sub_block_bytes
+            table = np.array([(r.local_block, r.remote_block, r.count) for r in ranges], np.int64).reshape(-1, 3) * size
+            return Pieces(table[:, 0], table[:, 1], table[:, 2])
+        found = [self._pieces_of(each) for each in ranges]
+        local, remote, lengths = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        return Pieces(local, remote, lengths)
+
+    def _pieces_of(self, each: ReadRange) -> tuple[Int64Array, Int64Array, Int64Array]:
+        rows, steps = self._rows[each.group], np.arange(each.count, dtype=np.int64)
+        local = rows.local.offsets(each.local_block + steps, self.local_parts, self.local_block_bytes)
+        remote = rows.remote.offsets(each.remote_block + steps, self.remote_parts, self.remote_block_bytes)
+        return local.ravel(), remote.ravel(), np.tile(rows.local.lengths, each.count)

@@ -47,6 +47,7 @@ HAPPENS = {
     *("delay", "slow", "late", "stall", "disconnect", "duplicate", "drop", "corrupt"),
     *NOTED,
     *("digest mismatch", "swapped", "failed"),
+    *(f"arrived from blocks of {size}" for size in (BLOCK_SIZE // 2, BLOCK_SIZE, 2 * BLOCK_SIZE)),
     *("left or late", "finished after a failover"),
 }
 """Events that each hundred of schedules must contain at least once."""
@@ -116,6 +117,8 @@ class Schedule:
             self.struck.update(node.backend.counters)
         self.struck.update({event.name for event in node.log.after(0)} & NOTED)
         failed = [event.detail for event in node.log.after(0) if event.name == "kv_failed"]
+        arrived = sum(event.name == "kv_arrived" for event in node.log.after(0))
+        self.struck[f"arrived from blocks of {self.limits.prefill_block_size}"] += arrived
         self.struck["digest mismatch"] += failed.count("digest_mismatch")
         self.struck["swapped"] += node.scheduler.make_stats().num_preemptions_by_mode["swap"]
 

@@ -25,6 +25,7 @@ from kv_transfer.link.link_messages import (
     PartConfirmed,
     ReadConfirmed,
 )
+from kv_transfer.receiver.block_map import BlockMap
 from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
 from kv_transfer.receiver.transfer_values import Arrived, Failed, StartRead, TellSender, TransferEffect, TransferPlan
@@ -833,3 +834,64 @@ def test_nothing_is_read_for_an_attempt_without_blocks(book: TransferBook) -> No
     assert lines(book.received("p0.x", Offer(A, 0, (5, 6), 1000))) == []
     assert lines(book.received("p0.x", ReadConfirmed(A, True))) == []
     assert book.counters == {"Offer_expected": 1, "ReadConfirmed_expected": 1}
+
+
+# Blocks of another size than the sender's
+
+
+def test_a_sender_with_smaller_blocks_is_told_its_own_counts_and_valid_blocks_are_the_readers() -> None:
+    book = TransferBook(keeps_valid_blocks=True)
+    # 30 tokens in blocks of 8, of which the first is here; the sender has blocks of 4.
+    book.plan(TransferPlan(A, SOURCE, 30, (40, 41, 42, 43), 1))
+    assert lines(book.peer_ready("p0.x", 100, BlockMap(4, 8))) == ["TellSender p0.x (Subscribe a#1 2)"]
+    started = lines(book.received("p0.x", Offer(A, 2, (5, 6, 7), 1000, digest_every=1)))
+    assert started == ["StartRead 1 p0.x [(ReadRange 82 5 3)] [82, 83, 84] 2"]
+    assert book.counts().quarantined_blocks == 0
+    assert "TellSender p0.x (ReadProgress a#1 3)" in lines(book.read_done(1, 48))
+    book.digested(1, {82: 1, 83: 2, 84: 3})
+    book.received("p0.x", PartConfirmed(A, 2, (1, 2, 3)))
+    # Block 42 is half there.
+    [failed] = [e for e in book.peer_lost("p0.x", TransferCause.PEER_GONE, "gone") if isinstance(e, Failed)]
+    assert failed.num_valid_blocks == 2
+
+
+def test_a_sender_with_larger_blocks_gives_a_digest_for_each_of_the_readers() -> None:
+    book = TransferBook(keeps_valid_blocks=True)
+    # 20 tokens in blocks of 4, of which the first is here; the sender has blocks of 8.
+    book.plan(TransferPlan(A, SOURCE, 20, (40, 41, 42, 43, 44), 1))
+    assert lines(book.peer_ready("p0.x", 100, BlockMap(8, 4))) == ["TellSender p0.x (Subscribe a#1 0)"]
+    offer = Offer(A, 0, (5, 6), 1000, digest_every=1, digest_parts=4)
+    started = lines(book.received("p0.x", offer))
+    assert started == ["StartRead 1 p0.x [(ReadRange 41 11 3)] [82, 83, 84, 85, 86, 87] 2"]
+    book.read_done(1, 48)
+    last = Offer(A, 2, (9,), 1000, Closing(20, (7,), False), 1, 4)
+    assert lines(book.received("p0.x", last)) == ["StartRead 2 p0.x [(ReadRange 44 18 1)] [88, 89] 2"]
+    book.read_done(2, 16)
+    book.digested(1, {82: 2, 83: 3, 84: 4, 85: 5, 86: 6, 87: 7})
+    book.digested(2, {88: 8, 89: 9})
+    # What is not wanted (block 40, and what is behind the prompt) is not compared.
+    effects = book.received("p0.x", ReadConfirmed(A, True, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)))
+    assert [type(effect) for effect in effects if not isinstance(effect, Recorded)] == [Arrived]
+
+
+@pytest.mark.parametrize("digest_parts", [0, 1, 3, 16, 1 << 31])
+def test_digests_that_cant_be_compared_are_refused_before_anything_is_read(digest_parts: int) -> None:
+    book = TransferBook()
+    book.plan(TransferPlan(A, SOURCE, 20, (40, 41, 42, 43, 44), 0))
+    book.peer_ready("p0.x", 100, BlockMap(8, 4))
+    effects = book.received("p0.x", Offer(A, 0, (5,), 1000, digest_every=1, digest_parts=digest_parts))
+    [failed] = [effect for effect in effects if isinstance(effect, Failed)]
+    assert (failed.cause, f"{digest_parts} digests for each block" in failed.detail) == (TransferCause.REFUSED, True)
+    assert not any(isinstance(effect, StartRead) for effect in effects)
+
+
+def test_a_wrong_part_fails_its_transfer_and_names_the_block() -> None:
+    book = TransferBook()
+    book.plan(TransferPlan(A, SOURCE, 16, (40, 41), 0))
+    book.peer_ready("p0.x", 100, BlockMap(4, 8))
+    book.received("p0.x", Offer(A, 0, (5, 6, 7, 8), 1000, Closing(16, (7,), False), 1))
+    book.digested(1, {80: 1, 81: 2, 82: 3, 83: 99})
+    book.read_done(1, 64)
+    effects = book.received("p0.x", ReadConfirmed(A, True, (1, 2, 3, 4)))
+    [failed] = [effect for effect in effects if isinstance(effect, Failed)]
+    assert (failed.cause, failed.detail) == (TransferCause.DIGEST_MISMATCH, "block 41 is not what p0 computed")

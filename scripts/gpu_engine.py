@@ -26,8 +26,9 @@ from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.graph_recording import GpuRecorder, Record
 from baton.runner.backends.cuda.shared_splits import find_shared_splits
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from tests.support.runner_driver import RunnerDriver
 
 LLAMA: dict[str, Any] = {

@@ -26,7 +26,6 @@ from baton.config.kinds import (
     KVDigests,
     Milliseconds,
     Name,
-    OnOff,
     Port,
     SecondsFromOneToAnHour,
     SecondsToAnHour,
@@ -61,6 +60,11 @@ class NodeSettings(ClusterSettings):
         description="Processes that compute a node's model together, each its own columns of every product and its own "
         "attention heads (tensor parallelism). They share its threads and its KV cache. The tokens are the same.",
     )
+    pp: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="Stages that compute a node's model one behind the other, each its own layers on as many processes "
+        "as `tp` says (pipeline parallelism). They compute as many parts of the work at once. The tokens are the same.",
+    )
     metrics_port: Port | None = Field(
         None,
         description="Port of a node's page /metrics; 0: a free one. Further nodes of `baton up` take the next ports. "
@@ -83,10 +87,11 @@ class NodeSettings(ClusterSettings):
         description="What happens to the KV of a request that is preempted because blocks run out: it is computed "
         "again (recompute), kept in the host tier (swap), or whichever is expected to cost less (auto).",
     )
-    async_scheduling: OnOff = Field(
-        "off",
+    async_scheduling: Literal["auto", "on", "off"] = Field(
+        "auto",
         description="on: the scheduler decides the next step while one is computed. The device does not wait, and a "
-        "new request waits for one step more. The tokens are the same.",
+        "new request waits for one step more. auto: on with several stages (pp), which would wait at the end of each "
+        "step, and otherwise off. The tokens are the same.",
     )
     speculative_config: SpeculativeConfig = Field(
         "",
@@ -180,6 +185,11 @@ class NodeConfig(NodeSettings, ProcessSettings):
     failpoints: Path | None = Field(
         None, description="Directory whose files request faults, for fault injection. Default: no fault injection."
     )
+
+    @property
+    def schedules_ahead(self) -> bool:
+        """Whether the next step is decided while one is computed."""
+        return self.async_scheduling == "on" or (self.async_scheduling == "auto" and self.pp > 1)
 
     @property
     def num_threads(self) -> int:

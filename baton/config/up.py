@@ -23,6 +23,8 @@ class UpConfig(RouterSettings, NodeSettings):
     decode: Annotated[int, Field(ge=1, le=64)] = Field(1, description="Number of decode nodes.")
     prefill_tp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="tp of prefill nodes. Default: tp.")
     decode_tp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="tp of decode nodes. Default: tp.")
+    prefill_pp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="pp of prefill nodes. Default: pp.")
+    decode_pp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="pp of decode nodes. Default: pp.")
     prefill_block_size: Count | None = Field(
         None,
         description="block_size of prefill nodes. Default: block_size. It must divide that of decode nodes, or be "

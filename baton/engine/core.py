@@ -101,6 +101,7 @@ class EngineCore:
 
     def _submit(self, decided: SchedulerOutput) -> None:
         self._num_steps += 1
+        self.runner.expect(decided)
         self._in_flight.append((decided, self._decided_at, self._executor.submit(lambda: self._run(decided))))
 
     def _run(self, decided: SchedulerOutput) -> ModelRunnerOutput:

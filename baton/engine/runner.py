@@ -206,6 +206,13 @@ class ModelRunner(Protocol):
         """Number of host tier blocks, to which a step's swaps refer, the null block included; 0: no host tier."""
         ...
 
+    def expect(self, scheduler_output: SchedulerOutput) -> None:
+        """Take note of a step that was decided, and will be executed behind those that were expected before it.
+
+        Called from any thread. A runner may begin the step while the one before it is executed.
+        """
+        ...
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised. Raises RunnerLost."""
         ...

@@ -186,7 +186,7 @@ class Node:
         key_fields = CacheKeyFields.of(self._runner.model, self._runner.layout)
         limits = scheduler_config(config, self._runner)
         self.scheduler = Scheduler(limits, key_fields, clock, connector=role.connector)
-        executor = StepThread() if config.async_scheduling == "on" else None
+        executor = StepThread() if config.schedules_ahead else None
         core = EngineCore(self.scheduler, self._runner, executor)
         self._latest = StepNews({}, (), core.make_stats(), core.step_times)
         driver = EngineDriver(core, publish, crashed, outbox.flush, grammars)

@@ -39,7 +39,7 @@ class OfflineEngine:
         """Start the engine's thread. Raises ConfigError for limits that the model or its memory can't keep."""
         key_fields = CacheKeyFields.of(runner.model, runner.layout)
         self.scheduler = Scheduler(scheduler_config(config, runner), key_fields, SystemClock())
-        executor = StepThread() if config.async_scheduling == "on" else None
+        executor = StepThread() if config.schedules_ahead else None
         core = EngineCore(self.scheduler, runner, executor)
         self.description = describe(config, runner, "offline", key_fields, self.scheduler.max_model_len)
         self._news: queue.SimpleQueue[StepNews | BaseException] = queue.SimpleQueue()

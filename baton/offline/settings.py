@@ -24,12 +24,13 @@ class EngineSettings(TypedDict, total=False):
     device: str
     threads: int | None
     tp: int
+    pp: int
     block_size: int
     kv_cache_memory: int | str
     kv_cache_dtype: KVCacheDtype
     host_cache_memory: int | str
     preemption_mode: Literal["recompute", "swap", "auto"]
-    async_scheduling: Literal["on", "off"]
+    async_scheduling: Literal["auto", "on", "off"]
     speculative_config: str
     max_num_batched_tokens: int
     max_num_seqs: int

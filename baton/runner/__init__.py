@@ -17,7 +17,7 @@ def load(spec: RunnerSpec) -> ModelRunner:
         from baton.runner.simulated import SimulatedRunner
 
         return SimulatedRunner(spec)
-    from baton.runner.model_runner import load_runner
+    from baton.runner.loading import load_runner
 
     return load_runner(
         spec.model_dir,
@@ -34,4 +34,5 @@ def load(spec: RunnerSpec) -> ModelRunner:
         dequantize=spec.dequantize,
         draft=spec.draft,
         tensor_parallel=spec.tensor_parallel,
+        pipeline_parallel=spec.pipeline_parallel,
     )

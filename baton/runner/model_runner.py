@@ -4,49 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, RunnerLost
-from baton.errors import ConfigError, InvalidRequest
-from baton.messages.sampling import TokenLogprobs
-from baton.runner.backends.cpu.kernels import KernelArgumentError
-from baton.runner.backends.device import resolve_device
-from baton.runner.backends.kernel_choice import choose_operations
-from baton.runner.backends.operations import Operations
-from baton.runner.backends.ranks.shard import Shard
-from baton.runner.backends.torch_operations import TorchOperations
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo
+from baton.errors import InvalidRequest
 from baton.runner.blocks.host_blocks import host_blocks_in
-from baton.runner.compute_paths import compute_paths
-from baton.runner.draft_loading import LoadedDraftModel
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
 from baton.runner.execution.embedding import embedding_of
 from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled, flatten
-from baton.runner.execution.prompt_logprobs import chunks_of, take_prompt_logprobs
+from baton.runner.execution.prompt_logprobs import take_prompt_logprobs
 from baton.runner.execution.sampler import Sampled, SamplingState, sample
+from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.execution.verification import sample_and_verify
-from baton.runner.model import attention, layers
-from baton.runner.model.attention import UnsupportedAttention
-from baton.runner.model.quantization.quantize import Quantization
-from baton.runner.model.quantization.stored_weight import UnusableWeight
-from baton.runner.model.transformer import Transformer, elementwise_threads
-from baton.runner.model.weights import LoadedModel, load_model_for
-from baton.runner.ranks.first_rank import FirstRank, StartRanks
-from baton.runner.ranks.rank_group import RankGroup
-from baton.runner.ranks.rank_spec import RankSpec
-from baton.runner.self_check import why_not_bit_exact
-from baton.runner.spec import CacheSpec, DraftSpec
+from baton.runner.model.transformer import HiddenAndLogits, Transformer
+from baton.runner.ranks.first_rank import FirstRank
 
 _log = logging.getLogger(__name__)
 
+_NO_HIDDEN = np.empty((0, 0), dtype=np.float32)
 _LARGEST_EXPONENT = 12
 """After faults one after the other a draft model rests for 2 to the power of at most this number of steps."""
 
@@ -121,13 +101,28 @@ class TorchModelRunner:
         """Requests that the runner has not forgotten."""
         return len(self._requests)
 
+    def expect(self, scheduler_output: SchedulerOutput) -> None:
+        """Steps are begun when they are executed."""
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised."""
+        step = self._begin(scheduler_output)
+        rows = self._rows_of(step, scheduler_output.num_scheduled_tokens.items())
+        if rows is not None:
+            with self._masks.filling(share.state for share in rows.samplers):
+                if rows.wants_hidden:
+                    computed = self._transformer.compute_with_hidden(rows.batch, rows.logits_rows)
+                else:
+                    computed = HiddenAndLogits(_NO_HIDDEN, self._transformer.compute(rows.batch, rows.logits_rows))
+            self._take(step, rows, computed)
+        return self._end(step)
+
+    def _begin(self, scheduler_output: SchedulerOutput) -> StepResults:
+        """Make the copies of a step, and take over its news of requests."""
         started = time.perf_counter()
         num_copied = self._host.execute(scheduler_output)
         copied = time.perf_counter()
-        copy_seconds = copied - started if num_copied else 0.0
-        scheduled, failed = self._requests.update(scheduler_output)
+        self._requests.update(scheduler_output)
         if self._drafter is not None:
             self._drafter.update(scheduler_output)
         if scheduler_output.blocks_to_copy:
@@ -135,53 +130,55 @@ class TorchModelRunner:
                 [copy.source for copy in scheduler_output.blocks_to_copy],
                 [copy.destination for copy in scheduler_output.blocks_to_copy],
             )
+        return StepResults(scheduler_output, copied, copied - started if num_copied else 0.0)
+
+    def _rows_of(self, step: StepResults, counts: Iterable[tuple[str, int]]) -> StepRows | None:
+        """The next rows of a step's requests; None if there are none. Requests that can't be computed have failed."""
+        scheduled, failed = self._requests.begin(counts, step.decided.scheduled_spec_decode_tokens)
+        step.failed |= failed
         if not scheduled:
-            drafts = self._draft(scheduler_output, ())
-            return ModelRunnerOutput({}, failed=failed, computes_ahead=drafts.computes_ahead, copy_seconds=copy_seconds)
-        batch = flatten(scheduled, self.layout, self._transformer.row_quantum)
-        samplers = [share for share in scheduled if share.samples]
-        embeddings: dict[str, bytes] = {}
-        chunks = chunks_of(scheduled)
-        rows = np.concatenate([batch.logits_rows, *(chunk.rows for chunk in chunks)]) if chunks else None
-        num_sampled = batch.logits_rows.size
-        with self._masks.filling(share.state for share in samplers):
-            if any(share.state.embeds for share in samplers):
-                computed = self._transformer.compute_with_hidden(batch, rows)
-                logits, of_prompts = computed.logits[:num_sampled], computed.logits[num_sampled:]
-                logits, samplers = _take_embeddings(computed.hidden[:num_sampled], logits, samplers, embeddings, failed)
-            else:
-                logits = self._transformer.compute(batch, rows)
-                logits, of_prompts = logits[:num_sampled], logits[num_sampled:]
-        prompt_logprobs, faults = take_prompt_logprobs(chunks, of_prompts)
-        tokens: dict[str, list[int]] = {}
-        logprobs: dict[str, list[TokenLogprobs]] = {}
-        invalid = set()
+            return None
+        return StepRows.of(scheduled, flatten(scheduled, self.layout, self._transformer.row_quantum))
+
+    def _take(self, step: StepResults, rows: StepRows, computed: HiddenAndLogits) -> None:
+        """Sample from what was computed of a step's rows."""
+        num_sampled = rows.batch.logits_rows.size
+        logits, of_prompts = computed.logits[:num_sampled], computed.logits[num_sampled:]
+        samplers = rows.samplers
+        if rows.wants_hidden:
+            logits, samplers = _take_embeddings(computed.hidden[:num_sampled], logits, samplers, step)
+        prompt_logprobs, faults = take_prompt_logprobs(rows.chunks, of_prompts)
+        step.prompt_logprobs |= prompt_logprobs
         for share, results in zip(samplers, sample_and_verify(logits, samplers, self._sample), strict=True):
             request_id, first = share.state.request_id, results[0]
             if (error := first.error or faults.get(request_id)) is not None:
-                failed[request_id] = str(error)
+                step.failed[request_id] = str(error)
                 if isinstance(error, InvalidRequest):
-                    invalid.add(request_id)
+                    step.invalid.add(request_id)
                 continue
-            tokens[request_id] = [result.token_id for result in results]
+            step.tokens[request_id] = [result.token_id for result in results]
+            step.sampled.append(share.state)
             if first.logprobs is not None:
-                logprobs[request_id] = [result.logprobs for result in results if result.logprobs is not None]
-        failed |= {request_id: str(fault) for request_id, fault in faults.items() if request_id not in failed}
-        self._requests.commit(scheduled, tokens)
-        compute_seconds = time.perf_counter() - copied
-        drafts = self._draft(scheduler_output, [share.state for share in samplers if share.state.request_id in tokens])
+                step.logprobs[request_id] = [result.logprobs for result in results if result.logprobs is not None]
+        step.failed |= {request_id: str(fault) for request_id, fault in faults.items() if request_id not in step.failed}
+        self._requests.commit(rows.scheduled, step.tokens)
+        step.computed_at = time.perf_counter()
+
+    def _end(self, step: StepResults) -> ModelRunnerOutput:
+        """Draft behind the sampled tokens of a step; returns its results."""
+        drafts = self._draft(step.decided, step.sampled)
         return ModelRunnerOutput(
-            tokens,
-            logprobs,
-            failed,
-            invalid,
-            embeddings,
-            prompt_logprobs,
+            step.tokens,
+            step.logprobs,
+            step.failed,
+            step.invalid,
+            step.embeddings,
+            step.prompt_logprobs,
             draft_token_ids=drafts.token_ids,
             computes_ahead=drafts.computes_ahead,
             draft_seconds=drafts.round_seconds,
-            copy_seconds=copy_seconds,
-            compute_seconds=compute_seconds,
+            copy_seconds=step.copy_seconds,
+            compute_seconds=max(0.0, step.computed_at - step.copied_at),
         )
 
     def _draft(self, scheduler_output: SchedulerOutput, sampled: Sequence[RequestState]) -> Drafts:
@@ -237,157 +234,18 @@ def _take_embeddings(
     hidden: npt.NDArray[np.float32],
     logits: npt.NDArray[np.float32],
     samplers: Sequence[Scheduled],
-    embeddings: dict[str, bytes],
-    failed: dict[str, str],
+    step: StepResults,
 ) -> tuple[npt.NDArray[np.float32], list[Scheduled]]:
     """Embed the prompts of the requests that ask for it. `hidden` and `logits`: of the rows that sample.
 
-    Adds the embeddings to `embeddings` and failures to `failed`; returns the logits and shares of the others.
+    Adds the embeddings and failures to the step; returns the logits and shares of the others.
     """
     owners = [share for share in samplers for _ in range(share.num_sampled_rows)]
     others = [row for row, share in enumerate(owners) if not share.state.embeds]
     for share, row in zip(owners, hidden, strict=True):
         if share.state.embeds:
             try:
-                embeddings[share.state.request_id] = embedding_of(row)
+                step.embeddings[share.state.request_id] = embedding_of(row)
             except ArithmeticError as error:
-                failed[share.state.request_id] = str(error)
+                step.failed[share.state.request_id] = str(error)
     return logits[others], [share for share in samplers if not share.state.embeds]
-
-
-def load_runner(
-    model_dir: Path,
-    *,
-    dtype: str = "auto",
-    block_size: int = 16,
-    num_blocks: int | None = None,
-    cache_bytes: int | None = None,
-    cache_dtype: str = "auto",
-    host_cache_bytes: int = 0,
-    num_threads: int = 1,
-    name: str = "",
-    device: str = "cpu",
-    operations: Operations | None = None,
-    quantization: Quantization | None = None,
-    dequantize: bool = False,
-    draft: DraftSpec | None = None,
-    tensor_parallel: int = 1,
-    start_ranks: StartRanks = RankGroup,
-) -> TorchModelRunner:
-    """Load a model directory with a cache of `num_blocks` blocks or `cache_bytes` bytes (exactly one of them).
-
-    `cache_dtype` is auto, int8 or fp8; `device` is auto, cpu, cuda or cuda:N. `num_threads` is set for the whole
-    process. `operations` replaces the machine's kernels (tests). `quantization`, `dequantize`, `draft` and
-    `tensor_parallel`: see TorchSpec; `start_ranks` starts the ranks behind the first. Raises ConfigError.
-    """
-    where = resolve_device(device)
-    if tensor_parallel > 1 and where.type != "cpu":
-        raise ConfigError("a model on a GPU can't be divided among ranks so far; leave --tp out, or use --device cpu")
-    torch.set_num_threads(elementwise_threads(num_threads))
-    attention.register()
-    layers.register()
-    whole = choose_operations(num_threads, where) if operations is None else operations
-    loaded = load_model_for(whole, model_dir, dtype, where, quantization, dequantize=dequantize)
-    drafting = LoadedDraftModel.load(draft, loaded, whole, block_size, num_threads) if draft is not None else None
-    cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
-    if drafting is not None:
-        bytes_beside = drafting.transformer.layout.block_bytes
-        cache = replace(cache, block_bytes_beside=bytes_beside, num_blocks_beside=drafting.num_scratch_blocks)
-    with _named_errors(model_dir), ExitStack() as on_failure:
-        first_rank = None
-        if tensor_parallel > 1:
-            spec = RankSpec(
-                model_dir=str(model_dir),
-                dtype=loaded.dtype,
-                block_size=block_size,
-                cache=cache,
-                num_threads=num_threads,
-                size=tensor_parallel,
-                quantization=quantization,
-                dequantize=dequantize,
-            )
-            first_rank = _start_first_rank(spec, loaded, start_ranks)
-            on_failure.callback(first_rank.close)
-            torch.set_num_threads(elementwise_threads(spec.least_threads))
-            transformer: Transformer = first_rank.transformer(loaded)
-        else:
-            transformer = Transformer(loaded, whole, block_size, cache, num_threads)
-        info = _model_info(loaded, transformer, whole, name or model_dir.resolve().name)
-        if first_rank is not None:
-            info = replace(info, compute_paths=(*info.compute_paths, first_rank.path))
-        draft_model = None
-        if drafting is not None:
-            info = replace(info, compute_paths=(*info.compute_paths, drafting.path(transformer)))
-            draft_model = drafting.start(transformer, info)
-        runner = TorchModelRunner(info, transformer, host_cache_bytes, draft_model, first_rank)
-        on_failure.pop_all()
-        return runner
-
-
-def _start_first_rank(spec: RankSpec, loaded: LoadedModel, start_ranks: StartRanks) -> FirstRank:
-    """Start the other ranks. Raises ConfigError for heads that can't be divided among so many."""
-    num_heads = loaded.config.num_attention_heads
-    Shard(0, spec.size).heads(num_heads, getattr(loaded.config, "num_key_value_heads", None) or num_heads)
-    return FirstRank(spec, start_ranks)
-
-
-@contextmanager
-def _named_errors(model_dir: Path) -> Iterator[None]:
-    """Raise what can go wrong while a loaded model is prepared as a ConfigError that names its directory."""
-    try:
-        yield
-    except UnusableWeight as error:
-        raise ConfigError(f"the weights in {model_dir} can't be used: {error}") from error
-    except UnsupportedAttention as error:
-        raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
-    except RunnerLost as error:
-        raise ConfigError(f"{model_dir} can't be divided among ranks: {error}") from error
-    except KernelArgumentError as error:
-        raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
-
-
-def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operations) -> str | None:
-    """Choose the smallest number of rows per call with which torch's products are bit-exact on this machine.
-
-    Returns None, or why the model is not bit-exact.
-    """
-    if not isinstance(operations, TorchOperations):
-        return why_not_bit_exact(loaded, transformer)
-    reason: str | None = None
-    for rows in operations.rows_to_try:
-        operations.rows_per_call = rows
-        reason = why_not_bit_exact(loaded, transformer)
-        if reason is None:
-            break
-    return reason
-
-
-def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str) -> ModelInfo:
-    config = loaded.config
-    reason = _settle(loaded, transformer, operations)
-    return ModelInfo(
-        name=name,
-        fingerprint=loaded.fingerprint,
-        architecture=loaded.architecture,
-        dtype=loaded.dtype,
-        numerics=_numerics(loaded, operations, transformer),
-        vocab_size=config.vocab_size,
-        max_model_len=config.max_position_embeddings,
-        eos_token_ids=loaded.checkpoint.eos_token_ids,
-        bit_exact=reason is None,
-        bit_exact_reason=reason or "",
-        embedding_size=transformer.hidden_size,
-        compute_paths=compute_paths(operations, transformer, loaded.weights, loaded.dtype),
-        weight_bytes=loaded.weights.num_bytes,
-    )
-
-
-def _numerics(loaded: LoadedModel, operations: Operations, transformer: Transformer) -> str:
-    """A name for everything that decides the bits, beside the files of the model."""
-    numerics = f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
-    if loaded.weights.treatment:
-        numerics += f"/{loaded.weights.treatment}"
-    if transformer.layout.has_scales:
-        # A stream must not move between decode nodes whose caches round differently.
-        numerics += f"/kv-{transformer.layout.dtype}"
-    return numerics

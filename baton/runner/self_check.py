@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from baton.engine.batch import NewRequestData
 from baton.messages.sampling import SamplingParams
-from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
+from baton.runner.execution.input_batch import RequestState, flatten
 from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel
@@ -82,7 +82,7 @@ def _state(name: str, tokens: list[int], first_block: int, blocks: int) -> Reque
 
 def _advance(transformer: Transformer, shares: list[tuple[RequestState, int]]) -> list[npt.NDArray[np.float32]]:
     """Compute one step; returns the last row's logits of every share."""
-    scheduled = [Scheduled(state, count) for state, count in shares]
+    scheduled = [state.share(count) for state, count in shares]
     batch = flatten(scheduled, transformer.layout, transformer.row_quantum)
     logits = transformer.compute(batch, batch.query_start[1:].astype(np.int64) - 1)
     for share in scheduled:

@@ -215,10 +215,16 @@ class SimulatedRunner:
     def close(self) -> None:
         """Nothing computes beside this process."""
 
+    def expect(self, scheduler_output: SchedulerOutput) -> None:
+        """Steps are begun when they are executed."""
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised."""
         num_copied = self._host.execute(scheduler_output)
-        scheduled, failed = self._requests.update(scheduler_output)
+        self._requests.update(scheduler_output)
+        scheduled, failed = self._requests.begin(
+            scheduler_output.num_scheduled_tokens.items(), scheduler_output.scheduled_spec_decode_tokens
+        )
         for copy in scheduler_output.blocks_to_copy:
             self._cache[copy.destination] = self._cache[copy.source]
         copy_seconds, compute_seconds = self._seconds(scheduled, num_copied)
@@ -264,7 +270,7 @@ class SimulatedRunner:
         return by_token.reshape(-1, *by_token.shape[2:])[:num_tokens]
 
     def _store(self, share: Scheduled) -> None:
-        state, start = share.state, share.state.num_computed_tokens
+        state, start = share.state, share.start
         rows, token_ids = _head_rows(self._layout), state.rows(start, share.stop)
         before = self._slot_at(state, start - 1).tobytes() if start else _ROOT
         for position in range(start, share.stop):
@@ -288,11 +294,7 @@ class SimulatedRunner:
 
     def _prompt_logprobs(self, chunk: PromptChunk) -> list[TokenLogprobs]:
         """The log-probabilities of the tokens behind the rows of a stored chunk."""
-        state, start, top = (
-            chunk.state,
-            chunk.state.num_computed_tokens,
-            chunk.state.sampling_params.prompt_logprobs or 0,
-        )
+        state, start, top = chunk.state, chunk.start, chunk.state.sampling_params.prompt_logprobs or 0
         return [
             _prompt_logprob(self.read(state.block_table, stop), int(state.token_ids[stop]), top, self._spec)
             for stop in range(start + 1, start + 1 + chunk.count)

@@ -73,6 +73,9 @@ class TorchSpec:
     """Make quantised weights plain while they are loaded."""
     tensor_parallel: int = 1
     """How many ranks compute the model together, each its own columns and heads; they share `num_threads`."""
+    pipeline_parallel: int = 1
+    """How many stages compute the model one behind the other, each its own layers on as many ranks as
+    `tensor_parallel` says."""
     draft: DraftSpec | None = None
     """The model that drafts; its cache is part of `cache_bytes`, or comes beside `num_blocks` blocks."""
 

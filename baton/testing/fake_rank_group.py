@@ -5,23 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from baton.runner.backends.cpu.kernels.barrier import Barrier
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.backends.ranks.host_ranks import SharedFiles
 from baton.runner.ranks.following_rank import FollowingRank
+from baton.runner.ranks.group_files import GroupFiles
 from baton.runner.ranks.rank_spec import RankSpec
 
 
 class FakeRankGroup:
     """Stands for `RankGroup`: its ranks are threads, which can be lost only by `lose`."""
 
-    def __init__(self, spec: RankSpec, files: SharedFiles, barrier: Barrier) -> None:
-        self._barrier = barrier
+    def __init__(self, spec: RankSpec, files: GroupFiles, abort: Callable[[], None]) -> None:
+        self._abort = abort
         self._callback: Callable[[str], None] | None = None
         self._is_closing = False
         self.why_lost = ""
         self.pids: Sequence[int] = ()
-        followers = [FollowingRank(spec, rank, files) for rank in range(1, spec.size)]
+        followers = [FollowingRank(spec, rank, files.stages[spec.stage_of(rank).index]) for rank in range(1, spec.size)]
         for follower in followers:
             follower.load()
         self._threads = [threading.Thread(target=self._follow, args=(follower,)) for follower in followers]
@@ -35,13 +34,15 @@ class FakeRankGroup:
             return
         except Exception as error:
             self.lose(f"{type(error).__name__}: {error}")
+        finally:
+            follower.close()
 
     def lose(self, reason: str) -> None:
         """Lose the ranks, as if one of them had ended. Ranks that are being ended are not lost."""
         if self.why_lost or self._is_closing:
             return
         self.why_lost = reason
-        self._barrier.abort()
+        self._abort()
         if self._callback is not None:
             self._callback(reason)
 
@@ -52,7 +53,7 @@ class FakeRankGroup:
 
     def close(self) -> None:
         self._is_closing = True
-        self._barrier.abort()
+        self._abort()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()

@@ -200,6 +200,9 @@ class FakeRunner:
     def close(self) -> None:
         """Nothing computes beside this process."""
 
+    def expect(self, scheduler_output: SchedulerOutput) -> None:
+        """Steps are begun when they are executed."""
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step."""
         if self.raise_first is not None:

@@ -14,8 +14,9 @@ from baton.engine.request import Request
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, StepTime
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner, expected_tokens
 from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from kv_transfer.backends.nixl import NixlBackend

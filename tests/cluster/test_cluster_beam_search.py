@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.messages.generation import Chunk, GenerateRequest
 from baton.runner import SimulatedSpec
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner, expected_beams
 from tests.support.caller import Answer
 from tests.support.mini_cluster import mini_cluster, random_prompt, simulated_model_dir

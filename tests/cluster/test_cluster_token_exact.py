@@ -10,8 +10,9 @@ import pytest
 from baton.engine.request import Request
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
 from tests.support.meant_models import GGUF_FILES, write_gguf_model
 from tests.support.mini_cluster import mini_cluster

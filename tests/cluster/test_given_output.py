@@ -15,8 +15,8 @@ import baton
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, Outcome, RequestDelta, StepReport, Submit
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import load_runner
 from baton.text.structural_tags import lark_of_structural_tag
 from baton.wire.clients.node_client import NodeClient
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt

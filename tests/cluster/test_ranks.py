@@ -1,4 +1,5 @@
-"""Prefill and decode nodes of different numbers of ranks: tokens are generate()'s, and a lost rank loses no stream."""
+"""Prefill and decode nodes of different numbers of ranks and stages: tokens are generate()'s, and a lost rank loses no
+stream."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ import pytest
 
 from baton.engine.request import Request
 from baton.messages.generation import GenerateRequest
+from baton.messages.node_shape import NodeShape
 from baton.messages.sampling import SamplingParams
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
 from tests.support.caller import TokenCount
@@ -22,18 +25,23 @@ from tests.support.tiny_models import TINY_MODELS
 
 
 class Runners:
-    """Makes the runner of each node, with as many ranks as `sizes` says, and ends them."""
+    """Makes the runner of each node, of the shape in `shapes`, and ends them."""
 
-    def __init__(self, directory: Path, sizes: Mapping[str, int], stack: ExitStack) -> None:
+    def __init__(self, directory: Path, shapes: Mapping[str, NodeShape], stack: ExitStack) -> None:
         self.made: dict[str, TorchModelRunner] = {}
         self._directory = directory
-        self._sizes = sizes
+        self._shapes = shapes
         self._stack = stack
 
     def __call__(self, node_id: str) -> TorchModelRunner:
-        size = self._sizes[node_id]
+        shape = self._shapes[node_id]
         runner = load_runner(
-            self._directory, dtype="float32", num_blocks=96, tensor_parallel=size, start_ranks=FakeRankGroup
+            self._directory,
+            dtype="float32",
+            num_blocks=96,
+            tensor_parallel=shape.tp,
+            pipeline_parallel=shape.pp,
+            start_ranks=FakeRankGroup,
         )
         self.made[node_id] = self._stack.enter_context(closing(runner))
         return runner
@@ -46,16 +54,29 @@ class Runners:
 
 
 @contextmanager
-def runners(directory: Path, sizes: Mapping[str, int]) -> Iterator[Runners]:
+def runners(directory: Path, shapes: Mapping[str, NodeShape]) -> Iterator[Runners]:
     with ExitStack() as stack:
-        yield Runners(directory, sizes, stack)
+        yield Runners(directory, shapes, stack)
 
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "name"),
-    [(1, 2, "qwen3"), (2, 1, "gemma3_text"), (2, 2, "deepseek_v3"), (4, 2, "llama"), (1, 4, "gpt_oss")],
+    [
+        (NodeShape(1), NodeShape(2), "qwen3"),
+        (NodeShape(2), NodeShape(1), "gemma3_text"),
+        (NodeShape(2), NodeShape(2), "deepseek_v3"),
+        (NodeShape(4), NodeShape(2), "llama"),
+        (NodeShape(1), NodeShape(4), "gpt_oss"),
+        (NodeShape(1, 2), NodeShape(1), "mixtral"),
+        (NodeShape(1), NodeShape(1, 2), "gemma3_text"),
+        (NodeShape(2), NodeShape(1, 3), "deepseek_v3"),
+        (NodeShape(1, 2), NodeShape(2, 2), "llama"),
+    ],
+    ids=str,
 )
-async def test_tokens_through_nodes_of_different_sizes(tmp_path: Path, prefill: int, decode: int, name: str) -> None:
+async def test_tokens_through_nodes_of_different_shapes(
+    tmp_path: Path, prefill: NodeShape, decode: NodeShape, name: str
+) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
     prompts = make_prompts(256)
     expected = generate_with_transformers(tmp_path, prompts)
@@ -76,15 +97,15 @@ async def test_tokens_through_nodes_of_different_sizes(tmp_path: Path, prefill: 
         assert answer.end.kv_bytes % block_bytes == 0 < answer.end.kv_bytes
 
 
-async def test_a_stream_goes_on_at_a_node_of_another_size_when_a_rank_is_lost(tmp_path: Path) -> None:
+async def test_a_stream_goes_on_at_a_node_of_another_shape_when_a_rank_is_lost(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     prompt = make_prompts(256)["prompt-33"]
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=400, ignore_eos=True)
     alone = load_runner(tmp_path, dtype="float32", num_blocks=96)
     expected = run_all(make_engine(alone), [Request("alone", prompt, params)])["alone"]
     assert len(set(expected)) > 20
-    sizes = {"prefill-0": 1, "decode-0": 2, "decode-1": 4}
-    with runners(tmp_path, sizes) as make_runner:
+    shapes = {"prefill-0": NodeShape(1), "decode-0": NodeShape(2), "decode-1": NodeShape(1, 2)}
+    with runners(tmp_path, shapes) as make_runner:
         async with mini_cluster(make_runner, tmp_path, decode=2) as cluster:
             count = TokenCount()
             request = GenerateRequest(

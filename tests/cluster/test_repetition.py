@@ -14,8 +14,8 @@ import pytest
 from baton.errors import RepetitiveOutput
 from baton.messages.generation import Accepted, Chunk, GenerateRequest
 from baton.messages.sampling import RepetitionDetection
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import load_runner
 from tests.support.mini_cluster import mini_cluster
 from tests.support.tiny_models import TINY_MODELS
 

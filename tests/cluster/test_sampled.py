@@ -16,8 +16,9 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from tests.support.mini_cluster import mini_cluster, random_prompt
 from tests.support.tiny_models import TINY_MODELS
 

@@ -14,8 +14,9 @@ from baton.engine.sequences.sequence_group import sequence_seed
 from baton.messages.generation import Chunk, GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner, expected_tokens
 from tests.cluster.test_sampled import alone
 from tests.support.caller import Answer

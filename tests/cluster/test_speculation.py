@@ -14,7 +14,8 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.messages.speculation import SpeculationConfig
 from baton.runner import DraftSpec
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.loading import load_runner
+from baton.runner.model_runner import TorchModelRunner
 from tests.support.caller import Answer
 from tests.support.json_fit import schema_text
 from tests.support.mini_cluster import mini_cluster

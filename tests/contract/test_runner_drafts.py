@@ -11,8 +11,9 @@ import pytest
 
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner import DraftSpec, SimulatedSpec
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner
 from baton.testing.fake_runner import FakeRunner
 from tests.support.runner_driver import RunnerDriver

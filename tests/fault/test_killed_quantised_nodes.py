@@ -18,7 +18,7 @@ from baton.engine.request import Request
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.messages.speculation import SpeculationConfig
-from baton.runner.model_runner import load_runner
+from baton.runner.loading import load_runner
 from tests.oracle.test_token_exact import make_engine, run_all
 from tests.support.caller import TokenCount
 from tests.support.gguf_models import VOCAB_SIZE

@@ -7,6 +7,7 @@ import queue
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,14 @@ import pytest
 from baton.engine.batch import NewRequestData, SchedulerOutput
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
-from baton.runner.backends.cpu.kernels.barrier import Barrier
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.backends.ranks.host_ranks import SharedFiles
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
+from baton.runner.ranks.group_files import GroupFiles
 from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_spec import RankSpec
+from tests.support.process_counts import shared_memory_segments
 from tests.support.rank_processes import wait_until_gone
 from tests.support.tiny_models import TINY_MODELS
 
@@ -30,7 +32,7 @@ BOUND_S = 100.0
 _LOAD_AND_WAIT = """
 import sys
 from pathlib import Path
-from baton.runner.model_runner import load_runner
+from baton.runner.loading import load_runner
 runner = load_runner(Path(sys.argv[1]), dtype="float32", num_blocks=16, tensor_parallel=2)
 print(*runner._first_rank.followers.pids, flush=True)
 sys.stdin.read()
@@ -59,9 +61,10 @@ def step(request_id: str) -> SchedulerOutput:
 @pytest.mark.parametrize(
     ("number", "reason"), [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "sends no heartbeats")]
 )
-def test_a_killed_or_stopped_rank_ends_the_group(model: Path, number: signal.Signals, reason: str) -> None:
-    shared, told = os.listdir("/dev/shm"), queue.SimpleQueue[str]()
-    with closing(load_runner(model, dtype="float32", num_blocks=16, tensor_parallel=2)) as runner:
+@pytest.mark.parametrize("kind", ["tensor_parallel", "pipeline_parallel"])
+def test_a_killed_or_stopped_rank_ends_the_group(model: Path, number: signal.Signals, reason: str, kind: str) -> None:
+    shared, told = shared_memory_segments(), queue.SimpleQueue[str]()
+    with closing(load_runner(model, dtype="float32", num_blocks=16, **{kind: 2})) as runner:  # type: ignore[arg-type]
         (pid,) = pids_of(runner)
         runner.on_lost(told.put)
         # Whoever ends a group of processes with these lets the first rank finish its work.
@@ -74,7 +77,7 @@ def test_a_killed_or_stopped_rank_ends_the_group(model: Path, number: signal.Sig
         with pytest.raises(RankLost):
             runner.execute_model(step("behind"))
     wait_until_gone([pid])
-    assert os.listdir("/dev/shm") == shared
+    assert shared_memory_segments() == shared
 
 
 def test_ranks_end_with_the_process_that_started_them(model: Path) -> None:
@@ -88,8 +91,8 @@ def test_ranks_end_with_the_process_that_started_them(model: Path) -> None:
 
 
 def test_a_rank_that_can_not_load_the_model_says_why(model: Path) -> None:
-    def start(spec: RankSpec, files: SharedFiles, barrier: Barrier) -> RankGroup:
-        return RankGroup(replace(spec, model_dir="/nowhere"), files, barrier)
+    def start(spec: RankSpec, files: GroupFiles, abort: Callable[[], None]) -> RankGroup:
+        return RankGroup(replace(spec, model_dir="/nowhere"), files, abort)
 
     with pytest.raises(ConfigError, match=r"can't be divided among ranks: rank 1 .* exit code 1: .*/nowhere"):
         load_runner(model, dtype="float32", num_blocks=16, tensor_parallel=2, start_ranks=start)

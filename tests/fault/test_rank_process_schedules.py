@@ -23,8 +23,8 @@ from baton.engine.request import Request
 from baton.messages.cluster import ClusterStatus, NodeStatus
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import load_runner
 from tests.fault.test_process_schedules import Counted
 from tests.oracle.test_token_exact import make_engine, run_all
 from tests.support.caller import TokenCount

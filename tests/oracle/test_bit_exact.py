@@ -113,8 +113,8 @@ class Run:
         """Compute `main` in chunks (the last one repeats), each mate a random number of tokens a step beside it."""
         collected = []
         for index in range(LENGTH):
-            share = Scheduled(main, min(chunks[min(index, len(chunks) - 1)], until - main.num_computed_tokens))
-            others = [Scheduled(state, self._left(state, self._rng.randint(1, 40))) for state in mates]
+            share = main.share(min(chunks[min(index, len(chunks) - 1)], until - main.num_computed_tokens))
+            others = [state.share(self._left(state, self._rng.randint(1, 40))) for state in mates]
             place = self._rng.randint(0, len(others))
             step = [s for s in (*others[:place], share, *others[place:]) if s.count]
             batch = flatten(step, self.transformer.layout, self.transformer.row_quantum)
@@ -128,7 +128,7 @@ class Run:
     def draw(self, main: RequestState, chunk: int) -> npt.NDArray[np.float32]:
         """Compute as an engine does: the logits of the last position alone, those before it skipped."""
         while True:
-            step = [Scheduled(main, self._left(main, chunk))]
+            step = [main.share(self._left(main, chunk))]
             logits = self.transformer.compute(flatten(step, self.transformer.layout, self.transformer.row_quantum))
             self._commit(step)
             if main.num_computed_tokens == main.num_tokens:
@@ -137,7 +137,7 @@ class Run:
 
     def step(self, states: Sequence[RequestState]) -> npt.NDArray[np.float32]:
         """Compute the next token of each sequence in one step; returns their logits."""
-        step = [Scheduled(state, 1) for state in states]
+        step = [state.share(1) for state in states]
         batch = flatten(step, self.transformer.layout, self.transformer.row_quantum)
         logits = self.transformer.compute(batch, np.arange(len(step)))
         self._commit(step)

@@ -19,8 +19,9 @@ from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.embedding import embedding_of
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_clock import FakeClock
 from tests.support.tiny_models import TINY_MODELS
 

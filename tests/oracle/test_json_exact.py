@@ -20,8 +20,9 @@ from baton.engine.sequences.sequence_group import sequence_id, sequence_seed
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.token_masks import TokenMasks
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_grammar import FakeMatcher
 from baton.text.grammar import Grammars, num_mask_words

@@ -21,12 +21,12 @@ from baton.runner.backends.device import CPU
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
+from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.loading import load_runner
 from baton.runner.model import attention, layers
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
 from baton.runner.model.weights import load_model
-from baton.runner.model_runner import load_runner
 from baton.runner.spec import CacheSpec
 from baton.testing.fake_attention import fake_paged_attention
 from tests.support.runner_driver import RunnerDriver
@@ -56,7 +56,7 @@ def compute(directory: Path, operations: Operations) -> HiddenAndLogits:
     transformer = Transformer(load_model(directory, "bfloat16"), operations, 16, CacheSpec(num_blocks=16), 1)
     blocks = range(1, 1 + 2 * len(transformer.layout.groups))
     state = RequestState(NewRequestData("one", PROMPT, (), SamplingParams(), blocks, 0))
-    step = flatten([Scheduled(state, len(PROMPT))], transformer.layout, transformer.row_quantum)
+    step = flatten([state.share(len(PROMPT))], transformer.layout, transformer.row_quantum)
     return transformer.compute_with_hidden(step)
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import baton
 from baton import LLM, RequestOutput, SamplingParams
 from baton.messages.sampling import TokenLogprobs
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.loading import load_runner
+from baton.runner.model_runner import TorchModelRunner
 from tests.support.caller import Answer
 from tests.support.json_fit import PERSON
 from tests.support.mini_cluster import MiniCluster, mini_cluster

@@ -17,7 +17,7 @@ from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
+from baton.runner.execution.input_batch import RequestState, flatten
 from baton.runner.model import attention, layers
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
@@ -109,7 +109,7 @@ def steps() -> list[list[int]]:
 def compute(
     transformer: Transformer, states: Sequence[RequestState], counts: Sequence[int], *, every_row: bool = False
 ) -> npt.NDArray[np.float32]:
-    shares = [Scheduled(state, count) for state, count in zip(states, counts, strict=True) if count]
+    shares = [state.share(count) for state, count in zip(states, counts, strict=True) if count]
     batch = flatten(shares, transformer.layout, transformer.row_quantum)
     rows = np.arange(int(batch.query_start[-1])) if every_row else None
     logits = transformer.compute(batch, rows)
@@ -174,7 +174,7 @@ def test_a_refused_step_changes_nothing_and_the_next_one_is_right(models: Path) 
     counts = [min(length, 30) for length in LENGTHS]
     assert np.array_equal(bits(compute(recorded, states, counts)), bits(compute(single, others, counts)))
     before = recorded.kv_cache.clone()
-    batch = flatten([Scheduled(states[0], 5), Scheduled(states[2], 60)], recorded.layout, 1)
+    batch = flatten([states[0].share(5), states[2].share(60)], recorded.layout, 1)
     for array, name in ((batch.slots, "slots"), (batch.block_tables, "block_tables")):
         kept = array.flat[0]
         array.flat[0] = 10**6

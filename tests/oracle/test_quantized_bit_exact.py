@@ -8,8 +8,8 @@ import pytest
 
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import load_runner
 from tests.oracle.test_bit_exact import (
     LENGTH,
     Run,

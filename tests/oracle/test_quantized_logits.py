@@ -23,10 +23,11 @@ from baton.runner.backends.cpu import kernels
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.ranks.shard import Shard
-from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
+from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.loading import load_runner
 from baton.runner.model.attention import cache_views
 from baton.runner.model.transformer import Transformer
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from tests.support.float64_model import Float64Model
 from tests.support.gguf_files import SCALE_STARTS
 from tests.support.meant_models import (
@@ -90,7 +91,7 @@ def compute(runner: TorchModelRunner, chunks: Sequence[int]) -> torch.Tensor:
     found, sizes = [], [*chunks, *[chunks[-1]] * len(TOKENS)]
     while state.num_computed_tokens < len(TOKENS):
         count = min(sizes.pop(0), len(TOKENS) - state.num_computed_tokens)
-        step = flatten([Scheduled(state, count)], transformer.layout, transformer.row_quantum)
+        step = flatten([state.share(count)], transformer.layout, transformer.row_quantum)
         found.append(transformer.compute(step, np.arange(count)))
         state.num_computed_tokens += count
     return torch.from_numpy(np.concatenate(found)).double()

@@ -1,4 +1,5 @@
-"""A model on several ranks gives the bits of one process: logits, keys and values, for every supported architecture.
+"""A model on several ranks, in one stage or several, gives the bits of one process, for every supported architecture:
+logits, keys and values.
 
 The ranks are threads of this process: the same code as in processes of their own, except that nothing has to start.
 """
@@ -19,21 +20,27 @@ import torch
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
-from baton.engine.runner import RunnerLost
+from baton.engine.runner import RunnerLost, StepExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from baton.messages.speculation import SpeculationConfig
 from baton.runner.backends.sharded.sharded_program import ShardedProgram
-from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.execution.step_results import StepResults, StepRows
+from baton.runner.execution.step_thread import StepThread
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model.transformer import HiddenAndLogits
+from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import make_engine, make_prompts, run_all
 from tests.support.tiny_models import TINY_MODELS
 
 DTYPES = ("float32", "bfloat16")
+Shape = tuple[int, int]
+"""Ranks in a stage, and stages."""
+ALONE: Shape = (1, 1)
 NEW_TOKENS = 12
 NAMED = ("llama", "qwen3", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3")
 """One of each kind: plain, with norms of heads, with windows, with experts, with sinks, with latent attention."""
@@ -44,22 +51,24 @@ class Run:
     """What one runner computed."""
 
     logits: list[npt.NDArray[np.uint32]] = field(default_factory=list)
-    """The bits of every step's logits."""
+    """The bits of the logits: of each step, or of each of its micro-batches."""
     tokens: list[dict[str, list[int]]] = field(default_factory=list)
     kv: bytes = b""
     num_preemptions: int = 0
 
     def check_equal(self, other: Run) -> None:
         assert self.tokens == other.tokens
-        assert len(self.logits) == len(other.logits)
-        assert all(map(np.array_equal, self.logits, other.logits))
+        assert np.array_equal(np.concatenate(self.logits), np.concatenate(other.logits))
         assert self.kv == other.kv
 
 
 @contextmanager
-def loaded(directory: Path, ranks: int, **settings: Any) -> Iterator[TorchModelRunner]:
+def loaded(directory: Path, shape: Shape, **settings: Any) -> Iterator[TorchModelRunner]:
+    ranks, stages = shape
     settings = {"block_size": 16, "num_blocks": 64} | settings
-    runner = load_runner(directory, tensor_parallel=ranks, start_ranks=FakeRankGroup, **settings)
+    runner = load_runner(
+        directory, tensor_parallel=ranks, pipeline_parallel=stages, start_ranks=FakeRankGroup, **settings
+    )
     try:
         yield runner
     finally:
@@ -67,18 +76,18 @@ def loaded(directory: Path, ranks: int, **settings: Any) -> Iterator[TorchModelR
 
 
 def record_logits(runner: TorchModelRunner, run: Run) -> None:
-    transformer = runner._transformer
-    compute = transformer.compute
+    take = runner._take
 
-    def recorded(batch: FlatBatch, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
-        logits = compute(batch, rows)
-        run.logits.append(logits.copy().view(np.uint32))
-        return logits
+    def recorded(step: StepResults, rows: StepRows, computed: HiddenAndLogits) -> None:
+        run.logits.append(computed.logits.copy().view(np.uint32))
+        take(step, rows, computed)
 
-    transformer.compute = recorded  # type: ignore[method-assign,assignment]
+    runner._take = recorded  # type: ignore[method-assign]
 
 
-def compute(runner: TorchModelRunner, sampling: SamplingParams, **limits: Any) -> Run:
+def compute(
+    runner: TorchModelRunner, sampling: SamplingParams, executor: StepExecutor | None = None, **limits: Any
+) -> Run:
     """All prompts at once, in chunks beside decoding requests, and then once more from the prefix cache."""
     run = Run()
     record_logits(runner, run)
@@ -89,12 +98,13 @@ def compute(runner: TorchModelRunner, sampling: SamplingParams, **limits: Any) -
         **{"max_num_batched_tokens": 24, "max_num_seqs": 8, "max_model_len": runner.model.max_model_len, **limits},
     )
     fields = CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test")
-    engine = EngineCore(Scheduler(config, fields, FakeClock()), runner)
+    engine = EngineCore(Scheduler(config, fields, FakeClock()), runner, executor)
     prompts = make_prompts(runner.model.vocab_size)
     for turn in range(2):
         requests = [Request(f"{key}-{turn}", prompt, sampling) for key, prompt in prompts.items()]
         run.tokens.append(run_all(engine, requests))
     assert len({token for tokens in run.tokens[0].values() for token in tokens}) > 20
+    engine.close()
     run.num_preemptions = engine.make_stats().num_preemptions
     run.kv = runner._transformer.kv_cache.view(torch.uint8).numpy().tobytes()
     return run
@@ -105,12 +115,12 @@ def compute(runner: TorchModelRunner, sampling: SamplingParams, **limits: Any) -
 def test_ranks_give_the_bits_of_one_process(tmp_path: Path, name: str, dtype: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
     sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=NEW_TOKENS, repetition_penalty=1.1)
-    with loaded(tmp_path, 1, dtype=dtype) as alone:
+    with loaded(tmp_path, ALONE, dtype=dtype) as alone:
         expected = compute(alone, sampling)
         info = alone.model
         layout = alone.layout
-    for ranks in (2, 4) if name in NAMED else (2,):
-        with loaded(tmp_path, ranks, dtype=dtype) as divided:
+    for shape in ((2, 1), (4, 1), (1, 2)) if name in NAMED else ((2, 1), (1, 2)):
+        with loaded(tmp_path, shape, dtype=dtype) as divided:
             compute(divided, sampling).check_equal(expected)
             # Nodes of other sizes take each other's blocks and streams.
             assert divided.layout == layout
@@ -125,14 +135,15 @@ def test_preempted_and_swapped_requests_have_the_same_bits(tmp_path: Path, name:
     sampling = SamplingParams(temperature=0.0, max_tokens=3 * NEW_TOKENS)
     swap = how == "swap"
     runs = []
-    for ranks in (1, 2):
+    for shape in (ALONE, (2, 1), (1, 2)):
         host = 64 << 20 if swap else 0
         groups = 3 if name in ("gemma3_text", "gpt_oss") else 1
-        with loaded(tmp_path, ranks, dtype="float32", num_blocks=12 * groups, host_cache_bytes=host) as runner:
-            limits = {"preemption_mode": how, "num_host_blocks": runner.num_host_blocks if swap else 0}
+        with loaded(tmp_path, shape, dtype="float32", num_blocks=12 * groups, host_cache_bytes=host) as runner:
+            limits: dict[str, Any] = {"preemption_mode": how, "num_host_blocks": runner.num_host_blocks if swap else 0}
             runs.append(compute(runner, sampling, **limits))
     assert runs[0].num_preemptions > 0
-    runs[1].check_equal(runs[0])
+    for run in runs[1:]:
+        run.check_equal(runs[0])
 
 
 @pytest.mark.parametrize(
@@ -150,45 +161,70 @@ def test_quantised_weights_and_caches_have_the_same_bits(tmp_path: Path, name: s
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     runs = []
-    for ranks in (1, 2):
-        with loaded(tmp_path, ranks, **({"dtype": "float32"} | settings)) as runner:
+    for shape in (ALONE, (2, 1), (2, 2)):
+        with loaded(tmp_path, shape, **({"dtype": "float32"} | settings)) as runner:
             runs.append(compute(runner, sampling))
-    runs[1].check_equal(runs[0])
+    for run in runs[1:]:
+        run.check_equal(runs[0])
 
 
 def test_drafts_and_the_logprobs_of_prompts_are_those_of_one_process(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=5)
     sampling = SamplingParams(temperature=0.0, max_tokens=3 * NEW_TOKENS, prompt_logprobs=2, logprobs=2)
     runs = []
-    for ranks in (1, 2):
-        with loaded(tmp_path, ranks, dtype="float32") as runner:
+    for shape in (ALONE, (2, 1), (1, 2)):
+        with loaded(tmp_path, shape, dtype="float32") as runner:
             runs.append(compute(runner, sampling, speculation=SpeculationConfig(prompt_lookup_min=1)))
     # How long drafts are depends on measured times, and so do the steps; the tokens do not.
     assert runs[1].tokens == runs[0].tokens
+    assert runs[2].tokens == runs[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("llama", (1, 2)),
+        ("qwen3", (1, 3)),
+        ("gemma3_text", (2, 2)),
+        ("mixtral", (1, 2)),
+        ("gpt_oss", (1, 3)),
+        ("deepseek_v3", (2, 3)),
+    ],
+)
+def test_steps_that_are_decided_ahead_have_the_same_bits_in_stages(tmp_path: Path, name: str, shape: Shape) -> None:
+    """The first stage begins a step while the last one computes the step before."""
+    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
+    sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=3 * NEW_TOKENS)
+    runs = []
+    for one in (ALONE, shape):
+        with loaded(tmp_path, one, dtype="float32") as runner:
+            runs.append(compute(runner, sampling, StepThread()))
+    assert runs[1].tokens == runs[0].tokens
+    assert runs[1].kv == runs[0].kv
 
 
 def test_three_ranks_of_unequal_widths_have_the_same_bits(tmp_path: Path) -> None:
-    shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 200}
-    write_random_model(tmp_path, {**TINY_MODELS["qwen3"], **shape}, seed=5)
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 200}
+    write_random_model(tmp_path, {**TINY_MODELS["qwen3"], **sizes}, seed=5)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     runs = []
-    for ranks in (1, 3):
-        with loaded(tmp_path, ranks, dtype="bfloat16") as runner:
+    for shape in (ALONE, (3, 1)):
+        with loaded(tmp_path, shape, dtype="bfloat16") as runner:
             runs.append(compute(runner, sampling))
     runs[1].check_equal(runs[0])
 
 
-@pytest.mark.parametrize(("threads", "ranks"), [(3, 2), (6, 4)])
+@pytest.mark.parametrize(("threads", "shape"), [(3, (2, 1)), (6, (4, 1)), (3, (1, 2))])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_ranks_of_unequal_threads_have_the_same_bits(tmp_path: Path, name: str, threads: int, ranks: int) -> None:
+def test_ranks_of_unequal_threads_have_the_same_bits(tmp_path: Path, name: str, threads: int, shape: Shape) -> None:
     """All ranks pad rows alike, however many threads each has: otherwise they would exchange unlike numbers of rows."""
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     before = torch.get_num_threads()
     runs = []
     try:
-        for size in (1, ranks):
-            with loaded(tmp_path, size, dtype="bfloat16", num_threads=threads) as runner:
+        for one in (ALONE, shape):
+            with loaded(tmp_path, one, dtype="bfloat16", num_threads=threads) as runner:
                 runs.append(compute(runner, sampling))
     finally:
         torch.set_num_threads(before)
@@ -199,7 +235,7 @@ def test_ranks_of_unequal_threads_have_the_same_bits(tmp_path: Path, name: str, 
 def test_a_step_that_fails_on_one_rank_ends_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks are in the middle of that step: the next one's numbers would be taken for its."""
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
-    with loaded(tmp_path, 2, dtype="float32") as runner:
+    with loaded(tmp_path, (2, 1), dtype="float32") as runner:
         engine = make_engine(runner)
         engine.add_request(Request("first", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
         engine.step()

@@ -24,7 +24,8 @@ from baton.engine.request import Request
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from baton.models.resolve import find_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.loading import load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.text.chat_template import ChatTemplate
 from baton.text.tokenizer import Tokenizer
 from tests.oracle.test_token_exact import make_engine

@@ -19,8 +19,9 @@ from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.speculation import SpeculationConfig
 from baton.runner import DraftSpec
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_grammar import FakeMatcher
 from tests.support.tiny_models import TINY_MODELS
 

@@ -14,8 +14,9 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_clock import FakeClock
 from tests.support.tiny_models import TINY_MODELS
 

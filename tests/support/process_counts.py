@@ -42,3 +42,8 @@ def by_role(processes: Iterable[ProcessState]) -> dict[str, Holdings]:
         held, known = holdings(process.pid), most.get(process.role, Holdings(0))
         most[process.role] = Holdings(max(held.threads, known.threads), held.descriptors | known.descriptors)
     return most
+
+
+def shared_memory_segments() -> list[str]:
+    """The segments of shared memory on this machine, but those of UCX: other tests' nodes make and end these."""
+    return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("ucx_"))

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from baton.clock import SystemClock
+from baton.engine.batch import EngineCoreOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
-from baton.engine.runner import ModelRunner
+from baton.engine.runner import ModelRunner, StepExecutor
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import BatonError
@@ -19,7 +20,10 @@ from baton.messages.sampling import SamplingParams
 class EngineDrive:
     """Scheduler and runner, without threads, network or router. A prompt is computed in one step."""
 
-    def __init__(self, runner: ModelRunner, prompt_tokens: int, max_batch: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, prompt_tokens: int, max_batch: int, executor: StepExecutor | None = None
+    ) -> None:
+        """`executor`: see `EngineCore`; closed by `close`."""
         self._runner = runner
         config = SchedulerConfig(
             num_blocks=runner.memory.num_blocks,
@@ -31,15 +35,23 @@ class EngineDrive:
             max_model_len=runner.model.max_model_len,
         )
         key_fields = CacheKeyFields.of(runner.model, runner.layout)
-        self._core = EngineCore(Scheduler(config, key_fields, SystemClock()), runner)
+        self._core = EngineCore(Scheduler(config, key_fields, SystemClock()), runner, executor)
         self._count = 0
 
-    def prefill(self, prompt: Sequence[int]) -> float:
-        """Computes one prompt and its first token; returns the step's seconds. Its blocks stay in the prefix cache."""
-        self._add(prompt, 1)
-        seconds = self._step(1)
+    def prefill(self, *prompts: Sequence[int]) -> float:
+        """Computes prompts and their first tokens; returns the seconds of all. Their blocks stay in the prefix cache.
+
+        A step computes one of them.
+        """
+        for prompt in prompts:
+            self._add(prompt, 1)
+        seconds = sum([self._step(1) for _ in prompts])
         self._finish_requests()
         return seconds
+
+    def close(self) -> None:
+        """Wait for the step in flight; nothing may be computed afterwards."""
+        self._core.close()
 
     def decode(
         self, prompts: Sequence[Sequence[int]], steps: int, after_step: Callable[[], None] = lambda: None
@@ -68,9 +80,11 @@ class EngineDrive:
 
     def _step(self, expected_tokens: int) -> float:
         started = time.perf_counter()
-        outputs = self._core.step()
+        results: list[EngineCoreOutput] = []
+        while not results:
+            # A step that is only decided, while others are computed, has no results.
+            results = [one for client in self._core.step().values() for one in client.outputs]
         seconds = time.perf_counter() - started
-        results = [one for client in outputs.values() for one in client.outputs]
         errors = [one.error for one in results if one.error]
         if errors:
             raise BatonError(f"the engine failed: {errors[0]}")

@@ -1,12 +1,14 @@
-"""`baton bench engine --tp`: a model on several ranks, by turns with the same model on as many threads of one process.
+"""`baton bench engine --tp --pp`: a model on several ranks, by turns with the same model on as many threads of one
+process.
 
-Both engines compute the same prompts and batches, in turns, so that drift of the machine's speed affects both.
+Both engines compute the same prompts and batches, in turns, so that drift of the machine's speed affects both. Stages
+are given several prompts at once, and each step while the one before it is computed, as a node gives them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from random import Random
 from statistics import median
@@ -14,11 +16,15 @@ from statistics import median
 from baton.bench.micro.engine import EngineBenchConfig
 from baton.bench.micro.engine_drive import EngineDrive
 from baton.bench.results.spread import Spread
+from baton.messages.node_shape import NodeShape
 from baton.runner import TorchSpec, load
+from baton.runner.execution.step_thread import StepThread
 
 _BATCHES = (1, 8, 16)
 _BLOCK_SIZE = 16
 _ROUNDS = 6
+_PROMPTS_OF_A_STAGE = 2
+"""How many prompts are computed at once for each stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,7 @@ class RanksFigures:
     ratio_p90: float
 
 
-def measure(config: EngineBenchConfig, ranks: int) -> list[RanksFigures]:
+def measure(config: EngineBenchConfig, ranks: NodeShape) -> list[RanksFigures]:
     """Measure prefill, and decoding at each batch size, with all threads in one process and divided among ranks.
 
     Raises ConfigError.
@@ -52,22 +58,29 @@ def measure(config: EngineBenchConfig, ranks: int) -> list[RanksFigures]:
             num_threads=config.threads,
             quantization=config.quantization,
             dequantize=config.dequantize,
-            tensor_parallel=size,
+            tensor_parallel=shape.tp,
+            pipeline_parallel=shape.pp,
         )
-        for size in (1, ranks)
+        for shape in (NodeShape(), ranks)
     ]
-    with closing(load(specs[0])) as whole, closing(load(specs[1])) as divided:
-        drives = [EngineDrive(runner, config.context_tokens, max(_BATCHES)) for runner in (whole, divided)]
+    executors = (None, StepThread() if ranks.pp > 1 else None)
+    at_once = 1 if ranks.pp == 1 else _PROMPTS_OF_A_STAGE * ranks.pp
+    with ExitStack() as stack:
+        whole, divided = (stack.enter_context(closing(load(spec))) for spec in specs)
+        drives = [
+            stack.enter_context(closing(EngineDrive(runner, config.context_tokens, max(_BATCHES), executor)))
+            for runner, executor in zip((whole, divided), executors, strict=True)
+        ]
         rng = Random(0)
         length, vocab_size = config.context_tokens, whole.model.vocab_size
         prompts = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(max(_BATCHES))]
         prefill: list[list[float]] = [[], []]
         for turn in range(_ROUNDS + 1):
-            prompt = prompts[turn % len(prompts)]
+            turns = [[turn, *prompts[(turn + index) % len(prompts)][1:]] for index in range(at_once)]
             for which in _order(turn):
-                seconds = drives[which].prefill([turn, *prompt[1:]])
+                seconds = drives[which].prefill(*turns)
                 if turn:  # the first one warms up
-                    prefill[which].append(seconds)
+                    prefill[which].append(seconds / at_once)
         for prompt in prompts:
             for drive in drives:
                 drive.prefill(prompt)

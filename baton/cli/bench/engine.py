@@ -12,6 +12,7 @@ from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.output import Format, OutputOption, print_json, print_table, print_text, print_yaml
 from baton.config.kinds import KVCacheDtype
 from baton.errors import UsageError
+from baton.messages.node_shape import NodeShape
 from baton.models.resolve import FoundModel
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def engine(
     tp: Annotated[
         int, typer.Option(help="Measure instead that many ranks, against one process with as many threads.", min=1)
     ] = 1,
+    pp: Annotated[int, typer.Option(help="Measure instead that many stages, of --tp ranks each.", min=1)] = 1,
     threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.", min=1)] = None,
     output: OutputOption = Format.TEXT,
 ) -> None:
@@ -53,13 +55,14 @@ def engine(
     before and after each prompt. Run it on an otherwise idle machine.
 
     With --speculative chats of several kinds are decoded alone, with drafts and without by turns: ACCEPTED is the
-    number of tokens that a step with a draft yields, RATIO how many times as fast decoding is. With --tp the model is
-    computed by ranks that share the threads, and by one process that has them all, by turns.
+    number of tokens that a step with a draft yields, RATIO how many times as fast decoding is. With --tp or --pp the
+    model is computed by ranks that share the threads, and by one process that has them all, by turns.
     """
     from baton.bench.results.host import set_compute_threads, usable_cores
 
-    if speculative and tp > 1:
-        raise UsageError("--speculative and --tp exclude each other")
+    ranks = NodeShape(tp, pp)
+    if speculative and ranks.num_ranks > 1:
+        raise UsageError("--speculative excludes --tp and --pp")
     count = threads or usable_cores()
     set_compute_threads(count)
     with chosen_model(model, shape) as chosen:
@@ -79,8 +82,8 @@ def engine(
             steps,
             threads=count,
         )
-        if tp > 1:
-            _measure_ranks(config, tp, output)
+        if ranks.num_ranks > 1:
+            _measure_ranks(config, ranks, output)
             return
         report = run(config)
     if not _printed(asdict(report), output):
@@ -96,7 +99,7 @@ def _printed(report: object, output: Format) -> bool:
     return output is not Format.TEXT
 
 
-def _measure_ranks(config: EngineBenchConfig, ranks: int, output: Format) -> None:
+def _measure_ranks(config: EngineBenchConfig, ranks: NodeShape, output: Format) -> None:
     from baton.bench.micro.ranks import measure
 
     figures = measure(config, ranks)

@@ -33,6 +33,7 @@ def doctor(
         ),
     ] = "",
     tp: Annotated[int, typer.Option(help="Ranks of each node, as of `baton up --tp`.", min=1, max=64)] = 1,
+    pp: Annotated[int, typer.Option(help="Stages of each node, as of `baton up --pp`.", min=1, max=64)] = 1,
     run_dir: RunDirOption = None,
     output: OutputOption = Format.TEXT,
 ) -> None:
@@ -41,7 +42,7 @@ def doctor(
     from baton.models.resolve import find_model
 
     found = find_model(model or bundled_model_dir(), os.environ)
-    findings = run_checks(gather_facts(found, dtype, registry, run_dir, NodeShape(tp)))
+    findings = run_checks(gather_facts(found, dtype, registry, run_dir, NodeShape(tp, pp)))
     level = worst_level(findings)
     if output is Format.TEXT:
         _print(findings, level)

@@ -11,7 +11,7 @@ from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.quantized_weight import NarrowWeight
-from baton.runner.backends.ranks.ranks import ONE_RANK
+from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
 from baton.runner.backends.torch_operations import TorchOperations
 
 
@@ -19,10 +19,11 @@ class CompiledOperations:
     """The C kernels, run on a fixed number of threads."""
 
     packs_quantized = True
-    ranks = ONE_RANK
 
-    def __init__(self, num_threads: int, numerics: str) -> None:
+    def __init__(self, num_threads: int, numerics: str, ranks: Ranks = ONE_RANK) -> None:
+        """`ranks`: of a single rank, which shares its cache with other stages."""
         self.num_threads = num_threads
+        self.ranks = ranks
         self._numerics = numerics
 
     def numerics(self) -> str:

@@ -6,7 +6,7 @@ Needs only numpy, since the simulated runner uses it, too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,6 +108,10 @@ class RequestState:
         if self._counts is not None:
             self._counts.add(token_id)
 
+    def share(self, count: int, drafts: Sequence[int] = ()) -> Scheduled:
+        """This request's share of a step: the next `count` tokens, of which the last ones are drafts."""
+        return Scheduled(self, self.num_computed_tokens, count, drafts)
+
     def set_drafts(self, drafts: Sequence[int]) -> None:
         """Write drafts behind the tokens, where a step reads them. The next tokens that are appended replace them."""
         stop = self.num_tokens + len(drafts)
@@ -154,16 +158,17 @@ class RequestState:
 
 @value(frozen=True, slots=True)
 class Scheduled:
-    """One request's share of a step: `count` tokens from its `num_computed_tokens` on, the last ones drafts."""
+    """One request's share of a step: `count` tokens from `start` on, the last ones drafts."""
 
     state: RequestState
+    start: int
     count: int
     drafts: Sequence[int] = ()
 
     @property
     def stop(self) -> int:
         """How many tokens, drafts included, are computed after the step."""
-        return self.state.num_computed_tokens + self.count
+        return self.start + self.count
 
     @property
     def samples(self) -> bool:
@@ -192,8 +197,8 @@ class RequestTable:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states
 
-    def update(self, output: SchedulerOutput) -> tuple[list[Scheduled], dict[str, str]]:
-        """Apply a scheduler output; returns the step's shares, and by request id why requests can't be computed."""
+    def update(self, output: SchedulerOutput) -> None:
+        """Take over what a step says of its requests: new and ended ones, forks, blocks."""
         forks = self._forks(output.scheduled_forked_reqs)
         for request_id in output.finished_req_ids:
             self._states.pop(request_id, None)
@@ -202,8 +207,16 @@ class RequestTable:
             self._states[new.request_id] = RequestState(new)
         for cached in output.scheduled_cached_reqs:
             self._refresh(cached)
-        scheduled, failed, drafted = [], {}, output.scheduled_spec_decode_tokens
-        for request_id, count in output.num_scheduled_tokens.items():
+
+    def begin(
+        self, counts: Iterable[tuple[str, int]], drafted: Mapping[str, Sequence[int]]
+    ) -> tuple[list[Scheduled], dict[str, str]]:
+        """Begin to compute the next tokens of requests, drafts included, of a step that `update` has taken over.
+
+        Returns the shares, and by request id why requests can't be computed.
+        """
+        scheduled, failed = [], {}
+        for request_id, count in counts:
             state = self._states.get(request_id)
             drafts: Sequence[int] = ()
             if drafted and state is not None and request_id in drafted:
@@ -216,15 +229,16 @@ class RequestTable:
             if reason is not None or state is None:
                 failed[request_id] = reason or ""
             elif count:
-                scheduled.append(Scheduled(state, count, drafts))
+                scheduled.append(state.share(count, drafts))
+                state.num_computed_tokens += count
         return scheduled, failed
 
     def commit(self, scheduled: Iterable[Scheduled], sampled: Container[str]) -> None:
-        """Advance all requests of a computed step, in which those of `sampled` were appended tokens."""
+        """Settle how far the requests of a computed step are, in which those of `sampled` were appended tokens."""
         for share in scheduled:
-            state = share.state
-            # The last token that was sampled is not computed yet, and neither is any draft that it replaced.
-            state.num_computed_tokens = state.num_tokens - 1 if state.request_id in sampled else share.stop
+            if share.state.request_id in sampled:
+                # The last token that was sampled is not computed yet, and neither is any draft that it replaced.
+                share.state.num_computed_tokens = share.state.num_tokens - 1
 
     def _possible(self, drafts: Sequence[int]) -> Sequence[int]:
         """The drafts before the first one that is no token of the model: no such token is ever sampled."""
@@ -303,8 +317,8 @@ def flatten(scheduled: Sequence[Scheduled], layout: KVLayout, row_quantum: int) 
     return flatten_rows(
         [
             Rows(
-                share.state.rows(share.state.num_computed_tokens, share.stop),
-                share.state.num_computed_tokens,
+                share.state.rows(share.start, share.stop),
+                share.start,
                 share.num_sampled_rows,
                 share.state.block_table,
             )

@@ -24,6 +24,8 @@ class PromptChunk:
     """The share of one request in a step, as far as log-probabilities of its prompt follow from it."""
 
     state: RequestState
+    start: int
+    """Its first token."""
     first_row: int
     """Its first row in the step."""
     count: int
@@ -41,7 +43,7 @@ class PromptChunk:
 
         Raises EngineFault if a part of the prompt before it was not computed by this runner.
         """
-        kept, start = self.state.prompt_logprobs, self.state.num_computed_tokens
+        kept, start = self.state.prompt_logprobs, self.start
         if len(kept) < start:
             raise EngineFault(f"{start} tokens of the prompt were not computed here, so they have no log-probabilities")
         kept[start:] = positions
@@ -56,7 +58,7 @@ def chunks_of(scheduled: Sequence[Scheduled]) -> list[PromptChunk]:
         state = share.state
         if state.sampling_params.prompt_logprobs is not None and not state.num_output_tokens:
             end = min(share.stop, state.num_prompt_tokens - 1)
-            chunks.append(PromptChunk(state, first_row, end - state.num_computed_tokens, share.samples))
+            chunks.append(PromptChunk(state, share.start, first_row, end - share.start, share.samples))
         first_row += share.count
     return chunks
 
@@ -78,7 +80,7 @@ def take_prompt_logprobs(
         try:
             if not np.isfinite(own).all():
                 raise EngineFault("the model produced non-finite logits")
-            chunk.keep(_reduced(state, own))
+            chunk.keep(_reduced(state, chunk.start, own))
         except EngineFault as fault:
             faults[state.request_id] = fault
         else:
@@ -88,7 +90,7 @@ def take_prompt_logprobs(
     return taken, faults
 
 
-def _reduced(state: RequestState, logits: npt.NDArray[np.float32]) -> list[TokenLogprobs]:
-    start, top = state.num_computed_tokens, state.sampling_params.prompt_logprobs or 0
+def _reduced(state: RequestState, start: int, logits: npt.NDArray[np.float32]) -> list[TokenLogprobs]:
+    top = state.sampling_params.prompt_logprobs or 0
     following = state.token_ids[start + 1 : start + 1 + len(logits)].tolist()
     return [token_logprobs(row, token_id, top) for row, token_id in zip(logits, following, strict=True)]

@@ -45,6 +45,9 @@ class TimedRunner:
     def timing(self, value: bool) -> None:
         self._stopwatch.timing = value
 
+    def expect(self, scheduler_output: SchedulerOutput) -> None:
+        self._runner.expect(scheduler_output)
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step, as the runner does."""
         if scheduler_output.is_empty or not self.timing:
@@ -75,8 +78,8 @@ def load_timed(spec: TorchSpec, *, bit_exact: bool = True) -> TimedRunner:
     Without `bit_exact` the products are torch's own without padding, to measure what bit-exactness costs.
     """
     from baton.runner.backends.kernel_choice import choose_operations
+    from baton.runner.loading import load_runner
     from baton.runner.measuring.limits import UnpaddedOperations
-    from baton.runner.model_runner import load_runner
 
     chosen = choose_operations(spec.num_threads)
     stopwatch = TimedOperations(chosen if bit_exact else cast(Operations, UnpaddedOperations(chosen)))

@@ -3,6 +3,8 @@
 It saves transformers' work around each layer. In the last layer, of rows that don't sample it computes only keys and
 values. It is used only if its logits equal those of transformers' loop (transformer.py). Where the operations have
 programs, the loop runs once to record a program; a step is then a single call, of the same kernels in the same order.
+
+The loop of a stage begins with the rows of the stage before it, and ends with the rows for the one behind it.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import PagedAttention
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
 from baton.runner.model.layers import PackedLinear
+from baton.runner.model.stage_module import NoHead, OtherLayer
 
 _PIECE = 1024
 _Part = TypeVar("_Part", bound=nn.Module)
@@ -55,12 +60,14 @@ class RotaryTable:
 
 
 class ModelOutput(NamedTuple):
-    """The output of a model for some rows."""
+    """The output of a model for some rows; that of a stage before the last one for all rows."""
 
     hidden: torch.Tensor
-    """The input of the head, behind the last norm: [rows, hidden size]."""
+    """The input of the head, behind the last norm: [rows, hidden size]. Before the last stage: the input of the next
+    stage's layers."""
     logits: torch.Tensor
-    """The output of the head: float32 [rows, vocabulary], whatever the dtype of the layers."""
+    """The output of the head: float32 [rows, vocabulary], whatever the dtype of the layers; [rows, 0] without a
+    head."""
 
 
 class NotAPlainDecoder(Exception):
@@ -68,7 +75,10 @@ class NotAPlainDecoder(Exception):
 
 
 class Decoder:
-    """An embedding, layers that add attention and then an MLP to the residual stream, a norm, and the head."""
+    """An embedding, layers that add attention and then an MLP to the residual stream, a norm, and the head.
+
+    A stage has some of the layers, and only the last one has a head.
+    """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         """Raises NotAPlainDecoder for a model that has other parts."""
@@ -76,12 +86,15 @@ class Decoder:
         self._dtype = dtype
         self._device = device
         self._embed = _part(base, "embed_tokens")
-        self._head = _part_as(PackedLinear, module, "lm_head")
-        layers = list(_part(base, "layers").children())
+        has_head = not isinstance(_part(module, "lm_head"), NoHead)
+        self._head = _part_as(PackedLinear, module, "lm_head") if has_head else None
+        layers = [layer for layer in _part(base, "layers").children() if not isinstance(layer, OtherLayer)]
         self._layers = [_Layer(layer) for layer in layers]
         # The norm that follows each MLP: the next layer's first norm, and behind the last layer the model's own.
         next_norms = [_part_as(FusedNorm, layer, "input_layernorm") for layer in layers[1:]]
         self._next_norms = [*next_norms, _part_as(FusedNorm, base, "norm")]
+        self._width: int = self._next_norms[-1].rms_weight.shape[0]
+        """The hidden size."""
         self._rotary = RotaryTable(
             _part(base, "rotary_emb"),
             torch.empty(1, dtype=dtype, device=device),
@@ -104,38 +117,58 @@ class Decoder:
         positions: npt.NDArray[np.int64],
         logits_rows: torch.Tensor,
         sampling: bool,
+        received: torch.Tensor | None = None,
     ) -> ModelOutput:
-        """Compute a step for the rows `logits_rows`. `sampling`: these are exactly the layout's rows that sample."""
-        x, cos, sin = self.embedded(token_ids, positions)
+        """Compute a step for the rows `logits_rows`. `sampling`: these are exactly the layout's rows that sample.
+
+        `received`: the rows [T, hidden size] of the stage before; None in the first one.
+        """
+        angles = self._rotary.rows(positions)
+        # A program computes in place.
+        x = self._embedded(token_ids) if received is None else received.clone()
+        if self._head is None:
+            return ModelOutput(self._run_stage(x, angles), x.new_empty(x.shape[0], 0, dtype=torch.float32))
         if self._programs:
-            return self._run(self._programs[sampling], x, (cos, sin), logits_rows)
-        hidden = self._hidden(x, cos, sin, logits_rows, sampling=sampling)
+            return self._run(self._programs[sampling], self._head, x, angles, logits_rows)
+        hidden = self._hidden(x, *angles, logits_rows, sampling=sampling)
         return ModelOutput(hidden, self._head.rows(hidden))
 
     def embedded(
         self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The input of the layers: rows [T, hidden], cosines and sines [T, R]."""
-        cos, sin = self._rotary.rows(positions)
-        return self._embed(torch.from_numpy(token_ids).to(self._device)), cos, sin
+        return self._embedded(token_ids), *self._rotary.rows(positions)
+
+    def _embedded(self, token_ids: npt.NDArray[np.int64]) -> torch.Tensor:
+        rows: torch.Tensor = self._embed(torch.from_numpy(token_ids).to(self._device))
+        return rows
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
         """The logits of the rows that sample, from the output of `embedded`, one call for each operation."""
+        if self._head is None:
+            raise RuntimeError("this stage has no head")
         return self._head.rows(self._hidden(x, cos, sin, logits_rows, sampling=True))
 
     def _hidden(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor, *, sampling: bool
     ) -> torch.Tensor:
+        _, normed = self._loop(x, cos, sin, logits_rows if sampling else None)
+        return normed if sampling else normed[logits_rows]
+
+    def _loop(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sampling_rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream behind the last layer, and its norm: of all rows, or of `sampling_rows`."""
         normed: torch.Tensor = self._layers[0].attention_norm(x)
         last = self._layers[-1]
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
-            sample_rows = logits_rows if sampling and layer is last else None
+            sample_rows = sampling_rows if layer is last else None
             attended = layer.attention.rows(normed, cos, sin, sample_rows)
             if attended.shape[0] == 0:
-                return attended
+                return attended, attended
             x, normed = layer.mlp_norm.add(attended, x if sample_rows is None else x[sample_rows])
             x, normed = next_norm.add(layer.mlp_rows(normed), x)
-        return normed if sampling else normed[logits_rows]
+        return x, normed
 
     def record(self, operations: Operations, paged: PagedAttention) -> None:
         """Record the programs with which `compute` computes a step in one call, if operations and layers allow it."""
@@ -143,7 +176,7 @@ class Decoder:
             self.why_no_programs = "an MLP is of a kind that Baton's kernels don't fuse"
             return
         programs: dict[bool, Program] = {}
-        for sampling in (False, True):
+        for sampling in (False,) if self._head is None else (False, True):
             program = operations.program(self._dtype)
             if program is None:
                 self.why_no_programs = "these operations have no programs"
@@ -158,10 +191,12 @@ class Decoder:
 
     def _record(self, program: Program, paged: PagedAttention, sampling: bool) -> None:
         """Record what `compute` does after the embedding; `x` stays in one buffer from the first layer to the last."""
-        x = program.argument(self._head.in_features)
+        x = program.argument(self._width)
         cos, sin = (program.argument(self._rotary.width) for _ in range(2))
-        hidden = program.argument(self._head.in_features, sampled=True)
-        logits = program.argument(self._head.out_features, sampled=True, dtype=torch.float32)
+        hidden: str | Rows = "normed"
+        if self._head is not None:
+            hidden = program.argument(self._width, sampled=True)
+            logits = program.argument(self._head.out_features, sampled=True, dtype=torch.float32)
         normed = self._layers[0].attention_norm.record(program, x, into="normed")
         last = self._layers[-1]
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
@@ -172,23 +207,36 @@ class Decoder:
             normed = layer.mlp_norm.record_add(program, attended, x, into="normed")
             into = hidden if only_samples else "normed"
             normed = next_norm.record_add(program, layer.mlp.record(program, normed, into="share"), x, into=into)
-        if not sampling:
-            normed = program.take_sampled(normed, into=hidden)
-        self._head.record(program, normed, into=logits)
+        if self._head is not None:
+            if not sampling:
+                normed = program.take_sampled(normed, into=hidden)
+            self._head.record(program, normed, into=logits)
 
     def _run(
         self,
         program: Program,
+        head: PackedLinear,
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         logits_rows: torch.Tensor,
     ) -> ModelOutput:
+        hidden = x.new_empty(logits_rows.shape[0], self._width)
+        logits = x.new_empty(logits_rows.shape[0], head.out_features, dtype=torch.float32)
+        program.run([x, *angles, hidden, logits], self._layout, logits_rows)
+        return ModelOutput(hidden, logits)
+
+    def _run_stage(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """The residual stream behind the last layer of this stage; x may be overwritten."""
+        if not self._programs:
+            return self._loop(x, *angles, None)[0]
+        self._programs[False].run([x, *angles], self._layout, torch.empty(0, dtype=torch.int64))
+        return x
+
+    @property
+    def _layout(self) -> StepLayout:
         if self._paged is None or self._paged.layout is None:
             raise RuntimeError("attention was called outside of a step")
-        hidden = x.new_empty(logits_rows.shape[0], self._head.in_features)
-        logits = x.new_empty(logits_rows.shape[0], self._head.out_features, dtype=torch.float32)
-        program.run([x, *angles, hidden, logits], self._paged.layout, logits_rows)
-        return ModelOutput(hidden, logits)
+        return self._paged.layout
 
 
 class _Layer:

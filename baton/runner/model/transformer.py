@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ from baton.runner.model.mapped_files import MappedFiles
 from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.quantized_layers import widths_of
 from baton.runner.model.recognition import fuse
+from baton.runner.model.stage import ONE_STAGE, LayerReport, StageReport, Stages
+from baton.runner.model.stage_module import StageModule
 from baton.runner.model.weights import DTYPES, LoadedModel
 from baton.runner.spec import CacheSpec
 
@@ -86,13 +89,19 @@ class Transformer:
         block_size: int,
         cache: CacheSpec | None,
         num_threads: int,
+        stages: Stages = ONE_STAGE,
     ) -> None:
         """`cache`: None for a model that drafts, whose blocks are those of another model: `allocate_cache` says how
-        many, and all layers are in one group, whatever their windows.
+        many, and all layers are in one group, whatever their windows. `stages`: this one computes its own layers only.
         """
         self._module: Any = model.module
         self.device = model.device
+        self.dtype = DTYPES[model.dtype]
+        """The dtype of hidden states."""
+        # Of the whole model, since all stages compute the same rows.
         self.row_quantum = row_quantum(_widths(model), num_threads)
+        self.stage = stages.stage
+        self._part = StageModule(model.module, model.config.num_hidden_layers, self.stage, self.dtype)
         mapped = MappedFiles(model.checkpoint.weight_files)
         self._why_not_fused = fuse(model.module, operations, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
@@ -111,22 +120,24 @@ class Transformer:
         except (RuntimeError, ValueError, IndexError, ArithmeticError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise UnusableWeight(f"a step with them fails with {type(error).__name__} ({reason:.200})") from error
-        if sorted(probe.layers) != list(range(model.config.num_hidden_layers)):
+        if sorted(probe.layers) != list(self._part.own_layers):
             raise UnsupportedAttention(
-                f"{model.architecture} has {model.config.num_hidden_layers} layers, {len(probe.layers)} with "
+                f"{model.architecture} has {len(self._part.own_layers)} layers, {len(probe.layers)} with "
                 "attention; layers without attention are not supported"
             )
-        self.missed_products = frozenset(watch.missed)
-        layers = tuple(probe.layers[layer] for layer in sorted(probe.layers))
-        cache_dtype = model.dtype if cache is None or cache.dtype == "auto" else cache.dtype
-        groups = () if cache is None else group_layers(layers, probe.windows)
-        self.layout = KVLayout(block_size, layers, cache_dtype, groups)
-        if self.layout.has_scales and self.device.type != "cpu":
-            raise ConfigError(f"a KV cache in 8 bits ({cache_dtype}) is for CPUs so far; leave out --kv-cache-dtype")
-        self._dtype = DTYPES[model.dtype]
         self._operations = operations
         self._why_no_own_loop = ""
-        self._decoder = self._own_loop(self._dtype)
+        self._decoder = self._own_loop(self.dtype)
+        own = {index: LayerReport(geometry, probe.windows[index]) for index, geometry in probe.layers.items()}
+        is_fused = self._decoder is not None and self._decoder.is_fused
+        reports = stages.exchange(StageReport(own, sorted(watch.missed), is_fused))
+        self.missed_products = frozenset(name for report in reports for name in report.missed_products)
+        self._needs_padding = not all(report.is_fused for report in reports)
+        self.layout = _layout_of(reports, block_size, model.dtype, cache)
+        if self.layout.has_scales and self.device.type != "cpu":
+            raise ConfigError(
+                f"a KV cache in 8 bits ({self.layout.dtype}) is for CPUs so far; leave out --kv-cache-dtype"
+            )
         self.max_model_len: int = model.config.max_position_embeddings
         if cache is not None:
             self.allocate_cache(cache.blocks(self.layout.block_bytes))
@@ -134,14 +145,15 @@ class Transformer:
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache; called once. Raises ConfigError when there is no memory for it."""
         self.num_blocks = num_blocks
-        memory_dtype = torch.int8 if self.layout.has_scales else self._dtype
+        memory_dtype = torch.int8 if self.layout.has_scales else self.dtype
         block_elements, ranks = self.layout.block_elements, self._operations.ranks
         self.kv_memory = _cache_memory((num_blocks + PROBE_BLOCKS) * block_elements, memory_dtype, self.device, ranks)
         self.kv_cache = self.kv_memory[: num_blocks * block_elements]
         self._attention = PagedAttention(self._operations, self.kv_cache, self.layout)
         bind(self._module, self._attention, ranks)
-        if self._decoder is not None and self._decoder.is_fused:
+        if not self._needs_padding:
             self.row_quantum = 1
+        if self._decoder is not None:
             self._decoder.record(self._operations, self._attention)
         self.decode_graphs = self._graphs_of(self.max_model_len)
 
@@ -174,9 +186,9 @@ class Transformer:
         with torch.inference_mode():
             recorded = self._compute_recorded(batch, wanted)
             if recorded is None:
-                return _on_host(self._compute(batch, wanted, logits_rows is None).logits)
+                return on_host(self._compute(batch, wanted, logits_rows is None).logits)
             # Always a copy, even of logits on the host: the next replay, of any size, overwrites them.
-            return _on_host(recorded, copy=True)
+            return on_host(recorded, copy=True)
 
     def compute_with_hidden(
         self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None
@@ -185,9 +197,23 @@ class Transformer:
         wanted = batch.logits_rows if logits_rows is None else logits_rows
         with torch.inference_mode():
             output = self._compute(batch, wanted, logits_rows is None)
-            return HiddenAndLogits(_on_host(output.hidden), _on_host(output.logits))
+            return HiddenAndLogits(on_host(output.hidden), on_host(output.logits))
 
-    def _compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64], sampling: bool) -> ModelOutput:
+    def compute_stage(
+        self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None, received: torch.Tensor | None
+    ) -> ModelOutput:
+        """Compute this stage's part of a step, from the rows [T, hidden size] of the stage before."""
+        wanted = batch.logits_rows if logits_rows is None else logits_rows
+        with torch.inference_mode():
+            return self._compute(batch, wanted, logits_rows is None, received)
+
+    def _compute(
+        self,
+        batch: FlatBatch,
+        logits_rows: npt.NDArray[np.int64],
+        sampling: bool,
+        received: torch.Tensor | None = None,
+    ) -> ModelOutput:
         self._attention.layout = StepLayout(
             query_start=self._tensor(batch.query_start),
             seq_lens=self._tensor(batch.seq_lens),
@@ -199,8 +225,8 @@ class Transformer:
         rows = self._tensor(logits_rows)
         try:
             if self._decoder is None:
-                return self._forward(batch.token_ids, batch.positions, rows)
-            return self._decoder.compute(batch.token_ids, batch.positions, rows, sampling)
+                return self._forward(batch.token_ids, batch.positions, rows, received)
+            return self._decoder.compute(batch.token_ids, batch.positions, rows, sampling, received)
         finally:
             self._attention.layout = None
 
@@ -243,7 +269,15 @@ class Transformer:
     def _probe(self) -> ModelOutput:
         token_ids, positions, rows = self._probe_rows()
         with torch.inference_mode():
-            return self._forward(token_ids, positions, rows)
+            return self._forward(token_ids, positions, rows, self._probe_received(rows.shape[0]))
+
+    def _probe_received(self, num_rows: int) -> torch.Tensor | None:
+        """Arbitrary rows, as the stage before would send them; None in the first stage."""
+        if self.stage.is_first:
+            return None
+        width: int = self._module.config.get_text_config().hidden_size
+        rows = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(0))
+        return rows.to(self.dtype)
 
     def _probe_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], torch.Tensor]:
         positions = np.arange(_PROBE_ROWS * self.row_quantum)
@@ -262,11 +296,13 @@ class Transformer:
             return None
         bind(self._module, EchoAttention(), self._operations.ranks)
         token_ids, positions, rows = self._probe_rows()
+        received = self._probe_received(rows.shape[0])
         with torch.inference_mode():
-            expected = self._forward(token_ids, positions, rows).logits
-            logits = decoder.compute(token_ids, positions, rows, False).logits
-        # As bytes: NaN must equal NaN here.
-        if torch.equal(expected.contiguous().view(torch.uint8), logits.contiguous().view(torch.uint8)):
+            expected = self._forward(token_ids, positions, rows, received)
+            output = decoder.compute(token_ids, positions, rows, False, received)
+        if _same_bits(expected.logits, output.logits) and (
+            self.stage.is_last or _same_bits(expected.hidden, output.hidden)
+        ):
             return decoder
         self._why_no_own_loop = "its logits are not those of transformers' loop, bit for bit"
         return None
@@ -278,8 +314,14 @@ class Transformer:
         return DecodeGraphs(operations, self._attention, self._decoder.forward, max_model_len, self.layout.block_size)
 
     def _forward(
-        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logits_rows: torch.Tensor
+        self,
+        token_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        logits_rows: torch.Tensor,
+        received: torch.Tensor | None = None,
     ) -> ModelOutput:
+        if received is not None:
+            self._part.receive(received)
         out = self._module(
             input_ids=self._tensor(token_ids).unsqueeze(0),
             position_ids=self._tensor(positions).unsqueeze(0),
@@ -288,18 +330,35 @@ class Transformer:
         )
         logits: torch.Tensor = out.logits[0]
         hidden, self._last_hidden = self._last_hidden, None
+        if (kept := self._part.take_kept()) is not None:
+            return ModelOutput(kept, logits.new_empty(kept.shape[0], 0, dtype=torch.float32))
         return ModelOutput(logits.new_empty(logits.shape[0], 0) if hidden is None else hidden[0], logits)
 
     def _keep_hidden(self, _head: Any, given: Any) -> None:
         self._last_hidden = given[0]
 
 
-def _on_host(rows: torch.Tensor, copy: bool = False) -> npt.NDArray[np.float32]:
+def on_host(rows: torch.Tensor, copy: bool = False) -> npt.NDArray[np.float32]:
     """Rows in float32 in the host's memory; with `copy` not in that of the rows, wherever they are."""
     # A GPU copies into pinned memory without a detour; torch keeps such memory for later steps.
     host = torch.empty(rows.shape, pin_memory=True).copy_(rows) if rows.device.type == "cuda" else rows
     wide: npt.NDArray[np.float32] = host.to(torch.float32, copy=copy and host is rows).numpy()
     return wide
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # As bytes: NaN must equal NaN here.
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def _layout_of(reports: Sequence[StageReport], block_size: int, dtype: str, cache: CacheSpec | None) -> KVLayout:
+    """The layout of a block of the whole model; that of a model that drafts has one group of layers."""
+    found = {index: layer for report in reports for index, layer in report.layers.items()}
+    layers = tuple(found[index].geometry for index in sorted(found))
+    if cache is None:
+        return KVLayout(block_size, layers, dtype)
+    groups = group_layers(layers, {index: layer.window for index, layer in found.items()})
+    return KVLayout(block_size, layers, dtype if cache.dtype == "auto" else cache.dtype, groups)
 
 
 def _cache_memory(elements: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> torch.Tensor:

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 from baton.messages.node_report import ComputePath
 from baton.runner.backends.cpu.kernels.barrier import Barrier
-from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
-from baton.runner.backends.ranks.shard import Shard
+from baton.runner.backends.ranks.shared_memory import SharedMemory
 from baton.runner.model.weights import LoadedModel
-from baton.runner.ranks.following_rank import sharded_operations
 from baton.runner.ranks.following_ranks import FollowingRanks
+from baton.runner.ranks.group_files import GroupFiles
 from baton.runner.ranks.leading_transformer import LeadingTransformer
 from baton.runner.ranks.rank_group import RankGroup
+from baton.runner.ranks.rank_parts import RankParts
 from baton.runner.ranks.rank_spec import RankSpec
-from baton.runner.ranks.step_board import StepBoard
 
-StartRanks = Callable[[RankSpec, SharedFiles, Barrier], FollowingRanks]
+StartRanks = Callable[[RankSpec, GroupFiles, Callable[[], None]], FollowingRanks]
+"""Starts the ranks behind the first one; the function makes all waiting ranks end."""
 
 
 class FirstRank:
@@ -25,17 +25,25 @@ class FirstRank:
     def __init__(self, spec: RankSpec, start_ranks: StartRanks = RankGroup) -> None:
         """Start the other ranks. Raises ConfigError where no ranks can compute."""
         self._spec = spec
-        files = SharedFiles.make()
+        self._files = files = GroupFiles(spec.pipeline_parallel)
+        self._transformer: LeadingTransformer | None = None
+        self._is_closed = False
         try:
-            ranks = HostRanks(Shard(0, spec.size), files)
-            self.operations = sharded_operations(spec.threads_of(0), ranks)
-            self._board = StepBoard(ranks, files)
-            self.followers = start_ranks(spec, files, ranks.barrier)
+            self._parts = RankParts(spec, 0, files.stages[0])
+            barriers = [
+                self._parts.barrier_of_all,
+                *(Barrier(SharedMemory(stage.stage.control), spec.tensor_parallel) for stage in files.stages),
+            ]
+
+            def abort() -> None:
+                for barrier in barriers:
+                    barrier.abort()
+                files.cut_ring()
+
+            self.followers = start_ranks(spec, files, abort)
         except BaseException:
             files.close()
             raise
-        self._files = files
-        self._is_closed = False
 
     @property
     def path(self) -> ComputePath:
@@ -43,20 +51,23 @@ class FirstRank:
         spec = self._spec
         slow = f"they share {spec.num_threads} threads: give the node at least {spec.size} (--threads)"
         threads = "+".join(str(spec.threads_of(rank)) for rank in range(spec.size))
+        stages = f" in {spec.pipeline_parallel} stages" if spec.pipeline_parallel > 1 else ""
         return ComputePath(
-            "ranks", f"{spec.size} processes with {threads} threads", slow if spec.size > spec.num_threads else ""
+            "ranks",
+            f"{spec.size} processes{stages} with {threads} threads",
+            slow if spec.size > spec.num_threads else "",
         )
 
     def transformer(self, model: LoadedModel) -> LeadingTransformer:
         """This rank's part of the model, which all ranks load at the same time. Raises RankLost if one does not."""
-        spec = self._spec
-        return LeadingTransformer(
-            model, self.operations, spec.block_size, spec.cache, spec.least_threads, self._board, self.followers
-        )
+        self._transformer = LeadingTransformer(model, self._spec, self._parts, self._files.stages[0], self.followers)
+        return self._transformer
 
     def close(self) -> None:
         """End the other ranks; idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self.followers.close()
+            if self._transformer is not None:
+                self._transformer.close()
             self._files.close()

@@ -7,28 +7,27 @@ from pathlib import Path
 
 import torch
 
-from baton.errors import ConfigError
-from baton.runner.backends.cpu.kernel_file import why_slow
+from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.device import CPU
-from baton.runner.backends.kernel_choice import CompiledOperations, choose_operations
-from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
-from baton.runner.backends.ranks.shard import Shard
-from baton.runner.backends.sharded.sharded_operations import ShardedOperations
 from baton.runner.model import attention, layers
 from baton.runner.model.transformer import Transformer, elementwise_threads
 from baton.runner.model.weights import LoadedModel, load_model_for
+from baton.runner.ranks.group_files import RankFiles
+from baton.runner.ranks.micro_batch_slot import compute_part
+from baton.runner.ranks.rank_parts import RankParts
 from baton.runner.ranks.rank_spec import RankSpec
-from baton.runner.ranks.step_board import StepBoard, Task, batch_of
+from baton.runner.ranks.stage_ring import StageRing
 
 
 class FollowingRank:
     """One rank behind the first. `load`, then `follow`, in one thread."""
 
-    def __init__(self, spec: RankSpec, rank: int, files: SharedFiles) -> None:
+    def __init__(self, spec: RankSpec, rank: int, files: RankFiles) -> None:
         self._spec = spec
-        self._ranks = HostRanks(Shard(rank, spec.size), files)
-        self._board = StepBoard(self._ranks, files)
-        self._operations = sharded_operations(spec.threads_of(rank), self._ranks)
+        self._parts = RankParts(spec, rank, files)
+        # Of each stage behind the first one rank is told of micro-batches; the others wait for it.
+        leads = not self._parts.stage.is_first and self._parts.shard.rank == 0
+        self._ring = StageRing(files.receiving, files.sending) if leads else None
         self._model: LoadedModel | None = None
 
     def load(self) -> None:
@@ -38,7 +37,12 @@ class FollowingRank:
         attention.register()
         layers.register()
         self._model = load_model_for(
-            self._operations, Path(spec.model_dir), spec.dtype, CPU, spec.quantization, dequantize=spec.dequantize
+            self._parts.operations,
+            Path(spec.model_dir),
+            spec.dtype,
+            CPU,
+            spec.quantization,
+            dequantize=spec.dequantize,
         )
 
     def follow(self, on_loaded: Callable[[], None] = lambda: None) -> None:
@@ -48,26 +52,24 @@ class FollowingRank:
         """
         if self._model is None:
             raise RuntimeError("the model is not loaded")
-        spec = self._spec
-        transformer = Transformer(self._model, self._operations, spec.block_size, spec.cache, spec.least_threads)
+        spec, parts = self._spec, self._parts
+        transformer = Transformer(
+            self._model, parts.operations, spec.block_size, spec.cache, spec.least_threads, parts.stages
+        )
         self._model = None
         on_loaded()
         while True:
-            task, arrays = self._board.next()
-            batch, logits_rows = batch_of(arrays)
-            if task is Task.LOGITS:
-                transformer.compute(batch, logits_rows)
-            else:
-                transformer.compute_with_hidden(batch, logits_rows)
-            self._board.done()
+            if self._ring is not None:
+                self._ring.receive()
+            slot = parts.slots.next()
+            parts.ranks.barrier.wait(BarrierTag.STEP)
+            compute_part(transformer, parts.shard, slot, slot.read())
+            parts.ranks.barrier.wait(BarrierTag.DONE)
+            if self._ring is not None:
+                parts.ranks.trim()
+                self._ring.send()
 
-
-def sharded_operations(num_threads: int, ranks: HostRanks) -> ShardedOperations:
-    """The operations of one rank; raises ConfigError where the C kernels can't be used."""
-    operations = choose_operations(num_threads)
-    if not isinstance(operations, CompiledOperations):
-        raise ConfigError(
-            "a model can be divided among ranks only with Baton's own kernels, which can't be used here "
-            f"({why_slow()}); leave --tp out"
-        )
-    return ShardedOperations(operations, ranks)
+    def close(self) -> None:
+        """Close the rank's ends of the ring."""
+        if self._ring is not None:
+            self._ring.close()

@@ -1,65 +1,114 @@
 """The transformer of the first rank: it announces what it computes, so that all ranks compute it together.
 
-The KV cache is one memory of all ranks, so the first one alone copies blocks and moves them, between two steps.
+The KV cache is one memory of all ranks, so the first one alone copies blocks and moves them, while none computes.
 """
 
 from __future__ import annotations
 
+import socket
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
+from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.backends.sharded.sharded_operations import ShardedOperations
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.model.transformer import HiddenAndLogits, Transformer
+from baton.runner.model.decoder import ModelOutput
+from baton.runner.model.transformer import HiddenAndLogits, Transformer, on_host
 from baton.runner.model.weights import LoadedModel
 from baton.runner.ranks.following_ranks import FollowingRanks
-from baton.runner.ranks.step_board import StepBoard, Task, arrays_of
-from baton.runner.spec import CacheSpec
+from baton.runner.ranks.group_files import RankFiles
+from baton.runner.ranks.micro_batch_slot import MicroBatch, MicroBatchSlot, Task, compute_part
+from baton.runner.ranks.rank_parts import RankParts
+from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.ranks.stage_ring import StageRing
 
 
 class LeadingTransformer(Transformer):
-    """The first rank's part of the model, and the KV cache. Raises RankLost once another rank has ended."""
+    """The first rank's part of the model, and the KV cache. Raises RankLost once another rank has ended.
+
+    Several micro-batches may be computed at once, each at another stage: they begin and end in the same order.
+    """
 
     def __init__(
-        self,
-        model: LoadedModel,
-        operations: ShardedOperations,
-        block_size: int,
-        cache: CacheSpec,
-        num_threads: int,
-        board: StepBoard,
-        followers: FollowingRanks,
+        self, model: LoadedModel, spec: RankSpec, parts: RankParts, files: RankFiles, followers: FollowingRanks
     ) -> None:
-        self._ranks = operations.ranks
-        self._board = board
+        self._parts = parts
         self._followers = followers
+        self._ring = StageRing(files.receiving, files.sending)
+        self._begun: deque[tuple[MicroBatchSlot, MicroBatch, ModelOutput]] = deque()
+        """Micro-batches that have begun and not ended: what the first stage has computed of each."""
+        self._vocab_size: int = model.config.vocab_size
         try:
-            super().__init__(model, operations, block_size, cache, num_threads)
+            super().__init__(model, parts.operations, spec.block_size, spec.cache, spec.least_threads, parts.stages)
         except RankLost as error:
             raise RankLost(followers.why_lost or str(error)) from error
 
+    @property
+    def num_begun(self) -> int:
+        """Micro-batches that have begun and not ended."""
+        return len(self._begun)
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether one more micro-batch may begin: there is a slot for it."""
+        return len(self._begun) < len(self._parts.slots)
+
+    def begin(self, task: Task, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None) -> None:
+        """Compute the first stage of a micro-batch, and pass it on to the next one. Call it if `can_begin`."""
+        parts, micro = self._parts, MicroBatch(task, batch, logits_rows)
+        with self.together():
+            slot = parts.slots.next()
+            slot.trim()
+            slot.write(micro)
+            parts.ranks.barrier.wait(BarrierTag.STEP)
+            out = compute_part(self, parts.shard, slot, micro)
+            parts.ranks.barrier.wait(BarrierTag.DONE)
+            parts.ranks.trim()
+            if self.stage.count > 1:
+                self._ring.send()
+            self._begun.append((slot, micro, out))
+
+    def wait(self, other: socket.socket | None = None, timeout: float | None = None) -> bool:
+        """Wait until `end` would return at once, or `other` can be read; returns whether `end` would."""
+        return self.stage.count == 1 or self._ring.wait(other, timeout)
+
+    def end(self) -> HiddenAndLogits:
+        """Wait for the micro-batch that has begun first. The hidden states are valid only if its task has them.
+
+        With several stages the results are valid until as many micro-batches have begun as there are slots.
+        """
+        slot, micro, out = self._begun.popleft()
+        if self.stage.count > 1:
+            with self.together():
+                self._ring.receive()
+            out = slot.results(micro.num_logits, self.hidden_size, self._vocab_size, self.dtype)
+        return HiddenAndLogits(on_host(out.hidden), on_host(out.logits))
+
     def compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
-        with self._all_ranks(Task.LOGITS, batch, logits_rows):
-            return super().compute(batch, logits_rows)
+        self.begin(Task.LOGITS, batch, logits_rows)
+        logits = self.end().logits
+        return logits.copy() if self.stage.count > 1 else logits
 
     def compute_with_hidden(
         self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None
     ) -> HiddenAndLogits:
-        with self._all_ranks(Task.LOGITS_AND_HIDDEN, batch, logits_rows):
-            return super().compute_with_hidden(batch, logits_rows)
+        self.begin(Task.LOGITS_AND_HIDDEN, batch, logits_rows)
+        computed = self.end()
+        return HiddenAndLogits(*(rows.copy() for rows in computed)) if self.stage.count > 1 else computed
+
+    def close(self) -> None:
+        """Close the first stage's ends of the ring."""
+        self._ring.close()
 
     @contextmanager
-    def _all_ranks(self, task: Task, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None) -> Iterator[None]:
-        """Have all ranks compute a step, of which this one's part is computed in the body; it is done at the end."""
+    def together(self) -> Iterator[None]:
+        """Lose all ranks if the body fails, which computes with them; raises RankLost."""
         try:
-            self._board.announce(task, arrays_of(batch, logits_rows))
             yield
-            self._board.done()
-            self._ranks.trim()
         except BaseException as error:
             # The other ranks are in the middle of the step, and would take the next one's numbers for this one's.
             self._followers.lose(f"the first rank failed in a step: {error!r}")

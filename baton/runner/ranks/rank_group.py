@@ -1,7 +1,7 @@
 """The processes of the ranks behind the first one: started, watched and ended by the process of the first rank.
 
 A rank that ends, or sends no heartbeat for a while, can't be replaced: its part of the KV cache is lost with it.
-Then the group is lost: every barrier ends with RankLost, the other processes are killed, and whoever asked is told. A
+Then the group is lost: all waiting ends with RankLost, the other processes are killed, and whoever asked is told. A
 rank's process ends by itself when the first rank's process does, in whatever way.
 """
 
@@ -20,8 +20,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.runner.backends.cpu.kernels.barrier import Barrier
-from baton.runner.backends.ranks.host_ranks import SharedFiles
+from baton.runner.ranks.group_files import GroupFiles, RankFiles
 from baton.runner.ranks.heartbeats import INTERVAL_S, LOADED, LOADING
 from baton.runner.ranks.rank_spec import RankSpec
 
@@ -49,13 +48,13 @@ class _Process:
 class RankGroup:
     """The ranks behind the first one. It ends them when it is closed or no longer referenced."""
 
-    def __init__(self, spec: RankSpec, files: SharedFiles, barrier: Barrier) -> None:
-        """Start the processes; `barrier` is the first rank's."""
-        self._watch = _Watch(barrier)
+    def __init__(self, spec: RankSpec, files: GroupFiles, abort: Callable[[], None]) -> None:
+        """Start the processes; `abort` makes all ranks that wait for others end."""
+        self._watch = _Watch(abort)
         self._finalizer = weakref.finalize(self, self._watch.close)
         try:
             for rank in range(1, spec.size):
-                self._watch.processes.append(_start(spec, rank, files))
+                self._watch.processes.append(_start(spec, rank, files.stages[spec.stage_of(rank).index]))
         except BaseException:
             self.close()
             raise
@@ -87,10 +86,10 @@ class RankGroup:
 class _Watch:
     """Watches the processes in a thread. It does not know the group, which may be forgotten meanwhile."""
 
-    def __init__(self, barrier: Barrier) -> None:
+    def __init__(self, abort: Callable[[], None]) -> None:
         self.processes: list[_Process] = []
         self.why_lost = ""
-        self._barrier = barrier
+        self._abort = abort
         self._lock = threading.Lock()
         self._callback: Callable[[str], None] | None = None
         self._closing = False
@@ -109,7 +108,7 @@ class _Watch:
     def close(self) -> None:
         with self._lock:
             self._closing = True
-        self._barrier.abort()
+        self._abort()
         for one in self.processes:
             with contextlib.suppress(OSError):  # the other end is gone already
                 one.channel.shutdown(socket.SHUT_RDWR)
@@ -131,7 +130,7 @@ class _Watch:
                 return
             self.why_lost, callback = reason, self._callback
         _log.error("%s: the ranks of this model are lost", reason)
-        self._barrier.abort()
+        self._abort()
         for one in self.processes:
             one.process.kill()
         if callback is not None:
@@ -184,7 +183,7 @@ def _end_of(one: _Process) -> str:
     return f"{name} has ended with exit code {code}" + (f": {words}" if words else "")
 
 
-def _start(spec: RankSpec, rank: int, files: SharedFiles) -> _Process:
+def _start(spec: RankSpec, rank: int, files: RankFiles) -> _Process:
     ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(  # the interpreter that runs this, and arguments of our own

@@ -26,10 +26,10 @@ def main(arguments: list[str]) -> int:
     heartbeats = Heartbeats(channel)
     # Imported only now, since torch and transformers take seconds.
     from baton.runner.backends.cpu.kernels.errors import RankLost
-    from baton.runner.backends.ranks.host_ranks import SharedFiles
     from baton.runner.ranks.following_rank import FollowingRank
+    from baton.runner.ranks.group_files import RankFiles
 
-    files = SharedFiles.of([int(one) for one in descriptors.split(",")])
+    files = RankFiles.of([int(one) for one in descriptors.split(",")])
     try:
         follower = FollowingRank(RankSpec.from_json(spec), int(rank), files)
         follower.load()

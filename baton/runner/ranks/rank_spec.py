@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from baton.runner.backends.ranks.shard import Shard
+from baton.runner.model.stage import Stage
 from baton.runner.spec import CacheSpec
 
 
@@ -20,10 +22,25 @@ class RankSpec:
     """The cache that all ranks share."""
     num_threads: int
     """Threads of all ranks together."""
-    size: int
-    """Number of ranks."""
+    tensor_parallel: int
+    """Number of ranks in each stage."""
+    pipeline_parallel: int = 1
+    """Number of stages."""
     quantization: Literal["int8", "int4"] | None = None
     dequantize: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of all ranks."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    def stage_of(self, rank: int) -> Stage:
+        """The stage of a rank: ranks are numbered stage by stage."""
+        return Stage(rank // self.tensor_parallel, self.pipeline_parallel)
+
+    def shard_of(self, rank: int) -> Shard:
+        """The part of a rank in its stage."""
+        return Shard(rank % self.tensor_parallel, self.tensor_parallel)
 
     def threads_of(self, rank: int) -> int:
         """The threads of one rank, at least one; the first ranks have what is left over."""

@@ -159,17 +159,29 @@ def test_each_process_gets_its_own_ports_and_its_share_of_the_cores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks"),
+    ("settings", "numbers"),
     [
         ({}, ["1", "1"]),
-        ({"tp": 4}, ["4", "4"]),
-        ({"prefill_tp": 1, "decode_tp": 2}, ["1", "2"]),
-        ({"tp": 2, "decode_tp": 1}, ["2", "1"]),
+        ({"": 4}, ["4", "4"]),
+        ({"prefill_": 1, "decode_": 2}, ["1", "2"]),
+        ({"": 2, "decode_": 1}, ["2", "1"]),
     ],
 )
-def test_nodes_of_a_role_have_its_number_of_ranks(settings: dict[str, int], ranks: list[str]) -> None:
-    children = plan_nodes(UpConfig.model_validate(settings), "redis://r", 6, None)
-    assert [command_and_flags(child.command)[1].get("--tp", "1") for child in children[:2]] == ranks
+@pytest.mark.parametrize("kind", ["tp", "pp"])
+def test_nodes_of_a_role_have_its_numbers_of_ranks_and_stages(
+    settings: dict[str, int], numbers: list[str], kind: str
+) -> None:
+    config = UpConfig.model_validate({prefix + kind: number for prefix, number in settings.items()})
+    children = plan_nodes(config, "redis://r", 6, None)
+    assert [command_and_flags(child.command)[1].get(f"--{kind}", "1") for child in children[:2]] == numbers
+
+
+@pytest.mark.parametrize(
+    ("asked", "pp", "expected"), [("auto", 1, False), ("auto", 2, True), ("off", 2, False), ("on", 1, True)]
+)
+def test_steps_are_decided_ahead_where_stages_would_wait(asked: str, pp: int, expected: bool) -> None:
+    values = {"role": "decode", "node_id": "d", "registry": "redis://r", "async_scheduling": asked, "pp": pp}
+    assert NodeConfig.model_validate(values).schedules_ahead is expected
 
 
 @pytest.mark.parametrize(

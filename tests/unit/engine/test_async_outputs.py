@@ -17,8 +17,9 @@ from baton.engine.scheduler_config import PreemptionMode, SchedulerConfig
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.step_thread import StepThread
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_clock import FakeClock
 from tests.support.engine_rig import prompt_of
 from tests.support.executors import EagerExecutor

@@ -24,8 +24,8 @@ from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import ConfigError, UsageError
 from baton.messages.sampling import SamplingParams
 from baton.node.runner_spec import scheduler_config
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import load_runner
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_runner import FakeRunner
 from tests.support.engine_rig import EngineRig, prompt_of

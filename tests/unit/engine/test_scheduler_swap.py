@@ -17,8 +17,8 @@ from baton.errors import ConfigError
 from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, load
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import load_runner
 from baton.runner.simulated import expected_tokens
 from baton.testing.fake_clock import FakeClock
 from tests.support.engine_rig import EngineRig, prompt_of

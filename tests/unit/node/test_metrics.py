@@ -147,6 +147,9 @@ class SlowRunner(FakeRunner):
 
     clock: FakeClock
 
+    def expect(self, scheduler_output: SchedulerOutput) -> None:
+        """Steps are begun when they are executed."""
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         self.clock.advance(2)
         return super().execute_model(scheduler_output)

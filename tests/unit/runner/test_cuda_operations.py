@@ -19,10 +19,11 @@ from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU, resolve_device
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.loading import load_runner
 from baton.runner.model.decode_graphs import DecodeGraphs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_attention import fake_paged_attention
 from baton.testing.fake_graph import FakeRecorder
 from tests.support.runner_driver import RunnerDriver

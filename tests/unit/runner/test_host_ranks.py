@@ -18,22 +18,22 @@ from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
 from baton.runner.backends.ranks.shard import Shard
-from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.ranks.group_files import GroupFiles
 from baton.runner.ranks.rank_spec import RankSpec
-from baton.runner.ranks.step_board import StepBoard, Task, arrays_of, batch_of
 from baton.runner.spec import CacheSpec
+from tests.support.process_counts import shared_memory_segments
 
 
 @pytest.fixture
 def files() -> Iterator[SharedFiles]:
-    made = SharedFiles.make()
-    yield made
+    made = GroupFiles(1)
+    yield made.stages[0].stage
     made.close()
 
 
 def on_every_rank(files: SharedFiles, size: int, run: Callable[[HostRanks], None]) -> None:
     with ThreadPoolExecutor(size) as pool:
-        for done in [pool.submit(run, HostRanks(Shard(rank, size), files)) for rank in range(size)]:
+        for done in [pool.submit(run, HostRanks(Shard(rank, size), files, makes_cache=True)) for rank in range(size)]:
             done.result()
 
 
@@ -67,7 +67,7 @@ def test_rows_of_all_ranks_come_to_their_places(files: SharedFiles) -> None:
 
 
 def test_a_lost_rank_ends_the_barriers_of_all(files: SharedFiles) -> None:
-    first, second = (HostRanks(Shard(rank, 3), files) for rank in range(2))
+    first, second = (HostRanks(Shard(rank, 3), files, makes_cache=True) for rank in range(2))
     arrived = threading.Barrier(3)
 
     def wait(ranks: HostRanks) -> None:
@@ -87,7 +87,7 @@ def test_a_lost_rank_ends_the_barriers_of_all(files: SharedFiles) -> None:
 
 def test_ranks_that_wait_with_different_tags_are_lost(files: SharedFiles) -> None:
     """Tags are compared one by one: here the third is the mean of all three."""
-    ranks = [HostRanks(Shard(rank, 3), files) for rank in range(3)]
+    ranks = [HostRanks(Shard(rank, 3), files, makes_cache=True) for rank in range(3)]
     reasons = (BarrierTag.GATHER, BarrierTag.STEP, BarrierTag.MERGE)
     assert sum(reasons) == 3 * reasons[2]
     with ThreadPoolExecutor(3) as pool:
@@ -98,7 +98,7 @@ def test_ranks_that_wait_with_different_tags_are_lost(files: SharedFiles) -> Non
 
 
 def test_an_interrupt_ends_the_wait_for_other_ranks(files: SharedFiles) -> None:
-    ranks = HostRanks(Shard(0, 2), files)
+    ranks = HostRanks(Shard(0, 2), files, makes_cache=True)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -127,57 +127,31 @@ def blocks_in_memory(files: SharedFiles) -> int:
 
 def test_a_cache_that_the_machine_has_no_memory_for_is_refused(files: SharedFiles) -> None:
     with pytest.raises(ConfigError, match="no memory for a KV cache of 1125899906842624 bytes"):
-        HostRanks(Shard(0, 2), files).cache_memory(1 << 50)
+        HostRanks(Shard(0, 2), files, makes_cache=True).cache_memory(1 << 50)
 
 
-@pytest.mark.parametrize(("threads", "size", "expected"), [(4, 2, [2, 2]), (5, 2, [3, 2]), (2, 3, [1, 1, 1])])
-def test_ranks_share_the_threads(threads: int, size: int, expected: list[int]) -> None:
-    spec = RankSpec("model", "float32", 16, CacheSpec(16), threads, size)
-    assert [spec.threads_of(rank) for rank in range(size)] == expected
+@pytest.mark.parametrize(
+    ("threads", "size", "stages", "expected"),
+    [(4, 2, 1, [2, 2]), (5, 2, 1, [3, 2]), (2, 3, 1, [1, 1, 1]), (5, 2, 2, [2, 1, 1, 1]), (3, 1, 2, [2, 1])],
+)
+def test_ranks_share_the_threads(threads: int, size: int, stages: int, expected: list[int]) -> None:
+    spec = RankSpec("model", "float32", 16, CacheSpec(16), threads, size, stages)
+    assert [spec.threads_of(rank) for rank in range(size * stages)] == expected
     assert RankSpec.from_json(spec.to_json()) == spec
 
 
 def test_shared_files_have_no_name_and_go_away_with_their_descriptors() -> None:
-    before, in_shm = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
-    files = SharedFiles.make()
-    HostRanks(Shard(), files).cache_memory(1 << 20)
-    assert os.listdir("/dev/shm") == in_shm
+    before, in_shm = len(os.listdir("/proc/self/fd")), shared_memory_segments()
+    files = GroupFiles(3)
+    HostRanks(Shard(), files.stages[0].stage, makes_cache=True).cache_memory(1 << 20)
+    assert shared_memory_segments() == in_shm
+    files.close()
     files.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def a_batch(rng: np.random.Generator) -> FlatBatch:
-    rows, seqs, width = (int(n) for n in rng.integers(0, 50, size=3))
-    whole = {name: rng.integers(0, 99, size=rows) for name in ("token_ids", "positions")}
-    return FlatBatch(
-        **whole,
-        slots=rng.integers(-1, 99, size=(2, rows)),
-        query_start=rng.integers(0, 9, size=seqs + 1).astype(np.int32),
-        sample_start=rng.integers(0, 9, size=seqs + 1).astype(np.int32),
-        seq_lens=rng.integers(0, 9, size=seqs).astype(np.int32),
-        block_tables=rng.integers(0, 9, size=(2, seqs, width)).astype(np.int32),
-        logits_rows=rng.integers(0, 9, size=seqs),
-    )
-
-
-def test_all_ranks_get_the_step_that_the_first_one_announces(files: SharedFiles) -> None:
-    rng = np.random.default_rng(5)
-    steps = [
-        (Task(1 + turn % 2), a_batch(rng), rng.integers(0, 9, size=turn) if turn % 3 else None) for turn in range(60)
-    ]
-
-    def run(ranks: HostRanks) -> None:
-        board = StepBoard(ranks, files)
-        for task, batch, rows in steps:
-            if ranks.shard.rank == 0:
-                board.announce(task, arrays_of(batch, rows))
-            else:
-                got, arrays = board.next()
-                their_batch, their_rows = batch_of(arrays)
-                assert got is task
-                assert all(map(np.array_equal, arrays_of(their_batch, their_rows), arrays_of(batch, rows)))
-                assert [a.dtype for a in arrays_of(their_batch, None)] == [a.dtype for a in arrays_of(batch, None)]
-                assert (their_rows is None) == (rows is None)
-            board.done()
-
-    on_every_rank(files, 3, run)
+def test_the_cache_is_written_by_one_rank_alone(files: SharedFiles) -> None:
+    """Another rank that maps it later must not erase what the first one has computed."""
+    memory = HostRanks(Shard(), files, makes_cache=True).cache_memory(4096)
+    memory.fill_(7)
+    assert HostRanks(Shard(), files, makes_cache=False).cache_memory(4096).tolist() == [7] * 4096

@@ -10,8 +10,9 @@ import pytest
 
 from baton.engine.batch import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 from baton.messages.sampling import SamplingParams
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from tests.support.runner_driver import GREEDY, RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 

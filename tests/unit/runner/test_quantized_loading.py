@@ -25,11 +25,12 @@ from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
 from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.torch_operations import TorchOperations, TorchStack, TorchWeight
+from baton.runner.loading import load_runner
 from baton.runner.model import weights
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.quantized_layers import QuantizedLinear
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from kv_transfer.layout import LayoutFingerprint, layout_mismatch
 from tests.support.quantized_models import (
     FP8_FORMATS,

@@ -17,10 +17,11 @@ import torch
 from baton.messages.node_report import ComputePath
 from baton.node.process import log_slow_paths
 from baton.runner.backends.cpu import kernel_file
+from baton.runner.loading import load_runner
 from baton.runner.model.decoder import RotaryTable
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from tests.support.tiny_models import TINY_MODELS
 
 PARTS = (FusedAttention, FusedMlp, FusedNorm)

@@ -13,9 +13,10 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cuda import shared_splits
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
+from baton.runner.loading import load_runner
 from baton.runner.model import decode_graphs
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_attention import fake_paged_attention
 from baton.testing.fake_graph import FakeRecorder
 from tests.support.runner_driver import RunnerDriver

@@ -11,8 +11,8 @@ import torch
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelInfo
 from baton.runner.backends.torch_operations import ROWS_PER_CALL, TorchOperations, TorchStack, TorchWeight
+from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model_runner import load_runner
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 

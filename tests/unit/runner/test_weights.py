@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from baton.engine.runner import PROBE_BLOCKS
 from baton.errors import ConfigError
 from baton.runner import TorchSpec, load
+from baton.runner.loading import load_runner
 from baton.runner.model import attention, layers
 from baton.runner.model import weights as weights_module
 from baton.runner.model.checkpoint import open_checkpoint
@@ -24,7 +25,6 @@ from baton.runner.model.gguf.convert import convert
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import row_quantum
 from baton.runner.model.weights import load_model, resolve_dtype
-from baton.runner.model_runner import load_runner
 from baton.runner.spec import CacheSpec
 from tests.support.gguf_models import random_module, write_module
 from tests.support.runner_driver import RunnerDriver

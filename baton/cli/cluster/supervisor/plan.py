@@ -90,6 +90,7 @@ def _node_flags(config: UpConfig, role: str, index: int, number: int) -> dict[st
     prefills = role == "prefill"
     of_role = {
         "--tp": config.prefill_tp if prefills else config.decode_tp,
+        "--pp": config.prefill_pp if prefills else config.decode_pp,
         "--block-size": config.prefill_block_size if prefills else config.decode_block_size,
     }
     own |= {flag: str(value) for flag, value in of_role.items() if value is not None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,57 +12,40 @@ import torch
 from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels.barrier import Barrier, BarrierTag
 from baton.runner.backends.ranks.shard import Shard
-from baton.runner.backends.ranks.shared_memory import MemoryInTurns, SharedMemory, make_shared_file
+from baton.runner.backends.ranks.shared_memory import MemoryInTurns, SharedMemory
 
 
 @dataclass(frozen=True, slots=True)
 class SharedFiles:
-    """The descriptors of what ranks share; whoever makes it closes it."""
+    """The descriptors of what the ranks of one stage share; whoever makes them closes them."""
 
     control: int
     """The barrier."""
-    cache: int
-    """The KV cache, to which each rank writes its own heads."""
     program: int
     """The rows that the operations of a program exchange."""
-    step: int
-    """The steps that the first rank announces."""
     boxes: tuple[int, int]
     """The two buffers through which single operations exchange results, in turns."""
-
-    @classmethod
-    def make(cls) -> SharedFiles:
-        """Make six empty files; raises OSError."""
-        made: list[int] = []
-        try:
-            made.extend(make_shared_file() for _ in range(6))
-        except BaseException:
-            for descriptor in made:
-                os.close(descriptor)
-            raise
-        return cls.of(made)
+    cache: int
+    """The KV cache of all stages, to which each rank writes its own layers and heads."""
 
     @classmethod
     def of(cls, descriptors: Sequence[int]) -> SharedFiles:
         """The files with these descriptors, in the order of `descriptors`."""
-        control, cache, program, step, first_box, second_box = descriptors
-        return cls(control, cache, program, step, (first_box, second_box))
+        control, program, first_box, second_box, cache = descriptors
+        return cls(control, program, (first_box, second_box), cache)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        return (self.control, self.cache, self.program, self.step, *self.boxes)
-
-    def close(self) -> None:
-        """Close the descriptors; mappings stay."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
+        return (self.control, self.program, *self.boxes, self.cache)
 
 
 class HostRanks:
-    """One rank's view of the ranks of its host (`Ranks`). Used by one thread at a time."""
+    """One rank's view of the ranks of its stage, on one host (`Ranks`). Used by one thread at a time."""
 
-    def __init__(self, shard: Shard, files: SharedFiles) -> None:
+    def __init__(self, shard: Shard, files: SharedFiles, *, makes_cache: bool) -> None:
+        """`makes_cache`: for one rank of a model, which writes the cache once before any rank computes."""
         self.shard = shard
+        self._makes_cache = makes_cache
         self.barrier = Barrier(SharedMemory(files.control), shard.size)
         self.program_memory = SharedMemory(files.program)
         """Memory of the buffers of programs, of which one runs at a time."""
@@ -85,7 +67,7 @@ class HostRanks:
         return box.clone()
 
     def cache_memory(self, num_bytes: int) -> torch.Tensor:
-        if self.shard.rank > 0:
+        if not self._makes_cache:
             return self._cache.exactly(num_bytes)
         try:
             # The system promises shared memory that it does not have; of private memory it says so.

@@ -24,6 +24,7 @@ class BarrierTag(enum.IntEnum):
     MERGE = 2
     STEP = 3
     DONE = 4
+    REPORTS = 5
     OPERATION = 16
 
 

@@ -1,0 +1,182 @@
+"""Loads a model directory: alone or divided among ranks and stages, on this machine's kernels or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from baton.engine.runner import ModelInfo, RunnerLost
+from baton.errors import ConfigError
+from baton.runner.backends.cpu.kernels import KernelArgumentError
+from baton.runner.backends.device import resolve_device
+from baton.runner.backends.kernel_choice import choose_operations
+from baton.runner.backends.operations import Operations
+from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.compute_paths import compute_paths
+from baton.runner.draft_loading import LoadedDraftModel
+from baton.runner.model import attention, layers
+from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.quantization.quantize import Quantization
+from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.transformer import Transformer, elementwise_threads
+from baton.runner.model.weights import LoadedModel, load_model_for
+from baton.runner.model_runner import TorchModelRunner
+from baton.runner.pipelined_runner import PipelinedModelRunner
+from baton.runner.ranks.first_rank import FirstRank, StartRanks
+from baton.runner.ranks.rank_group import RankGroup
+from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.self_check import why_not_bit_exact
+from baton.runner.spec import CacheSpec, DraftSpec
+
+
+def load_runner(
+    model_dir: Path,
+    *,
+    dtype: str = "auto",
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    cache_bytes: int | None = None,
+    cache_dtype: str = "auto",
+    host_cache_bytes: int = 0,
+    num_threads: int = 1,
+    name: str = "",
+    device: str = "cpu",
+    operations: Operations | None = None,
+    quantization: Quantization | None = None,
+    dequantize: bool = False,
+    draft: DraftSpec | None = None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    start_ranks: StartRanks = RankGroup,
+) -> TorchModelRunner:
+    """Load a model directory with a cache of `num_blocks` blocks or `cache_bytes` bytes (exactly one of them).
+
+    `cache_dtype` is auto, int8 or fp8; `device` is auto, cpu, cuda or cuda:N. `num_threads` is set for the whole
+    process. `operations` replaces the machine's kernels (tests). `quantization`, `dequantize`, `draft`,
+    `tensor_parallel` and `pipeline_parallel`: see TorchSpec; `start_ranks` starts the ranks behind the first. Raises
+    ConfigError.
+    """
+    where = resolve_device(device)
+    num_ranks = tensor_parallel * pipeline_parallel
+    if num_ranks > 1 and where.type != "cpu":
+        raise ConfigError(
+            "a model on a GPU can't be divided among ranks so far; leave --tp and --pp out, or use --device cpu"
+        )
+    torch.set_num_threads(elementwise_threads(num_threads))
+    attention.register()
+    layers.register()
+    whole = choose_operations(num_threads, where) if operations is None else operations
+    loaded = load_model_for(whole, model_dir, dtype, where, quantization, dequantize=dequantize)
+    drafting = LoadedDraftModel.load(draft, loaded, whole, block_size, num_threads) if draft is not None else None
+    cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
+    if drafting is not None:
+        bytes_beside = drafting.transformer.layout.block_bytes
+        cache = replace(cache, block_bytes_beside=bytes_beside, num_blocks_beside=drafting.num_scratch_blocks)
+    with _named_errors(model_dir), ExitStack() as on_failure:
+        first_rank = None
+        if num_ranks > 1:
+            spec = RankSpec(
+                model_dir=str(model_dir),
+                dtype=loaded.dtype,
+                block_size=block_size,
+                cache=cache,
+                num_threads=num_threads,
+                tensor_parallel=tensor_parallel,
+                pipeline_parallel=pipeline_parallel,
+                quantization=quantization,
+                dequantize=dequantize,
+            )
+            first_rank = _start_first_rank(spec, loaded, start_ranks)
+            on_failure.callback(first_rank.close)
+            torch.set_num_threads(elementwise_threads(spec.least_threads))
+            leading = first_rank.transformer(loaded)
+            transformer: Transformer = leading
+        else:
+            transformer = Transformer(loaded, whole, block_size, cache, num_threads)
+        info = _model_info(loaded, transformer, whole, name or model_dir.resolve().name)
+        if first_rank is not None:
+            info = replace(info, compute_paths=(*info.compute_paths, first_rank.path))
+        draft_model = None
+        if drafting is not None:
+            info = replace(info, compute_paths=(*info.compute_paths, drafting.path(transformer)))
+            draft_model = drafting.start(transformer, info)
+        if first_rank is not None and pipeline_parallel > 1:
+            runner: TorchModelRunner = PipelinedModelRunner(info, leading, host_cache_bytes, draft_model, first_rank)
+        else:
+            runner = TorchModelRunner(info, transformer, host_cache_bytes, draft_model, first_rank)
+        on_failure.pop_all()
+        return runner
+
+
+def _start_first_rank(spec: RankSpec, loaded: LoadedModel, start_ranks: StartRanks) -> FirstRank:
+    """Start the other ranks. Raises ConfigError for heads or layers that can't be divided among so many."""
+    num_heads = loaded.config.num_attention_heads
+    spec.stage_of(0).layers(loaded.config.num_hidden_layers)
+    spec.shard_of(0).heads(num_heads, getattr(loaded.config, "num_key_value_heads", None) or num_heads)
+    return FirstRank(spec, start_ranks)
+
+
+@contextmanager
+def _named_errors(model_dir: Path) -> Iterator[None]:
+    """Raise what can go wrong while a loaded model is prepared as a ConfigError that names its directory."""
+    try:
+        yield
+    except UnusableWeight as error:
+        raise ConfigError(f"the weights in {model_dir} can't be used: {error}") from error
+    except UnsupportedAttention as error:
+        raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
+    except RunnerLost as error:
+        raise ConfigError(f"{model_dir} can't be divided among ranks: {error}") from error
+    except KernelArgumentError as error:
+        raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
+
+
+def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operations) -> str | None:
+    """Choose the smallest number of rows per call with which torch's products are bit-exact on this machine.
+
+    Returns None, or why the model is not bit-exact.
+    """
+    if not isinstance(operations, TorchOperations):
+        return why_not_bit_exact(loaded, transformer)
+    reason: str | None = None
+    for rows in operations.rows_to_try:
+        operations.rows_per_call = rows
+        reason = why_not_bit_exact(loaded, transformer)
+        if reason is None:
+            break
+    return reason
+
+
+def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str) -> ModelInfo:
+    config = loaded.config
+    reason = _settle(loaded, transformer, operations)
+    return ModelInfo(
+        name=name,
+        fingerprint=loaded.fingerprint,
+        architecture=loaded.architecture,
+        dtype=loaded.dtype,
+        numerics=_numerics(loaded, operations, transformer),
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_position_embeddings,
+        eos_token_ids=loaded.checkpoint.eos_token_ids,
+        bit_exact=reason is None,
+        bit_exact_reason=reason or "",
+        embedding_size=transformer.hidden_size,
+        compute_paths=compute_paths(operations, transformer, loaded.weights, loaded.dtype),
+        weight_bytes=loaded.weights.num_bytes,
+    )
+
+
+def _numerics(loaded: LoadedModel, operations: Operations, transformer: Transformer) -> str:
+    """A name for everything that decides the bits, beside the files of the model."""
+    numerics = f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    if loaded.weights.treatment:
+        numerics += f"/{loaded.weights.treatment}"
+    if transformer.layout.has_scales:
+        # A stream must not move between decode nodes whose caches round differently.
+        numerics += f"/kv-{transformer.layout.dtype}"
+    return numerics

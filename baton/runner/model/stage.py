@@ -1,0 +1,85 @@
+"""Stages of a model: which layers each one has, and what it must know of the others (pipeline parallelism)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.engine.runner import LayerGeometry
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of `count` stages, each of which has consecutive layers; by default the only one."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the head."""
+        return self.index == self.count - 1
+
+    def layers(self, num_layers: int) -> range:
+        """The indices of its layers; the first stages have what is left over. Raises ConfigError for too few layers.
+
+        The last stage has the head besides, so it is not among those with one layer more.
+        """
+        if num_layers < self.count:
+            raise ConfigError(
+                f"{num_layers} layers can't be divided among {self.count} stages; at most {num_layers} would do"
+            )
+        least, more = divmod(num_layers, self.count)
+        first = self.index * least + min(self.index, more)
+        return range(first, first + least + (self.index < more))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """What a stage has found out of one of its layers."""
+
+    geometry: LayerGeometry
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """What a stage has found out of its part of the model."""
+
+    layers: Mapping[int, LayerReport]
+    missed_products: Sequence[str]
+    """The products outside of Baton's kernels."""
+    is_fused: bool
+    """Whether its layers can be computed with any number of rows."""
+
+
+class Stages(Protocol):
+    """One stage's view of all stages of a model."""
+
+    @property
+    def stage(self) -> Stage:
+        """This stage."""
+        ...
+
+    def exchange(self, own: StageReport) -> list[StageReport]:
+        """The reports of all stages in order, once all have called this. Raises RankLost."""
+        ...
+
+
+class OneStage:
+    """The only stage of a model."""
+
+    stage = Stage()
+
+    def exchange(self, own: StageReport) -> list[StageReport]:
+        return [own]
+
+
+ONE_STAGE = OneStage()

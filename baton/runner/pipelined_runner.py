@@ -1,0 +1,142 @@
+"""Executes steps on a model in stages, with as many micro-batches at once as there are stages.
+
+A step is divided in micro-batches, of which each stage computes another one. While the last ones of a step are
+computed, the first stage begins the next step, if the scheduler has decided it already. A micro-batch of the next step
+waits only for those that sample its own tokens. All stages compute micro-batches in one order, that in which they
+began: so each step finds the keys and values of the steps before it, as if steps were computed one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+from dataclasses import dataclass
+
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
+from baton.engine.runner import ModelInfo
+from baton.runner.execution.draft_model import DraftModel
+from baton.runner.execution.micro_batches import divide
+from baton.runner.execution.step_results import StepResults, StepRows
+from baton.runner.model_runner import TorchModelRunner
+from baton.runner.ranks.first_rank import FirstRank
+from baton.runner.ranks.leading_transformer import LeadingTransformer
+from baton.runner.ranks.micro_batch_slot import Task
+
+
+@dataclass(slots=True)
+class _Step:
+    results: StepResults
+    waiting: deque[list[tuple[str, int]]]
+    """The micro-batches that have not begun: requests and how many tokens of each."""
+    num_computing: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroBatch:
+    step: _Step
+    rows: StepRows
+
+
+class PipelinedModelRunner(TorchModelRunner):
+    """A runner whose model is computed in several stages. Only `expect` may be called from another thread."""
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        transformer: LeadingTransformer,
+        host_cache_bytes: int,
+        draft_model: DraftModel | None,
+        first_rank: FirstRank,
+    ) -> None:
+        super().__init__(model, transformer, host_cache_bytes, draft_model, first_rank)
+        self._stages = transformer
+        # A draft model drafts behind a whole step, before it learns of the next one.
+        self._begins_ahead = draft_model is None
+        self._expected: deque[SchedulerOutput] = deque()
+        """Steps that were decided and have not begun, in order."""
+        self._steps: deque[_Step] = deque()
+        """Steps that have begun, in order: the one that is executed, and the one behind it."""
+        self._computing: deque[_MicroBatch] = deque()
+        """In the order in which they began."""
+        self._news, self._news_end = socket.socketpair()
+        """Can be read when a step was decided since the last look."""
+        self._news.setblocking(False)
+        self._news_end.setblocking(False)
+
+    def expect(self, scheduler_output: SchedulerOutput) -> None:
+        """Take note of the step that will be executed behind those that were expected before."""
+        self._expected.append(scheduler_output)
+        with contextlib.suppress(BlockingIOError):  # there is unread news already
+            self._news_end.send(b"\0")
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step, and meanwhile begin the next one. A failure of one request is reported in `failed`."""
+        with self._stages.together():
+            if not self._steps:
+                if self._expected and self._expected[0] is scheduler_output:
+                    self._expected.popleft()
+                self._open(scheduler_output)
+            step = self._steps[0]
+            if step.results.decided is not scheduler_output:
+                raise RuntimeError("steps must be executed in the order in which they were expected")
+            while step.waiting or step.num_computing:
+                self._advance()
+            self._steps.popleft()
+            return self._end(step.results)
+
+    def close(self) -> None:
+        super().close()
+        self._news.close()
+        self._news_end.close()
+
+    def _advance(self) -> None:
+        """Take the results of a micro-batch, or begin one, or wait until either is possible."""
+        if self._computing and self._stages.wait(timeout=0):
+            self._take_first()
+        elif self._stages.can_begin and (step := self._next_step()) is not None:
+            self._begin_micro_batch(step)
+        else:
+            self._stages.wait(self._news)
+            with contextlib.suppress(BlockingIOError):
+                while self._news.recv(4096):
+                    pass
+
+    def _next_step(self) -> _Step | None:
+        """The step whose next micro-batch can begin now; None if none can."""
+        if not self._steps[-1].waiting and len(self._steps) == 1 and self._expected:
+            if not self._begins_ahead or _touches_blocks(self._expected[0]):
+                return None
+            self._open(self._expected.popleft())
+        step = next((step for step in self._steps if step.waiting), None)
+        if step is None:
+            return None
+        sampling = {share.state.request_id for micro in self._computing for share in micro.rows.samplers}
+        return None if any(request_id in sampling for request_id, _ in step.waiting[0]) else step
+
+    def _open(self, decided: SchedulerOutput) -> None:
+        parts = divide(decided.num_scheduled_tokens, decided.scheduled_spec_decode_tokens, self._stages.stage.count)
+        self._steps.append(_Step(self._begin(decided), deque(parts)))
+
+    def _begin_micro_batch(self, step: _Step) -> None:
+        rows = self._rows_of(step.results, step.waiting.popleft())
+        if rows is None:
+            return
+        self._stages.begin(Task.LOGITS_AND_HIDDEN if rows.wants_hidden else Task.LOGITS, rows.batch, rows.logits_rows)
+        self._computing.append(_MicroBatch(step, rows))
+        step.num_computing += 1
+
+    def _take_first(self) -> None:
+        micro = self._computing.popleft()
+        micro.step.num_computing -= 1
+        self._take(micro.step.results, micro.rows, self._stages.end())
+
+
+def _touches_blocks(decided: SchedulerOutput) -> bool:
+    """Whether a step begins with copies of blocks, for which the stages must be done with the steps before it."""
+    return bool(
+        decided.blocks_to_copy
+        or decided.blocks_to_swap_in
+        or decided.blocks_to_swap_out
+        or decided.scheduled_forked_reqs
+    )

@@ -1,0 +1,48 @@
+"""Stages on one host, which exchange what they have found out while they load."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from baton.engine.runner import LayerGeometry
+from baton.runner.backends.cpu.kernels.barrier import Barrier, BarrierTag
+from baton.runner.backends.ranks.shared_memory import SharedMemory
+from baton.runner.model.stage import LayerReport, Stage, StageReport
+
+_REPORT_BYTES = 1 << 20
+"""The most bytes of a stage's report: a layer takes less than 150."""
+_LENGTH_BYTES = 8
+
+
+class HostStages:
+    """One rank's view of the stages of its host (`Stages`)."""
+
+    def __init__(self, stage: Stage, reports: int, barrier: Barrier, *, writes: bool) -> None:
+        """`reports`: descriptor of shared memory; `barrier`: of all ranks; `writes`: for one rank of each stage."""
+        self.stage = stage
+        self._memory = SharedMemory(reports)
+        self._barrier = barrier
+        self._writes = writes
+
+    def exchange(self, own: StageReport) -> list[StageReport]:
+        memory = self._memory.exactly(self.stage.count * _REPORT_BYTES).numpy()
+        if self._writes:
+            text = json.dumps(asdict(own)).encode()
+            if len(text) + _LENGTH_BYTES > _REPORT_BYTES:
+                raise ValueError(f"the report of a stage has {len(text)} bytes")
+            start = self.stage.index * _REPORT_BYTES
+            written = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+            memory[start : start + len(written)].data[:] = written
+        self._barrier.wait(BarrierTag.REPORTS)
+        return [_read(memory[index * _REPORT_BYTES :].data) for index in range(self.stage.count)]
+
+
+def _read(memory: memoryview) -> StageReport:
+    length = int.from_bytes(memory[:_LENGTH_BYTES], "little")
+    read = json.loads(bytes(memory[_LENGTH_BYTES : _LENGTH_BYTES + length]))
+    layers = {
+        int(index): LayerReport(LayerGeometry(**layer["geometry"]), layer["window"])
+        for index, layer in read.pop("layers").items()
+    }
+    return StageReport(layers=layers, **read)

@@ -1,0 +1,201 @@
+"""The order in which a model in stages computes micro-batches, with stages that take as long as the test wants."""
+
+from __future__ import annotations
+
+import socket
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from baton.engine.core import EngineCore
+from baton.engine.kv_cache.block_hash import CacheKeyFields
+from baton.engine.request import Request
+from baton.engine.runner import LazyExecutor
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.messages.sampling import SamplingParams
+from baton.runner.backends.kernel_choice import choose_operations
+from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.loading import load_runner
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stage import Stage
+from baton.runner.model.transformer import HiddenAndLogits, Transformer
+from baton.runner.model.weights import load_model
+from baton.runner.model_runner import TorchModelRunner
+from baton.runner.pipelined_runner import PipelinedModelRunner
+from baton.runner.ranks.micro_batch_slot import Task
+from baton.runner.spec import CacheSpec
+from baton.testing.fake_clock import FakeClock
+from tests.oracle.test_token_exact import make_prompts
+from tests.support.tiny_models import TINY_MODELS
+
+
+class SlowStages(Transformer):
+    """Stands for a model in stages: its results come only to those who wait for them."""
+
+    def __init__(self, directory: Path, num_stages: int) -> None:
+        super().__init__(load_model(directory, "float32"), choose_operations(1), 16, CacheSpec(num_blocks=64), 1)
+        self.stage = Stage(0, num_stages)
+        self.log: list[str] = []
+        """`begin` and `end` of micro-batches with the number of their rows, and `copy`."""
+        self._begun: list[HiddenAndLogits] = []
+        self._is_ready = False
+
+    @property
+    def depths(self) -> list[int]:
+        """How many micro-batches were computed after each event."""
+        depth, depths = 0, []
+        for event in self.log:
+            depth += {"begin": 1, "end": -1}.get(event.split()[0], 0)
+            depths.append(depth)
+        return depths
+
+    @property
+    def can_begin(self) -> bool:
+        return len(self._begun) < 2 * self.stage.count
+
+    def begin(self, task: Task, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None) -> None:
+        self.log.append(f"begin {batch.query_start[-1]}")
+        self._begun.append(super().compute_with_hidden(batch, logits_rows))
+
+    def wait(self, other: socket.socket | None = None, timeout: float | None = None) -> bool:
+        # Results come to those who wait, and not to those who just look.
+        self._is_ready |= timeout is None
+        return self._is_ready
+
+    def end(self) -> HiddenAndLogits:
+        self.log.append("end")
+        self._is_ready = False
+        return self._begun.pop(0)
+
+    def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
+        self.log.append("copy")
+        super().copy_blocks(sources, destinations)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_random_model(directory, TINY_MODELS["llama"], seed=5)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path) -> TorchModelRunner:
+    return load_runner(model, dtype="float32", num_blocks=64)
+
+
+def pipelined(whole: TorchModelRunner, stages: SlowStages) -> PipelinedModelRunner:
+    return PipelinedModelRunner(whole.model, stages, 0, None, None)  # type: ignore[arg-type]
+
+
+def tokens_of(runner: TorchModelRunner, requests: list[Request], **limits: Any) -> dict[str, list[int]]:
+    """The tokens of requests, with each step decided before the one before it is executed."""
+    config = SchedulerConfig(
+        num_blocks=64, block_size=16, max_num_batched_tokens=40, max_num_seqs=16, max_model_len=512, **limits
+    )
+    fields = CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test")
+    engine = EngineCore(Scheduler(config, fields, FakeClock()), runner, LazyExecutor())
+    for request in requests:
+        engine.add_request(request)
+    tokens: defaultdict[str, list[int]] = defaultdict(list)
+    while engine.has_work():
+        for outputs in engine.step().values():
+            for output in outputs.outputs:
+                assert output.error is None
+                tokens[output.request_id].extend(output.new_token_ids)
+    engine.scheduler.check_invariant()
+    assert not engine.scheduler.blocks_in_use()
+    return tokens
+
+
+def decoding(num_requests: int, max_tokens: int = 20) -> list[Request]:
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=max_tokens, ignore_eos=True)
+    return [Request(f"r{index}", [5 + index, 7, 9], params) for index in range(num_requests)]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages_never_run_dry_while_requests_decode(model: Path, whole: TorchModelRunner, num_stages: int) -> None:
+    stages = SlowStages(model, num_stages)
+    tokens = tokens_of(pipelined(whole, stages), decoding(6))
+    assert tokens == tokens_of(whole, decoding(6))
+    # A micro-batch begins for each that ends: the first stage does not wait for the end of a step.
+    inside = stages.depths[num_stages : -num_stages - 1]
+    assert min(inside) == num_stages - 1
+    assert max(inside) == num_stages
+    assert stages.log.count(f"begin {6 // num_stages}") > 15 * num_stages
+
+
+def test_a_prompt_goes_through_the_stages_in_parts(model: Path, whole: TorchModelRunner) -> None:
+    stages = SlowStages(model, 2)
+    prompt = make_prompts(256)["prompt-33"] * 3
+    params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=1, prompt_logprobs=1)
+    tokens = tokens_of(pipelined(whole, stages), [Request("long", prompt, params)])
+    assert tokens == tokens_of(whole, [Request("long", prompt, params)])
+    # 99 tokens, at most 40 in a step: no part waits for results of another one.
+    assert stages.log[:4] == ["begin 20", "begin 20", "begin 20", "begin 20"]
+
+
+def test_a_single_request_waits_for_its_own_token(model: Path, whole: TorchModelRunner) -> None:
+    stages = SlowStages(model, 2)
+    assert tokens_of(pipelined(whole, stages), decoding(1)) == tokens_of(whole, decoding(1))
+    assert max(stages.depths[6:]) == 1
+
+
+def test_blocks_are_copied_only_when_all_stages_are_done(model: Path, whole: TorchModelRunner) -> None:
+    prompt = [*make_prompts(256)["prompt-33"], 5, 6, 7, 8]
+
+    def requests() -> list[Request]:
+        # Three sequences share the last block of the prompt, which is not full.
+        several = SamplingParams(temperature=0.9, seed=4, max_tokens=20, n=3, ignore_eos=True)
+        return [*decoding(6), Request("several", prompt, several)]
+
+    stages = SlowStages(model, 2)
+    assert tokens_of(pipelined(whole, stages), requests()) == tokens_of(whole, requests())
+    at_copies = [depth for event, depth in zip(stages.log, stages.depths, strict=True) if event == "copy"]
+    assert at_copies
+    assert set(at_copies) == {0}
+
+
+def test_requests_that_end_while_later_steps_are_begun_leave_nothing(model: Path, whole: TorchModelRunner) -> None:
+    """Each ends at another step, while a micro-batch with its next token is already computed."""
+
+    def requests() -> list[Request]:
+        made = []
+        for index in range(8):
+            params = SamplingParams(
+                temperature=1.0, seed=index, max_tokens=40, stop_token_ids=frozenset(range(0, 256, 7))
+            )
+            made.append(Request(f"r{index}", [5 + index, 7, 9], params))
+        return made
+
+    runner = pipelined(whole, SlowStages(model, 2))
+    tokens = tokens_of(runner, requests())
+    assert tokens == tokens_of(whole, requests())
+    assert len({len(one) for one in tokens.values()}) > 3
+
+
+def test_steps_that_are_executed_out_of_order_are_refused(model: Path, whole: TorchModelRunner) -> None:
+    runner = pipelined(whole, SlowStages(model, 2))
+    config = SchedulerConfig(
+        num_blocks=64, block_size=16, max_num_batched_tokens=40, max_num_seqs=16, max_model_len=512
+    )
+    scheduler = Scheduler(config, CacheKeyFields("f", "float32", "test"), FakeClock())
+    for request in decoding(4):
+        scheduler.add_request(request)
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    for decided in (first, second):
+        runner.expect(decided)
+    runner.execute_model(first)
+    with pytest.raises(RuntimeError, match="in the order in which they were expected"):
+        runner.execute_model(first)

@@ -1,0 +1,178 @@
+"""Stages of a model: their layers, what they exchange, and the slots and the ring through which micro-batches go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from baton.engine.runner import LayerGeometry
+from baton.errors import ConfigError
+from baton.runner.backends.cpu.kernels.barrier import Barrier
+from baton.runner.backends.cpu.kernels.errors import RankLost
+from baton.runner.backends.ranks.shared_memory import SharedMemory
+from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.execution.micro_batches import divide
+from baton.runner.loading import load_runner
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stage import LayerReport, Stage, StageReport
+from baton.runner.ranks.group_files import GroupFiles, RankFiles
+from baton.runner.ranks.host_stages import HostStages
+from baton.runner.ranks.micro_batch_slot import MicroBatch, SlotsInTurns, Task
+from baton.runner.ranks.stage_ring import StageRing
+from baton.testing.fake_rank_group import FakeRankGroup
+from tests.support.tiny_models import TINY_MODELS
+
+
+@pytest.fixture
+def files() -> Iterator[GroupFiles]:
+    made = GroupFiles(3)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_each_layer_is_in_one_stage_and_the_last_stage_has_no_more_than_others(count: int) -> None:
+    for num_layers in range(count, 30):
+        ranges = [Stage(index, count).layers(num_layers) for index in range(count)]
+        assert [layer for layers in ranges for layer in layers] == list(range(num_layers))
+        sizes = [len(layers) for layers in ranges]
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes[-1] == min(sizes)
+
+
+def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
+    with pytest.raises(ConfigError, match=r"3 layers can't be divided among 4 stages; at most 3 would do"):
+        load_runner(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=4, start_ranks=FakeRankGroup)
+
+
+def test_all_stages_get_the_reports_of_all(files: GroupFiles) -> None:
+    expected = [
+        StageReport(
+            layers={
+                2 * index + place: LayerReport(LayerGeometry(index + 1, 8, 16), 5 if place else None)
+                for place in (0, 1)
+            },
+            missed_products=["mm"] * index,
+            is_fused=index != 1,
+        )
+        for index in range(3)
+    ]
+
+    def exchange(rank: int) -> list[StageReport]:
+        # Two ranks of each stage, of which the first one writes.
+        barrier = Barrier(SharedMemory(files.stages[0].control), 6)
+        stages = HostStages(Stage(rank // 2, 3), files.stages[0].reports, barrier, writes=rank % 2 == 0)
+        return stages.exchange(expected[rank // 2])
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(exchange, range(6))) == [expected] * 6
+
+
+def test_a_message_goes_round_the_ring_and_a_cut_ends_all_waiting(files: GroupFiles) -> None:
+    rings = [StageRing(stage.receiving, stage.sending) for stage in files.stages]
+    for turn in range(3):
+        assert not rings[0].wait(timeout=0)
+        rings[0].send()
+        for ring in rings[1:]:
+            ring.receive()
+            ring.send()
+        assert rings[0].wait(), turn
+        rings[0].receive()
+    arrived = threading.Barrier(4)
+
+    def wait(ring: StageRing) -> None:
+        arrived.wait()
+        with pytest.raises(RankLost):
+            ring.receive()
+
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(wait, ring) for ring in rings]
+        arrived.wait()
+        files.cut_ring()
+        files.cut_ring()
+        for one in waiting:
+            one.result(timeout=60)
+    for ring in rings:
+        with pytest.raises(RankLost):
+            ring.send()
+        ring.close()
+
+
+def a_batch(rng: np.random.Generator) -> FlatBatch:
+    rows, seqs, width = (int(n) for n in rng.integers(0, 50, size=3))
+    whole = {name: rng.integers(0, 99, size=rows) for name in ("token_ids", "positions")}
+    return FlatBatch(
+        **whole,
+        slots=rng.integers(-1, 99, size=(2, rows)),
+        query_start=rng.integers(0, 9, size=seqs + 1).astype(np.int32),
+        sample_start=rng.integers(0, 9, size=seqs + 1).astype(np.int32),
+        seq_lens=rng.integers(0, 9, size=seqs).astype(np.int32),
+        block_tables=rng.integers(0, 9, size=(2, seqs, width)).astype(np.int32),
+        logits_rows=rng.integers(0, 9, size=seqs),
+    )
+
+
+def arrays_of(micro: MicroBatch) -> list[np.ndarray]:
+    batch = [getattr(micro.batch, name) for name in FlatBatch.__dataclass_fields__]
+    return batch if micro.logits_rows is None else [*batch, micro.logits_rows]
+
+
+def test_micro_batches_are_read_as_they_were_written_with_rows_and_results_behind(files: GroupFiles) -> None:
+    rng = np.random.default_rng(5)
+    ours, theirs = (SlotsInTurns(files.stages[0].slots) for _ in range(2))
+    pending = []
+    for turn in range(60):
+        rows = rng.integers(0, 9, size=turn) if turn % 3 else None
+        micro = MicroBatch(Task(1 + turn % 2), a_batch(rng), rows)
+        ours.next().write(micro)
+        pending.append(micro)
+        if len(pending) < len(ours):
+            continue
+        # As many as there are slots are under way at once.
+        expected, slot = pending.pop(0), theirs.next()
+        got = slot.read()
+        assert got.task is expected.task
+        assert (got.logits_rows is None) == (expected.logits_rows is None)
+        for one, other in zip(arrays_of(got), arrays_of(expected), strict=True):
+            assert one.dtype == other.dtype
+            assert np.array_equal(one, other)
+        count = got.batch.token_ids.size
+        slot.rows(count, 8, torch.bfloat16).fill_(turn)
+        slot.results(got.num_logits, 8, 40, torch.bfloat16).logits.fill_(-turn)
+        slot.results(got.num_logits, 8, 40, torch.bfloat16).hidden.fill_(turn)
+        assert np.array_equal(arrays_of(slot.read())[0], arrays_of(expected)[0])
+        assert bool((slot.results(got.num_logits, 8, 40, torch.bfloat16).logits == -turn).all())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_is_divided_in_parts_of_nearly_equal_size(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts = {f"r{index}": int(rng.choice([1, 1, 1, 3, 50])) for index in range(int(rng.integers(1, 20)))}
+    drafted = {name for name, count in counts.items() if count == 3}
+    for num_parts in (1, 2, 3, 5):
+        parts = divide(counts, drafted, num_parts)
+        assert all(parts)
+        assert len(parts) <= num_parts
+        flat = [one for part in parts for one in part]
+        joined: dict[str, int] = {}
+        for name, count in flat:
+            joined[name] = joined.get(name, 0) + count
+        assert joined == counts
+        assert list(joined) == list(counts)
+        assert len([name for name, _ in flat if name in drafted]) == len(drafted)
+        sizes = [sum(count for _, count in part) for part in parts]
+        assert max(sizes) <= -(-sum(counts.values()) // num_parts) + 2
+
+
+def test_files_of_a_rank_are_told_as_numbers(files: GroupFiles) -> None:
+    for stage in files.stages:
+        assert RankFiles.of(stage.descriptors) == stage
+    links = [(stage.sending, files.stages[(index + 1) % 3].receiving) for index, stage in enumerate(files.stages)]
+    assert len({end for link in links for end in link}) == 6

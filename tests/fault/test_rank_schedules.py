@@ -38,6 +38,7 @@ HAPPENS = {
     *("lost before a step", "lost in a step", "lost after a step", "lost at an event"),
     *("lost just when it joined", "lost while it drained", "lost rank 1 sends no heartbeats", "a stopped rank went on"),
     *("lost while it computed", "lost while a request waited", "lost while it was idle", "lost with leases"),
+    *("link cut", "one way", "cut from the router", "reads frozen"),
     *("lost while it was read", "lost while it read", "finished after a failover"),
 }
 """Events that each hundred of schedules must contain at least once."""
@@ -97,6 +98,9 @@ class RankSchedule(Schedule):
             self._lose_while_it_joins,
             self._lose_while_it_drains,
             self._stop_a_rank,
+            self._stop_a_rank,
+            self._cut_the_links,
+            self._cut_the_links,
             super()._disturb,
         ]
         act = self.rng.choice(acts)
@@ -123,6 +127,11 @@ class RankSchedule(Schedule):
         if (node := self._any_node_with_ranks()) is not None:
             event = self.rng.choice(EVENTS[node.role])
             node.log.strike_at(event, lambda: node.lose_ranks("at an event"))
+
+    async def _cut_the_links(self) -> None:
+        """Cut what connects a node of several ranks: they have one stream to the router and one link to each peer."""
+        cut = self.rng.choice([self._cut_a_link, self._hold_one_way, self._cut_from_router, self._freeze_reads])
+        await cut()
 
     async def _lose_while_it_joins(self) -> None:
         if (node := self._any_node_with_ranks()) is None:

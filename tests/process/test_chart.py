@@ -144,7 +144,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ranks of other costs": {
         **OPEN,
         "nodes": {"kind": "LeaderWorkerSet", "rankResources": {"cpu": "250m", "memory": "1G"}},
-        "decode": {"flags": {"tp": 3}},
+        "decode": {"flags": {"tp": 1, "pp": 3}},
     },
     "no account": {**OPEN, "serviceAccount": {"create": False}},
     "bare": {**OPEN, "networkPolicy": {"enabled": False}, "podDisruptionBudget": {"enabled": False}},

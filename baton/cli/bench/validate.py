@@ -16,6 +16,7 @@ from baton.cli.bench.model import chosen_model, named_model
 from baton.cli.bench.serve import usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 from baton.errors import BatonError, Cancelled, InvalidRequest
+from baton.messages.node_shape import NodeShape
 from baton.models.resolve import FoundModel
 
 BUNDLED = "bundled"
@@ -35,6 +36,9 @@ def validate(
     tp: Annotated[int, typer.Option(help="Ranks of each node, each with a thread.", **_RANKS)] = 1,
     prefill_tp: Annotated[int | None, typer.Option(help="--tp of prefill nodes.", **_RANKS)] = None,
     decode_tp: Annotated[int | None, typer.Option(help="--tp of decode nodes.", **_RANKS)] = None,
+    pp: Annotated[int, typer.Option(help="Stages of each node, of --tp ranks each.", **_RANKS)] = 1,
+    prefill_pp: Annotated[int | None, typer.Option(help="--pp of prefill nodes.", **_RANKS)] = None,
+    decode_pp: Annotated[int | None, typer.Option(help="--pp of decode nodes.", **_RANKS)] = None,
     dtype: DtypeOption = "auto",
     load: Annotated[
         list[float] | None,
@@ -82,7 +86,9 @@ def validate(
         for share in loads:
             if not share > 0:
                 raise InvalidRequest("--load", f"{share:g} is not above 0")
-        if nodes.is_conditional and (prefill_tp or tp) != (decode_tp or tp):
+        prefill = NodeShape(prefill_tp or tp, prefill_pp or pp)
+        decode = NodeShape(decode_tp or tp, decode_pp or pp)
+        if nodes.is_conditional and prefill != decode:
             # Steps are fitted by what they compute: prompts must be computed by nodes of one shape.
             raise InvalidRequest("--arrangement", f"{nodes} needs nodes of one shape")
     workload = WorkloadSpec(
@@ -97,11 +103,10 @@ def validate(
         "--kv-cache-memory",
         kv_cache_memory,
     )
-    ranks = {"--prefill-tp": prefill_tp or tp, "--decode-tp": decode_tp or tp}
-    for flag, number in ranks.items():
-        flags += (flag, str(number)) if number > 1 else ()
+    for role, shape in (("prefill", prefill), ("decode", decode)):
+        flags += (f"--{role}-tp", str(shape.tp), f"--{role}-pp", str(shape.pp)) if shape.num_ranks > 1 else ()
     # All nodes have as many threads as the largest one has ranks: `baton up` has no number of threads for each role.
-    threads = max(ranks.values()) if nodes.prefill else ranks["--decode-tp"]
+    threads = max(prefill.num_ranks, decode.num_ranks) if nodes.prefill else decode.num_ranks
     if speculative_config:
         flags += ("--speculative-config", speculative_config)
     check_files(result_filename, report)

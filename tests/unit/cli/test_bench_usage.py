@@ -44,6 +44,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "--arrangement: conditional:1p1d needs nodes of one shape",
         ),
         ("bench validate --tp 0", "Invalid value for '--tp'"),
+        (
+            "bench validate --arrangement conditional:1p1d --pp 2 --prefill-pp 1",
+            "--arrangement: conditional:1p1d needs",
+        ),
         ("bench nodes --start 1p1d --result-filename empty.json/x", "empty.json/x can't be written: "),
         ("bench serve --port 1 --result-filename empty.json/x", "empty.json/x can't be written: "),
         ("bench serve --port 1 --report folder", "folder is a folder: name a file in it"),

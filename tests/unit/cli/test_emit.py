@@ -348,6 +348,7 @@ export -f address_of keep_running
         ({"tp": 2}, "2"),
         ({"tp": 2, "prefill_tp": 1, "decode_tp": 4}, "4"),
         ({"prefill_tp": 8}, "8"),
+        ({"tp": 2, "decode_pp": 3}, "6"),
         ({"threads": 6, "tp": 2}, "6"),
         ({"threads": 1}, None),
     ],

@@ -128,9 +128,9 @@ async def test_a_description_has_what_names_cached_blocks(tmp_path: Path) -> Non
 
 
 async def test_a_description_and_the_record_have_the_shape(tmp_path: Path) -> None:
-    async with running(tmp_path, tp=2) as (node, client, _):
-        assert (await client.describe()).node.shape == NodeShape(tp=2)
-        assert [(record.tp, record.pp) for record in (await node.registry.read()).values()] == [(2, 1)]
+    async with running(tmp_path, tp=2, pp=3) as (node, client, _):
+        assert (await client.describe()).node.shape == NodeShape(2, 3)
+        assert [(record.tp, record.pp) for record in (await node.registry.read()).values()] == [(2, 3)]
 
 
 async def test_a_description_has_the_number_of_threads_that_compute(tmp_path: Path) -> None:

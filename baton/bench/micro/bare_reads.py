@@ -11,7 +11,7 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from statistics import median
@@ -19,14 +19,14 @@ from statistics import median
 import numpy as np
 
 from baton.clock import SystemClock
-from baton.engine.runner import KVMemory
+from baton.engine.runner import KVLayout, KVMemory
 from baton.errors import BatonError
 from baton.runner.blocks.block_digests import block_digests
 from kv_transfer.backends.base import PeerMemory, ReadState
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_events import BlocksDigested, MoverEvent, ReadDone
-from kv_transfer.piece_plan import ReadRange
+from kv_transfer.piece_plan import PiecePlan, ReadRange
 
 _COLD_BYTES = 256 << 20
 """Memory on each side: several times the share of one core in the last-level cache of any processor."""
@@ -49,23 +49,38 @@ class Sender:
 
     memory: PeerMemory
     num_blocks: int
-    """Number of blocks on each side."""
+    """Number of its blocks. A reader has as many bytes."""
+    reader: KVLayout | None = None
+    """Layout of its readers, if their blocks have another size; `memory.block_size` is the sender's then."""
 
     @property
-    def block_bytes(self) -> int:
-        return self.memory.block_bytes
+    def plan(self) -> PiecePlan:
+        if self.reader is None or self.memory.block_size is None:
+            return PiecePlan.of_equal_blocks(self.memory.block_bytes)
+        return PiecePlan.between(self.reader, self.memory.block_size)
+
+    def new_reader_memory(self) -> KVMemory:
+        """Memory for a reader."""
+        block_bytes = self.plan.local_block_bytes
+        num_blocks = self.num_blocks * self.memory.block_bytes // block_bytes
+        return replace(host_memory(num_blocks, block_bytes), layout=self.reader)
 
 
 @contextmanager
-def bare_sender(block_bytes: int, num_blocks: int) -> Iterator[Sender]:
-    """Starts a sender for reads of up to `num_blocks` blocks, over the transports that `UCX_TLS` allows."""
+def bare_sender(
+    block_bytes: int, num_blocks: int, reader: KVLayout | None = None, block_size: int | None = None
+) -> Iterator[Sender]:
+    """Starts a sender for reads of up to `num_blocks` blocks, over the transports that `UCX_TLS` allows.
+
+    `reader`: the layout of its readers, and `block_size` its own block size, if they have another one.
+    """
     num_blocks *= max(2, _COLD_BYTES // (num_blocks * block_bytes))
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_send, args=(theirs, block_bytes, num_blocks), daemon=True)
     process.start()
     try:
-        yield Sender(ours.recv(), num_blocks)
+        yield Sender(replace(ours.recv(), block_size=block_size), num_blocks, reader)
     finally:
         ours.send("stop")
         process.join(10)
@@ -84,15 +99,24 @@ class ReadTimes:
     mover_share: float
     """The mover's bandwidth as a share of the bare loop's, compared round by round because the machine's speed drifts.
     """
+    mover_share_min: float
+    mover_share_max: float
+    """The smallest and the largest of the rounds."""
     digest_cost: float
     """Time that digests add until the last one is known, as a share of the mover's time without digests, compared round
     by round."""
+    num_bytes: int
+    """Bytes of one read, as the mover has counted them."""
 
 
 def read_times(sender: Sender, num_blocks: int) -> ReadTimes:
-    """Measures reads of `num_blocks` adjacent blocks. Bare loop, mover, and mover with digests are interleaved."""
-    places = itertools.cycle(range(0, sender.num_blocks - num_blocks + 1, num_blocks))
-    reads = ([ReadRange(block, block, num_blocks)] for block in places)
+    """Measures reads of `num_blocks` adjacent blocks of the sender, or of their sub-blocks.
+
+    Bare loop, mover, and mover with digests are interleaved. The bare loop posts the same descriptors as the mover.
+    """
+    count = num_blocks * sender.plan.remote_parts
+    places = itertools.cycle(range(0, sender.num_blocks * sender.plan.remote_parts - count + 1, count))
+    reads = ([ReadRange(place, place, count)] for place in places)
     bare: list[float] = []
     plain: list[_MoverTimes] = []
     digested: list[_MoverTimes] = []
@@ -105,12 +129,20 @@ def read_times(sender: Sender, num_blocks: int) -> ReadTimes:
                 (digested if with_digests else plain).append(mover.read(batch, with_digests=with_digests))
     shares = [bare_ms / moved.read_ms for bare_ms, moved in zip(bare, plain, strict=True)]
     costs = [slow.total_ms / quick.total_ms - 1 for slow, quick in zip(digested, plain, strict=True)]
-    return ReadTimes(median(bare), median(each.read_ms for each in plain), median(shares), median(costs))
+    return ReadTimes(
+        bare_ms=median(bare),
+        mover_ms=median(each.read_ms for each in plain),
+        mover_share=median(shares),
+        mover_share_min=min(shares),
+        mover_share_max=max(shares),
+        digest_cost=median(costs),
+        num_bytes=mover.num_bytes,
+    )
 
 
 @contextmanager
 def _bare_reader(sender: Sender) -> Iterator[NixlBackend]:
-    backend = NixlBackend("bare-reader", host_memory(sender.num_blocks, sender.block_bytes))
+    backend = NixlBackend("bare-reader", sender.new_reader_memory())
     try:
         backend.connect(sender.memory)
         yield backend
@@ -136,6 +168,8 @@ class _MoverReader:
         self._mover = mover
         self._events = events
         self._read_ids = itertools.count()
+        self.num_bytes = 0
+        """Bytes of the latest read."""
 
     def read(self, reads: Sequence[list[ReadRange]], *, with_digests: bool) -> _MoverTimes:
         """Carries out the reads, one after the other, and waits for their digests."""
@@ -146,7 +180,8 @@ class _MoverReader:
             blocks = [block for r in ranges for block in range(r.local_block, r.local_block + r.count)]
             to_digest = blocks if with_digests else ()
             wanted += len(to_digest)
-            self._mover.read(next(self._read_ids), self._sender.memory.incarnation, ranges, to_digest)
+            incarnation, parts = self._sender.memory.incarnation, self._sender.plan.local_parts
+            self._mover.read(next(self._read_ids), incarnation, ranges, to_digest, parts)
             digested += self._wait_for_read(ends) if number else 0
         while len(ends) < len(reads) or digested < wanted:
             digested += self._handle_event(ends)
@@ -162,7 +197,8 @@ class _MoverReader:
     def _handle_event(self, ends: list[float]) -> int:
         """Handles the mover's next event; returns the number of digested blocks."""
         match self._events.get():
-            case ReadDone():
+            case ReadDone(_, num_bytes):
+                self.num_bytes = num_bytes
                 ends.append(time.perf_counter() * 1e3)
             case BlocksDigested(_, digests):
                 return len(digests)
@@ -174,7 +210,7 @@ class _MoverReader:
 @contextmanager
 def _mover_reader(sender: Sender) -> Iterator[_MoverReader]:
     events: SimpleQueue[MoverEvent] = SimpleQueue()
-    memory = host_memory(sender.num_blocks, sender.block_bytes)
+    memory = sender.new_reader_memory()
     mover = Mover(lambda: NixlBackend("moved-reader", memory), events.put, SystemClock(), digests=block_digests(memory))
     mover.start()
     try:

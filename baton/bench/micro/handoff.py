@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from statistics import median
 
@@ -18,8 +18,10 @@ from baton.bench.live_cluster import LiveCluster, live_cluster, model_flags
 from baton.bench.micro.bare_reads import bare_sender, read_times
 from baton.bench.micro.solo import SoloEngine, SoloRun
 from baton.client import GenerationClient
+from baton.engine.runner import KVLayout
 from baton.errors import BatonError, ConfigError
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest
+from baton.messages.kv_format import block_sizes_fit
 from baton.messages.node_report import TraceEvent
 from baton.messages.sampling import SamplingParams
 from baton.models.resolve import FoundModel
@@ -39,7 +41,26 @@ class HandoffBenchConfig:
     max_num_batched_tokens: int = 512
     threads: int = 1
     kv_cache_bytes: int = 512 << 20
+    other_block_size: int = 32
+    """Reads between nodes of the model's block size and of this one are measured, too."""
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MixedReads:
+    """Reads of the last chunk's length between nodes whose blocks have different sizes, as in `HandoffReport`."""
+
+    sender_block_size: int
+    reader_block_size: int
+    bytes: int
+    descriptors: int
+    mover_bandwidth_gbps: float
+    raw_bandwidth_gbps: float
+    """Bandwidth of a bare loop over the same descriptors."""
+    mover_share: float
+    mover_share_min: float
+    mover_share_max: float
+    mover_digest_cost: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +108,10 @@ class HandoffReport:
     blocks: int
     tokens_equal: bool
     """Whether cluster and single engine gave the same tokens for every prompt."""
+    equal_reads_bytes: int
+    """Bytes of a read of the last chunk's length between equal block sizes, with which those of `mixed_reads` compare.
+    """
+    mixed_reads: Sequence[MixedReads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +131,10 @@ class _HandOverTimes:
 
 
 def run(config: HandoffBenchConfig) -> HandoffReport:
-    """Runs the benchmark; raises ConfigError for a prompt that is too long, and any error of a request."""
+    """Runs the benchmark.
+
+    Raises ConfigError for a prompt that is too long or block sizes that don't fit, and any error of a request.
+    """
     rng = Random(config.seed)
     solo = SoloEngine(config.model, config.dtype, config.kv_cache_bytes, config.max_num_batched_tokens, config.threads)
     if config.prompt_tokens + config.new_tokens > solo.runner.model.max_model_len:
@@ -114,6 +142,9 @@ def run(config: HandoffBenchConfig) -> HandoffReport:
             f"the model takes at most {solo.runner.model.max_model_len} tokens; use smaller --prompt-tokens or "
             "--new-tokens"
         )
+    block_size, other_size = solo.layout.block_size, config.other_block_size
+    if not block_sizes_fit(block_size, other_size):
+        raise ConfigError(f"blocks of {block_size} and of {other_size} tokens: neither divides the other")
     vocab = solo.runner.model.vocab_size
     flags = [
         *model_flags(config.model, config.dtype),
@@ -233,7 +264,35 @@ def _report(
         blocks_read_before_last_chunk=min(t.read_before_last_chunk for t in times),
         blocks=blocks,
         tokens_equal=all(c.token_ids == s.token_ids for c, s in zip(cluster_runs, solo_runs, strict=True)),
+        equal_reads_bytes=reads.num_bytes,
+        mixed_reads=mixed_reads(solo.layout, config.other_block_size, pieces[-1] * block_size),
     )
+
+
+def mixed_reads(layout: KVLayout, other_block_size: int, num_tokens: int) -> Sequence[MixedReads]:
+    """Measures reads of about so many tokens from blocks of the layout's size into such of another size, and back."""
+    return [
+        _mixed_reads(layout, other_block_size, num_tokens),
+        _mixed_reads(replace(layout, block_size=other_block_size), layout.block_size, num_tokens),
+    ]
+
+
+def _mixed_reads(sender: KVLayout, reader_block_size: int, num_tokens: int) -> MixedReads:
+    reader, num_blocks = replace(sender, block_size=reader_block_size), -(-num_tokens // sender.block_size)
+    with bare_sender(sender.block_bytes, num_blocks, reader, sender.block_size) as process:
+        times = read_times(process, num_blocks)
+        return MixedReads(
+            sender_block_size=sender.block_size,
+            reader_block_size=reader_block_size,
+            bytes=times.num_bytes,
+            descriptors=num_blocks * process.plan.remote_parts * process.plan.max_pieces,
+            mover_bandwidth_gbps=times.num_bytes / times.mover_ms / 1e6,
+            raw_bandwidth_gbps=times.num_bytes / times.bare_ms / 1e6,
+            mover_share=times.mover_share,
+            mover_share_min=times.mover_share_min,
+            mover_share_max=times.mover_share_max,
+            mover_digest_cost=times.digest_cost,
+        )
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -73,6 +73,9 @@ def handoff(
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=4)] = 16,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a chunk of a prompt.", min=64)] = 512,
     threads: Annotated[int, typer.Option(help="Threads of each node, and of the single engine.", min=1)] = 1,
+    other_block_size: Annotated[
+        int, typer.Option(help="Measure reads from and into KV blocks of so many tokens, too.", min=1)
+    ] = 32,
     output: OutputOption = Format.TEXT,
 ) -> None:
     """Measure a hand-off between two nodes, and compare it with a single engine and with bare NIXL reads."""
@@ -91,6 +94,7 @@ def handoff(
                 requests=requests,
                 max_num_batched_tokens=max_num_batched_tokens,
                 threads=threads,
+                other_block_size=other_block_size,
             )
         )
     values = asdict(report)
@@ -99,6 +103,9 @@ def handoff(
     elif output is Format.YAML:
         print_yaml(values)
     else:
+        for each in values.pop("mixed_reads"):
+            sizes = f"{each.pop('sender_block_size')} to {each.pop('reader_block_size')}"
+            values |= {f"{key}, {sizes}": value for key, value in each.items()}
         rows = [[key, f"{value:.3f}" if isinstance(value, float) else str(value)] for key, value in values.items()]
         print_table(["WHAT", "MEDIAN"], rows)
 

@@ -11,15 +11,15 @@ from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
 
 
 def rows_in(
-    weights: Sequence[torch.Tensor | NarrowWeight], ranges: Sequence[tuple[int, int]]
+    weights: Sequence[torch.Tensor | NarrowWeight], ranges: Sequence[range]
 ) -> list[torch.Tensor | NarrowWeight]:
-    """The rows in these ranges of stacked weights [N_i, K]. A range is (first row, row behind the last)."""
-    taken, start = [], 0
+    """The rows in these ranges of stacked weights [N_i, K]."""
+    taken: list[torch.Tensor | NarrowWeight] = []
+    start = 0
     for weight in weights:
         stop = start + weight.shape[0]
-        for first, end in ranges:
-            if max(first, start) < min(end, stop):
-                taken.append(rows_of(weight, max(first, start) - start, min(end, stop) - start))
+        own = [range(max(rows.start, start) - start, min(rows.stop, stop) - start) for rows in ranges]
+        taken += [rows_of(weight, rows.start, rows.stop) for rows in own if rows]
         start = stop
     return taken
 

@@ -21,7 +21,7 @@ from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
-from baton.runner.backends.ranks.shard import HeadRange, Shard
+from baton.runner.backends.ranks.shard import OwnHeads, Shard
 
 ATTENTION_NAME = "baton_paged"
 
@@ -43,12 +43,17 @@ class AttentionParameters:
     """[H]: one more score for each head, which has no value; None: there are none."""
 
 
-def of_own_heads(how: AttentionParameters, own: HeadRange) -> AttentionParameters:
+def of_own_heads(how: AttentionParameters, own: OwnHeads) -> AttentionParameters:
     """The parameters of a rank's own heads; sinks are copied."""
     if how.sinks is None:
         return how
-    sinks = how.sinks.detach()[own.queries].clone()
+    sinks = how.sinks.detach()[own.queries.start : own.queries.stop].clone()
     return replace(how, sinks=sinks)
+
+
+def heads_in(rows: torch.Tensor, heads: range) -> torch.Tensor:
+    """Some of the heads of rows [T, H, D], which share their memory."""
+    return rows[:, heads.start : heads.stop]
 
 
 class UnsupportedAttention(ConfigError):
@@ -86,7 +91,8 @@ def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> list[Ca
         offset = 0
         for index in group.layers:
             layer = layout.layers[index]
-            first, count = shard.kv_heads(layer.num_kv_heads)
+            heads = shard.kv_heads(layer.num_kv_heads)
+            first = heads.start
             size, all_heads = layout.block_size, layer.num_kv_heads
             scales = offset + size * (layer.token_elements + first * BFLOAT16_BYTES) if layout.has_scales else None
             views[index] = CacheView(
@@ -95,7 +101,7 @@ def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> list[Ca
                 block_stride=layout.block_elements,
                 key_offset=offset + first * size * layer.key_dim,
                 value_offset=offset + size * (all_heads * layer.key_dim + first * layer.value_dim),
-                num_kv_heads=count,
+                num_kv_heads=len(heads),
                 block_size=size,
                 key_dim=layer.key_dim,
                 value_dim=layer.value_dim,
@@ -217,7 +223,7 @@ class EchoAttention:
         return mixed
 
 
-class OwnHeads:
+class AttendOwnHeads:
     """Takes this rank's heads out of queries, keys and values of all heads, and gathers what all ranks attended."""
 
     def __init__(self, attend: Attend, ranks: Ranks) -> None:
@@ -237,7 +243,12 @@ class OwnHeads:
         shard = self._ranks.shard
         own = shard.heads(query.shape[1], key.shape[1])
         attended = self._attend.attend(
-            layer, query[:, own.queries], key[:, own.kv], value[:, own.kv], of_own_heads(how, own), sampling=sampling
+            layer,
+            heads_in(query, own.queries),
+            heads_in(key, own.kv),
+            heads_in(value, own.kv),
+            of_own_heads(how, own),
+            sampling=sampling,
         )
         rows = attended.reshape(attended.shape[0], -1)
         every = self._ranks.gather(rows, [rows.shape[1]] * shard.size)
@@ -246,7 +257,7 @@ class OwnHeads:
 
 def bind(module: nn.Module, attend: Attend, ranks: Ranks = ONE_RANK) -> None:
     """Make every attention layer of a model pass its rows to `attend`: those of this rank's heads."""
-    of_all_heads = attend if ranks.shard.size == 1 else OwnHeads(attend, ranks)
+    of_all_heads = attend if ranks.shard.size == 1 else AttendOwnHeads(attend, ranks)
     for part in module.modules():
         if getattr(part, "layer_idx", None) is not None:
             has_own_heads = hasattr(part, "own_heads")

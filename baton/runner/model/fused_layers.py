@@ -106,25 +106,21 @@ class FusedAttention(nn.Module):
         num_heads, num_kv_heads, self._head_dim = heads
         self.own_heads = operations.ranks.shard.heads(num_heads, num_kv_heads)
         """The heads that this rank computes."""
-        self._heads, self._kv_heads = self.own_heads.num_queries, self.own_heads.num_kv
+        self._heads, self._kv_heads = len(self.own_heads.queries), len(self.own_heads.kv)
         self._norms = norms
         self._how = of_own_heads(how, self.own_heads)
         own_rows = self._own_rows(num_heads, num_kv_heads)
         self._qkv = operations.pack_own(*rows_in(weights, own_rows))
         bias = _joined_bias(weights, biases)
-        self._qkv_bias = None if bias is None else torch.cat([bias[first:stop] for first, stop in own_rows])
+        self._qkv_bias = None if bias is None else torch.cat([bias[rows.start : rows.stop] for rows in own_rows])
         self._out = operations.pack(out[0])
         self._out_bias = None if out[1] is None else out[1].detach().clone()
 
-    def _own_rows(self, num_heads: int, num_kv_heads: int) -> list[tuple[int, int]]:
+    def _own_rows(self, num_heads: int, num_kv_heads: int) -> list[range]:
         """Where the own queries, keys and values are among the outputs of the stacked weights."""
         own, dim = self.own_heads, self._head_dim
-        starts = (
-            (own.first_query, own.num_queries),
-            (num_heads + own.first_kv, own.num_kv),
-            (num_heads + num_kv_heads + own.first_kv, own.num_kv),
-        )
-        return [(first * dim, (first + count) * dim) for first, count in starts]
+        parts = ((0, own.queries), (num_heads, own.kv), (num_heads + num_kv_heads, own.kv))
+        return [range((before + heads.start) * dim, (before + heads.stop) * dim) for before, heads in parts]
 
     def rows(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None

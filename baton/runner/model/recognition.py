@@ -16,7 +16,7 @@ from torch import nn
 
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.torch_operations import activate, rms_norm
-from baton.runner.model.attention import AttentionParameters, EchoAttention
+from baton.runner.model.attention import AttentionParameters, EchoAttention, heads_in
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
 from baton.runner.model.quantized_layers import (
     QuantizedLinear,
@@ -228,7 +228,7 @@ def _same_attention(
     expected = child(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)[0]
     out = fused.rows(x[0], whole_angles(cos[0], fused.half_angles), whole_angles(sin[0], fused.half_angles))
     own = fused.own_heads
-    seen = (rows[:, heads] for rows, heads in zip(theirs.seen[0], (own.queries, own.kv, own.kv), strict=True))
+    seen = (heads_in(rows, heads) for rows, heads in zip(theirs.seen[0], (own.queries, own.kv, own.kv), strict=True))
     pairs = zip(seen, ours.seen[0], strict=True)
     return _agree(expected[0], out) and all(_agree(theirs, ours) for theirs, ours in pairs)
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import ConfigError
-from baton.runner.backends.ranks.shard import Shard, column_bounds
+from baton.runner.backends.ranks.shard import Shard, columns_of_ranks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("num_columns", [0, 1, 5, 63, 64, 100, 128, 896, 32000, 151937])
 def test_every_column_is_one_ranks(num_columns: int, size: int) -> None:
-    bounds = column_bounds(num_columns, size)
-    owners = [rank for rank, (first, end) in enumerate(bounds) for _ in range(first, end)]
+    bounds = columns_of_ranks(num_columns, size)
+    owners = [rank for rank, columns in enumerate(bounds) for _ in columns]
     assert len(bounds) == size
     assert len(owners) == num_columns
     assert [Shard(rank, size).columns(num_columns) for rank in range(size)] == bounds
-    widths = [end - first for first, end in bounds]
+    widths = [len(columns) for columns in bounds]
     # By groups of columns no share can be more than one group larger than another one.
     assert max(widths) - min(widths) <= 64
 
@@ -28,8 +28,8 @@ def test_every_query_head_has_its_key_value_head(heads: int, kv_heads: int, size
     found = []
     for rank in range(size):
         own = Shard(rank, size).heads(heads, kv_heads)
-        group = own.num_queries // own.num_kv
-        found += [(own.first_query + query, own.first_kv + query // group) for query in range(own.num_queries)]
+        group = len(own.queries) // len(own.kv)
+        found += [(head, own.kv[place // group]) for place, head in enumerate(own.queries)]
     assert found == [(head, head // (heads // kv_heads)) for head in range(heads)]
 
 

@@ -11,23 +11,11 @@ _COLUMNS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRange:
+class OwnHeads:
     """A rank's own query heads, and the key/value heads that they attend to."""
 
-    first_query: int
-    num_queries: int
-    first_kv: int
-    num_kv: int
-
-    @property
-    def queries(self) -> slice:
-        """The own ones among all query heads."""
-        return slice(self.first_query, self.first_query + self.num_queries)
-
-    @property
-    def kv(self) -> slice:
-        """The own ones among all key/value heads."""
-        return slice(self.first_kv, self.first_kv + self.num_kv)
+    queries: range
+    kv: range
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +29,11 @@ class Shard:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} is not one of {self.size} ranks")
 
-    def columns(self, num_columns: int) -> tuple[int, int]:
-        """The columns of a product that this rank computes: the first one, and the one behind the last."""
-        return column_bounds(num_columns, self.size)[self.rank]
+    def columns(self, num_columns: int) -> range:
+        """The columns of a product that this rank computes."""
+        return columns_of_ranks(num_columns, self.size)[self.rank]
 
-    def heads(self, num_heads: int, num_kv_heads: int) -> HeadRange:
+    def heads(self, num_heads: int, num_kv_heads: int) -> OwnHeads:
         """The attention heads that this rank computes; several ranks share a key/value head where there are too few.
 
         Raises ConfigError for numbers of heads that can't be divided among so many ranks.
@@ -57,19 +45,20 @@ class Shard:
                 f"ranks; {', '.join(possible)} would do"
             )
         num_queries = num_heads // self.size
-        return HeadRange(self.rank * num_queries, num_queries, *self.kv_heads(num_kv_heads))
+        return OwnHeads(range(self.rank * num_queries, (self.rank + 1) * num_queries), self.kv_heads(num_kv_heads))
 
-    def kv_heads(self, num_kv_heads: int) -> tuple[int, int]:
-        """The first of this rank's key/value heads, and how many it has."""
-        return self.rank * num_kv_heads // self.size, max(1, num_kv_heads // self.size)
+    def kv_heads(self, num_kv_heads: int) -> range:
+        """This rank's key/value heads."""
+        first = self.rank * num_kv_heads // self.size
+        return range(first, first + max(1, num_kv_heads // self.size))
 
 
-def column_bounds(num_columns: int, size: int) -> list[tuple[int, int]]:
-    """For each of `size` ranks its first column, and the one behind its last; a rank may have none."""
+def columns_of_ranks(num_columns: int, size: int) -> list[range]:
+    """The columns of each of `size` ranks; a rank may have none."""
     unit = _COLUMNS if num_columns >= _COLUMNS * size else 1
     groups = -(-num_columns // unit)
     ends = [min(num_columns, groups * (rank + 1) // size * unit) for rank in range(size)]
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    return list(map(range, [0, *ends[:-1]], ends))
 
 
 def divides_heads(size: int, num_heads: int, num_kv_heads: int) -> bool:

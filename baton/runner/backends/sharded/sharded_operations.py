@@ -16,7 +16,7 @@ from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.ranks.host_ranks import HostRanks
-from baton.runner.backends.ranks.shard import column_bounds
+from baton.runner.backends.ranks.shard import columns_of_ranks
 from baton.runner.backends.sharded.sharded_program import ShardedProgram
 from baton.runner.backends.sharded.sharded_weight import ShardedWeight
 from baton.runner.backends.weight_rows import rows_in, rows_of
@@ -51,16 +51,16 @@ class ShardedOperations:
 
     def pack_gated(self, gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight) -> ShardedWeight:
         num_columns = gate.shape[0]
-        first, end = self.ranks.shard.columns(num_columns)
-        own = [rows_of(weight, first, end) for weight in (gate, up)] if first < end else []
+        columns = self.ranks.shard.columns(num_columns)
+        own = [rows_of(weight, columns.start, columns.stop) for weight in (gate, up)] if columns else []
         return self._sharded(num_columns, gate.shape[1], own, self._inner.pack_gated)
 
     def take_rows(self, weight: ShardedWeight, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The rows of all ranks. The dtype must be given, since a rank that has none of the rows can't know it."""
         if dtype is None:
             raise TypeError("ranks can exchange rows only of a known dtype")
-        first, end = weight.columns
-        places = ((index >= first) & (index < end)).nonzero().flatten()
+        first = weight.columns.start
+        places = ((index >= first) & (index < weight.columns.stop)).nonzero().flatten()
         if weight.own is None:
             own = torch.empty(0, weight.k, dtype=dtype)
         else:
@@ -78,11 +78,10 @@ class ShardedOperations:
         """All columns of the product with a weight from `pack`; with one from `pack_own` those of this rank alone."""
         if not isinstance(weight, ShardedWeight):
             return self._inner.linear(x, weight, bias, out_dtype=out_dtype)
-        first, end = weight.columns
         if weight.own is None:
             own = x.new_empty(x.shape[0], 0, dtype=out_dtype)
         else:
-            own = self._inner.linear(x, weight.own, None if bias is None else bias[first:end], out_dtype=out_dtype)
+            own = self._inner.linear(x, weight.own, weight.own_part(bias), out_dtype=out_dtype)
         return self.ranks.gather(own, weight.widths)
 
     def gated_linear(self, x: torch.Tensor, weight: ShardedWeight, *, activation: Activation) -> torch.Tensor:
@@ -95,10 +94,10 @@ class ShardedOperations:
     def _sharded(
         self, num_columns: int, k: int, own: Sequence[torch.Tensor | NarrowWeight], pack: Callable[..., Packed]
     ) -> ShardedWeight:
-        bounds = column_bounds(num_columns, self.ranks.shard.size)
+        columns = columns_of_ranks(num_columns, self.ranks.shard.size)
         return ShardedWeight(
             own=pack(*own) if own else None,
             k=k,
-            columns=bounds[self.ranks.shard.rank],
-            widths=tuple(end - first for first, end in bounds),
+            columns=columns[self.ranks.shard.rank],
+            widths=tuple(map(len, columns)),
         )

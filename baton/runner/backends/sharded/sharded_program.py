@@ -39,14 +39,13 @@ class ShardedProgram(Program):
         if not isinstance(w, ShardedWeight):
             return super().linear(x, w, bias, into=into)
         self._require_bias(bias, w.n)
-        first, end = w.columns
         if isinstance(into, str):
             out = self._buffers.shared(into, w.n, x.sampled, self._dtype)
         else:
             out = self._buffers.shared(f"argument {into.buffer}", w.n, x.sampled, into.dtype)
             self._results.append((into, out))
         if w.own is not None:
-            self._multiply_all(x, w.own, None if bias is None else bias[first:end], out.columns(first, end))
+            self._multiply_all(x, w.own, w.own_part(bias), out.columns(w.columns.start, w.columns.stop))
         self._wait_for_ranks()
         return out
 
@@ -56,7 +55,7 @@ class ShardedProgram(Program):
             raise KernelArgumentError("w", "must be a weight of all ranks, and its product go into shared rows")
         out = self._buffers.shared(into, w.n, x.sampled, self._dtype)
         if w.own is not None:
-            self._multiply_gated(x, w.own, activation, out.columns(*w.columns))
+            self._multiply_gated(x, w.own, activation, out.columns(w.columns.start, w.columns.stop))
         self._wait_for_ranks()
         return out
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from baton.runner.backends.cpu.kernels import Packed
 
 
@@ -13,10 +15,14 @@ class ShardedWeight:
 
     own: Packed | None
     k: int
-    columns: tuple[int, int]
-    """The first of this rank's columns, and the one behind the last."""
+    columns: range
+    """This rank's columns."""
     widths: tuple[int, ...]
     """How many columns each rank has."""
+
+    def own_part(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """What a bias [N] adds to this rank's columns."""
+        return None if bias is None else bias[self.columns.start : self.columns.stop]
 
     @property
     def n(self) -> int:

@@ -24,7 +24,13 @@ from decode_node import absent_senders
 from decode_node.intake import Intake
 from kv_transfer.receiver.join_probe import ProbeTimes
 from kv_transfer.receiver.join_probe_machine import ProbeState
-from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, SimulatedNode, simulated_cluster
+from tests.support.simulated_cluster import (
+    BLOCK_SIZE,
+    SimulatedCluster,
+    SimulatedLimits,
+    SimulatedNode,
+    simulated_cluster,
+)
 from tests.support.virtual_time import run_virtually
 
 LIMITS = SimulatedLimits(num_blocks=96, chunk=8)
@@ -207,3 +213,22 @@ def test_bytes_that_arrive_wrong_are_named_so_and_never_used() -> None:
             assert set(failed) <= {TransferCause.PROBE_FAILED.value}
 
     run_virtually(main())
+
+
+@pytest.mark.parametrize("size", [BLOCK_SIZE // 2, 2 * BLOCK_SIZE])
+def test_a_pair_with_blocks_of_different_sizes_is_probed_by_the_plan_of_its_reads(size: int) -> None:
+    async def main(corrupt: float) -> None:
+        limits = replace(LIMITS, prefill_block_size=size)
+        async with simulated_cluster(
+            Random(1), limits=limits, faults=lambda: Faults(corrupt=corrupt), cluster=CorruptingCluster
+        ) as cluster:
+            sender, probes = cluster.nodes["prefill-0"].incarnation, intake(cluster).probes
+            seen = [failed.fault for failed in intake(cluster).failed_probes()]
+            if corrupt:
+                assert seen == [ProbeFault.WRONG_BYTES]
+            else:
+                assert (seen, probes.state(sender)) == ([], ProbeState.PASSED)
+                assert await generate(cluster, 1) == "prefill-0"
+
+    run_virtually(main(0.0))
+    run_virtually(main(1.0))

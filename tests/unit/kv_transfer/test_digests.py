@@ -245,3 +245,13 @@ def test_parts_are_digested_by_group_and_again_for_more_parts() -> None:
     assert asked == []
     assert offered.digests_of((5,), names[:1], 4) == [20, 21, 22, 23]
     assert offered.digests_of((5,), names[:1]) == [5]
+
+
+def test_parts_of_blocks_of_a_device_are_copied_to_the_host_first() -> None:
+    layout = KVLayout(8, (LayerGeometry(5, 4, 4),) * 3, "float32")
+    cache = torch.randn(40, layout.block_elements)
+    content = cache.numpy().tobytes()
+    memory = KVMemory(1, 40, layout.block_bytes, "VRAM", 0, cache, layout=layout)  # nothing lies at its address
+    on_host = block_digests(replace(memory_of(content, layout.block_bytes), layout=layout))
+    asked = [*range(79, 9, -1), 3]
+    assert block_digests(memory)(asked, Division(2)) == on_host(asked, Division(2))

@@ -1,4 +1,4 @@
-"""Schedules of faults, drawn from seeds, over real nodes of one and of two ranks in every pair of roles, and NIXL.
+"""Schedules of faults, drawn from seeds, over real nodes of several shapes in every pair of roles, and NIXL.
 
 A rank is killed, stopped or cut off from its node, a node is killed or stopped, or connections between processes are
 cut, while clients stream. Every stream goes on elsewhere with the same tokens, nothing of a lost rank is left, and all
@@ -39,11 +39,14 @@ from tests.support.tiny_models import TINY_MODELS
 NUM_SCHEDULES = int(os.environ.get("BATON_RANK_PROCESS_SCHEDULES", "20"))
 FIRST_SEED = int(os.environ.get("BATON_FAULT_SEED", "0"))
 ROLES = {"prefill-0": "prefill", "decode-1": "prefill", "decode-0": "decode", "prefill-1": "decode"}
-"""The role of each node. A node is named after the role with which it starts; those named decode have two ranks."""
+"""The role of each node. A node is named after the role with which it starts, and its shape is that of this role."""
+SHAPES = {"one and two ranks": ("--prefill-tp", "1"), "two stages and two ranks": ("--prefill-pp", "2")}
+"""The flag for the shape of nodes that start as prefill nodes. Others have two ranks."""
 FLAGS = (
-    *("--prefill", "2", "--decode", "2", "--prefill-tp", "1", "--decode-tp", "2", "--threads", "1"),
+    *("--prefill", "2", "--decode", "2", "--decode-tp", "2", "--threads", "1"),
     *("--dtype", "float32", "--kv-cache-memory", "4MiB", "--max-num-batched-tokens", "32", "--max-num-seqs", "8"),
 )
+PREFILL, DECODE = ([name for name in ROLES if ROLES[name] == role] for role in ("prefill", "decode"))
 NUM_CLIENTS = 3
 REQUESTS_PER_CLIENT = 2
 _PAUSE_S = 0.02
@@ -172,14 +175,14 @@ class Schedule:
         """Run the schedule. A node that it ends may still be starting afterwards: no fault before the next end needs
         it."""
         ends_a_node = [
+            self._kill_a_rank_at_a_step,
             self._kill_a_rank,
-            self._kill_a_rank_at_a_step,
-            self._stop_a_rank_for_ever,
-            self._kill_a_rank_at_a_step,
             self._cut_a_rank_off,
             self._kill_a_rank_while_all_are_idle,
-            self._kill_a_rank_at_a_step,
             self._kill_a_node,
+            self._kill_a_rank_at_a_step,
+            self._kill_a_rank,
+            self._stop_a_rank_for_ever,
         ]
         ends_none = [
             self._stop_a_rank_for_a_while,
@@ -310,14 +313,16 @@ def nothing_is_left() -> Iterator[set[int]]:
 
 
 @pytest.mark.timeout(200 + 30 * NUM_SCHEDULES)
+@pytest.mark.parametrize("shapes", SHAPES)
 async def test_streams_go_on_and_nothing_of_a_lost_rank_is_left(
-    directory: Path, asked: Sequence[Asked], failpoints_dir: Path, tmp_path: Path
+    directory: Path, asked: Sequence[Asked], failpoints_dir: Path, tmp_path: Path, shapes: str
 ) -> None:
     seen: Counter[str] = Counter()
+    seeds = _seeds(shapes)
     environment = {"BATON_FAILPOINTS": str(failpoints_dir)}
     with (
         nothing_is_left() as processes,
-        process_cluster(tmp_path / "run", directory, *FLAGS, environment=environment) as cluster,
+        process_cluster(tmp_path / "run", directory, *FLAGS, *SHAPES[shapes], environment=environment) as cluster,
     ):
         for name in ("prefill-1", "decode-1"):
             changed = await asyncio.to_thread(cluster.baton, "set-role", name, ROLES[name])
@@ -331,7 +336,7 @@ async def test_streams_go_on_and_nothing_of_a_lost_rank_is_left(
             await nodes.wait_until_whole()
             before, of_ranks = Counted(session), _holdings(nodes.ranks_seen)
             began = orphaned_segments()
-            for seed in range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES):
+            for seed in seeds:
                 schedule = Schedule(seed, nodes, asked, failpoints_dir)
                 try:
                     await schedule.run()
@@ -345,11 +350,17 @@ async def test_streams_go_on_and_nothing_of_a_lost_rank_is_left(
             processes |= nodes.ranks_seen
             await before.no_process_holds_more()
             assert not _holdings(nodes.ranks_seen) - of_ranks
+    assert seen["right"] == len(seeds) * NUM_CLIENTS * REQUESTS_PER_CLIENT, seen
     if NUM_SCHEDULES >= 20:
-        assert seen["right"] == NUM_SCHEDULES * NUM_CLIENTS * REQUESTS_PER_CLIENT, seen
-        assert seen["failed over"] >= 5, seen
-        assert seen["connections cut"] >= 4, seen
-        assert sum(" to " in key for key in seen) >= 4, seen
+        assert seen["failed over"] >= 2, seen
+        assert seen["connections cut"] >= 2, seen
+        assert {f"{one} to {other}" for one in PREFILL for other in DECODE} <= seen.keys(), seen
+
+
+def _seeds(shapes: str) -> range:
+    """The first three fifths of all seeds for the first shapes, and the others for the others."""
+    middle, end = FIRST_SEED + -(-NUM_SCHEDULES * 3 // 5), FIRST_SEED + NUM_SCHEDULES
+    return range(FIRST_SEED, middle) if shapes == next(iter(SHAPES)) else range(middle, end)
 
 
 def _holdings(pids: Iterable[int]) -> Counter[str]:

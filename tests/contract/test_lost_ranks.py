@@ -7,7 +7,7 @@ import queue
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import pytest
 
@@ -16,10 +16,10 @@ from baton.engine.runner import ModelRunner, RunnerLost
 from baton.messages.node_shape import NodeShape
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec
-from baton.runner.backends.sharded.sharded_program import ShardedProgram
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.ranks import following_rank
 from baton.testing.fake_rank_group import FakeRankGroup
 from baton.testing.fake_ranked_runner import FakeRankedRunner, LossMoment
 from tests.support.tiny_models import TINY_MODELS
@@ -39,9 +39,9 @@ class Ranked(Protocol):
 
 
 class FakeRanked:
-    def __init__(self) -> None:
+    def __init__(self, shape: NodeShape) -> None:
         spec = SimulatedSpec(num_blocks=16, block_size=BLOCK_SIZE, num_layers=2, num_kv_heads=2)
-        self.runner = FakeRankedRunner(spec, NodeShape(tp=2))
+        self.runner = FakeRankedRunner(spec, shape)
 
     def lose(self, reason: str) -> None:
         self.runner.lose(reason)
@@ -51,14 +51,15 @@ class FakeRanked:
 
 
 class RealRanked:
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, shape: NodeShape, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_random_model(directory, TINY_MODELS["llama"], seed=5)
         self.runner: TorchModelRunner = load_runner(
             directory,
             dtype="float32",
             block_size=BLOCK_SIZE,
             num_blocks=16,
-            tensor_parallel=2,
+            tensor_parallel=shape.tp,
+            pipeline_parallel=shape.pp,
             start_ranks=FakeRankGroup,
         )
         self._monkeypatch = monkeypatch
@@ -69,19 +70,22 @@ class RealRanked:
         first_rank.followers.lose(reason)
 
     def lose_in_next_step(self) -> None:
-        run = ShardedProgram.run
+        def fails(*_arguments: Any) -> None:
+            raise MemoryError("in a step")
 
-        def fails_on_the_second_rank(self: ShardedProgram, *arguments: Any) -> None:
-            if self._ranks.shard.rank == 1:
-                raise MemoryError("in a step")
-            run(self, *arguments)
+        self._monkeypatch.setattr(following_rank, "compute_part", fails)
 
-        self._monkeypatch.setattr(ShardedProgram, "run", fails_on_the_second_rank)
+
+@pytest.fixture(params=[NodeShape(tp=2), NodeShape(pp=2)], ids=str)
+def shape(request: pytest.FixtureRequest) -> NodeShape:
+    return cast(NodeShape, request.param)
 
 
 @pytest.fixture(params=["fake", "real"])
-def ranked(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranked]:
-    made: Ranked = FakeRanked() if request.param == "fake" else RealRanked(tmp_path, monkeypatch)
+def ranked(
+    request: pytest.FixtureRequest, shape: NodeShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Ranked]:
+    made: Ranked = FakeRanked(shape) if request.param == "fake" else RealRanked(shape, tmp_path, monkeypatch)
     with closing(made.runner):
         yield made
 

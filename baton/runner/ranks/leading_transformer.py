@@ -113,5 +113,5 @@ class LeadingTransformer(Transformer):
             # The other ranks are in the middle of the step, and would take the next one's numbers for this one's.
             self._followers.lose(f"the first rank failed in a step: {error!r}")
             if isinstance(error, Exception):
-                raise RankLost(f"the step can't be computed: {self._followers.why_lost or error!r}") from error
+                raise RankLost(f"the step can't be computed: {self._followers.why_lost or repr(error)}") from error
             raise

@@ -95,6 +95,7 @@ class Transformer:
         many, and all layers are in one group, whatever their windows. `stages`: this one computes its own layers only.
         """
         self._module: Any = model.module
+        self._operations = operations
         self.device = model.device
         self.dtype = DTYPES[model.dtype]
         """The dtype of hidden states."""
@@ -110,27 +111,11 @@ class Transformer:
         head = head_of(model.module)
         if head is not None:
             head.register_forward_pre_hook(self._keep_hidden)
-        probe = ProbeAttention()
-        watch = ProductWatch()
-        bind(model.module, probe, operations.ranks)
-        try:
-            with watch:
-                self.hidden_size: int = self._probe().hidden.shape[1]
-                """The size of a hidden state; 0: the head's input can't be observed."""
-        except (RuntimeError, ValueError, IndexError, ArithmeticError) as error:
-            reason = (str(error).splitlines() or [""])[0]
-            raise UnusableWeight(f"a step with them fails with {type(error).__name__} ({reason:.200})") from error
-        if sorted(probe.layers) != list(self._part.own_layers):
-            raise UnsupportedAttention(
-                f"{model.architecture} has {len(self._part.own_layers)} layers, {len(probe.layers)} with "
-                "attention; layers without attention are not supported"
-            )
-        self._operations = operations
+        own_layers, missed_products = self._probe_layers(model.architecture)
         self._why_no_own_loop = ""
         self._decoder = self._own_loop(self.dtype)
-        own = {index: LayerReport(geometry, probe.windows[index]) for index, geometry in probe.layers.items()}
         is_fused = self._decoder is not None and self._decoder.is_fused
-        reports = stages.exchange(StageReport(own, sorted(watch.missed), is_fused))
+        reports = stages.exchange(StageReport(own_layers, missed_products, is_fused))
         self.missed_products = frozenset(name for report in reports for name in report.missed_products)
         self._needs_padding = not all(report.is_fused for report in reports)
         self.layout = _layout_of(reports, block_size, model.dtype, cache)
@@ -266,10 +251,29 @@ class Transformer:
             ) from error
         return HostBlocks(self.kv_cache.view(self.num_blocks, -1), blocks)
 
-    def _probe(self) -> ModelOutput:
+    def _probe_layers(self, architecture: str) -> tuple[dict[int, LayerReport], list[str]]:
+        """Compute a step without attention; returns what was found out of each layer, and the missed products.
+
+        Raises UnusableWeight if it fails, and UnsupportedAttention for a layer without attention.
+        """
+        probe, watch = ProbeAttention(), ProductWatch()
+        bind(self._module, probe, self._operations.ranks)
         token_ids, positions, rows = self._probe_rows()
-        with torch.inference_mode():
-            return self._forward(token_ids, positions, rows, self._probe_received(rows.shape[0]))
+        try:
+            with watch, torch.inference_mode():
+                output = self._forward(token_ids, positions, rows, self._probe_received(rows.shape[0]))
+        except (RuntimeError, ValueError, IndexError, ArithmeticError) as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise UnusableWeight(f"a step with them fails with {type(error).__name__} ({reason:.200})") from error
+        self.hidden_size: int = output.hidden.shape[1]
+        """The size of a hidden state; 0: the head's input can't be observed."""
+        if sorted(probe.layers) != list(self._part.own_layers):
+            raise UnsupportedAttention(
+                f"{architecture} has {len(self._part.own_layers)} layers, {len(probe.layers)} with "
+                "attention; layers without attention are not supported"
+            )
+        found = {index: LayerReport(geometry, probe.windows[index]) for index, geometry in probe.layers.items()}
+        return found, sorted(watch.missed)
 
     def _probe_received(self, num_rows: int) -> torch.Tensor | None:
         """Arbitrary rows, as the stage before would send them; None in the first stage."""

@@ -105,17 +105,28 @@ class PiecePlan:
         return num_local_blocks * self.local_parts, num_remote_blocks * self.remote_parts
 
     def pieces(self, ranges: Sequence[ReadRange]) -> Pieces:
-        """The pieces of these ranges, in their order. Each byte of a sub-block is in one piece."""
+        """The pieces of these ranges. Each byte of a sub-block is in one piece."""
+        table = np.array([(r.local_block, r.remote_block, r.count, r.group) for r in ranges], np.int64).reshape(-1, 4)
         if not self._rows:
-            size = self.sub_block_bytes
-            table = np.array([(r.local_block, r.remote_block, r.count) for r in ranges], np.int64).reshape(-1, 3) * size
-            return Pieces(table[:, 0], table[:, 1], table[:, 2])
-        found = [self._pieces_of(each) for each in ranges]
+            local, remote, lengths, _ = (table * self.sub_block_bytes).T
+            return Pieces(local, remote, lengths)
+        # One row for each sub-block.
+        counts = table[:, 2]
+        table, steps = np.repeat(table, counts, axis=0), np.arange(counts.sum())
+        steps -= np.repeat(np.cumsum(counts) - counts, counts)
+        found = [
+            self._pieces_of(rows, *(table[table[:, 3] == group, :2] + steps[table[:, 3] == group, np.newaxis]).T)
+            for group, rows in enumerate(self._rows)
+        ]
         local, remote, lengths = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
         return Pieces(local, remote, lengths)
 
-    def _pieces_of(self, each: ReadRange) -> tuple[Int64Array, Int64Array, Int64Array]:
-        rows, steps = self._rows[each.group], np.arange(each.count, dtype=np.int64)
-        local = rows.local.offsets(each.local_block + steps, self.local_parts, self.local_block_bytes)
-        remote = rows.remote.offsets(each.remote_block + steps, self.remote_parts, self.remote_block_bytes)
-        return local.ravel(), remote.ravel(), np.tile(rows.local.lengths, each.count)
+    def _pieces_of(
+        self, rows: _GroupRows, local: Int64Array, remote: Int64Array
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """The pieces of sub-blocks of one group."""
+        return (
+            rows.local.offsets(local, self.local_parts, self.local_block_bytes).ravel(),
+            rows.remote.offsets(remote, self.remote_parts, self.remote_block_bytes).ravel(),
+            np.tile(rows.local.lengths, len(local)),
+        )

@@ -74,7 +74,7 @@ def asked(directory: Path) -> Sequence[Asked]:
     for number in range(24):
         prompt = [rng.randrange(256) for _ in range(rng.choice([3, 40, 100, 220]))]
         params = SamplingParams(
-            temperature=float(rng.random() < 0.7), seed=number, max_tokens=rng.randint(80, 250), ignore_eos=True
+            temperature=float(rng.random() < 0.7), seed=number, max_tokens=rng.randint(50, 130), ignore_eos=True
         )
         drawn.append(Request(f"r{number}", prompt, params))
     with closing(load_runner(directory, dtype="float32", num_blocks=192)) as runner:
@@ -218,7 +218,7 @@ class Schedule:
             self.seen[f"{path.prefill_node} to {path.decode_node}"] += 1
 
     async def _a_while(self) -> None:
-        await self._arrived.wait_for_tokens(self._rng.randint(1, 400))
+        await self._arrived.wait_for_tokens(self._rng.randint(1, 250))
 
     async def _some_node(self) -> NodeStatus:
         await self._a_while()

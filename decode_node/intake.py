@@ -427,15 +427,16 @@ class Intake:
     def _tell_outcome(self, effect: Arrived | Failed | Released) -> None:
         key = str(effect.attempt)
         match effect:
-            case Arrived(attempt, closing, stats):
+            case Arrived(attempt, closing, stats, partly_filled):
                 self._stats[attempt] = stats
                 if len(self._stats) > _MAX_STATS:
                     self._stats.popitem(last=False)
-                arrived = ArrivedKV(tuple(closing.first_token_ids), closing.first_logprobs)
+                arrived = ArrivedKV(tuple(closing.first_token_ids), closing.first_logprobs, partly_filled)
                 self._tell_engine(KVTransferOutput(arrived={key: arrived}))
-            case Failed(attempt, cause, detail, num_valid_blocks):
+            case Failed(attempt, cause, detail, num_valid_blocks, partly_filled):
                 self._may_plan.discard(attempt)
-                self._tell_engine(KVTransferOutput(failed={key: LostKV(cause, detail, num_valid_blocks)}))
+                lost = LostKV(cause, detail, num_valid_blocks, partly_filled)
+                self._tell_engine(KVTransferOutput(failed={key: lost}))
             case Released():
                 self._tell_engine(KVTransferOutput(released=frozenset({key})))
 

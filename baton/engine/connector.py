@@ -53,6 +53,9 @@ class ArrivedKV:
     computed yet."""
     first_logprobs: Sequence[TokenLogprobs] = ()
     """Log-probabilities for each of the first tokens, where the request asked for them."""
+    partly_filled: Sequence[int] = ()
+    """Indices of blocks, among those that `update_state_after_alloc` named, whose first tokens were not read: no query
+    from the last prompt token on sees them. Other requests can't use these blocks."""
 
 
 @value(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class LostKV:
     hits, and blocks that were read completely and match the sender's digests. Nothing writes to them any more. A null
     block counts as valid, since nothing was to be read there; so a group of layers with a window may lack blocks that a
     query right behind the valid blocks attends to."""
+    partly_filled: Sequence[int] = ()
+    """As in `ArrivedKV`, also among the valid blocks."""
 
 
 @value(frozen=True, slots=True)

@@ -479,7 +479,7 @@ class Scheduler:
             if request is None:
                 self.counters.num_unknown_transfers += 1
             elif self.config.on_transfer_failure == "recompute":
-                self._admission.compute_here(request, lost.num_valid_blocks)
+                self._admission.compute_here(request, lost)
             else:
                 reroutes = self.config.on_transfer_failure == "reroute"
                 status = RequestStatus.KV_LOST if reroutes else RequestStatus.ERROR

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from baton.clock import Clock
 from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
-from baton.engine.connector import BlockFate, KVConnector
+from baton.engine.connector import BlockFate, KVConnector, LostKV
 from baton.engine.counters import EngineCounters
 from baton.engine.decode_set import DecodeSet
 from baton.engine.event_log import EventLog
@@ -231,13 +231,13 @@ class SchedulerState:
         params = request.sampling_params
         return self.max_model_len if params.n == 1 and not params.beam_width else self._max_shared_len
 
-    def give_up_load(self, request: Request, num_valid_blocks: int) -> int:
+    def give_up_load(self, request: Request, lost: LostKV) -> int:
         """Take the blocks of a request whose load failed. Returns how many of its leading tokens are cached now.
 
-        The first `num_valid_blocks` hold KV, and nothing writes to them: they enter the prefix cache and are idle
-        there, so that no request holds blocks while it waits for more. The other blocks are in no cache.
+        The valid blocks hold KV, and nothing writes to them: they enter the prefix cache and are idle there, so that no
+        request holds blocks while it waits for more. The other blocks are in no cache.
         """
-        manager = self.kv_cache_manager
+        manager, num_valid_blocks = self.kv_cache_manager, lost.num_valid_blocks
         # The draft model may be computing its tokens in these blocks.
         self._finished_req_ids.add(request.request_id)
         try:
@@ -245,6 +245,7 @@ class SchedulerState:
         except Exception:
             self.counters.num_connector_errors += 1
             fate, num_valid_blocks = BlockFate.QUARANTINED, 0
+        manager.note_partly_filled(request, lost.partly_filled)
         num_stripes = manager.cache_valid(request, num_valid_blocks)
         # Groups with windows may have fewer: blocks that only the next query would see were never loaded.
         num_cached_tokens = manager.get_computed_blocks(request, with_host=False).num_tokens

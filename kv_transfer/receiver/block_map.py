@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from baton.engine.kv_cache.cache_groups import first_seen_token
 from baton.messages.kv_cache import NULL_BLOCK
 from kv_transfer.receiver.transfer_values import TransferPlan
 
@@ -51,9 +52,14 @@ class BlockMap:
         # Behind the prompt, in front of what is missing, and in front of the window nothing is wanted.
         local[-(-num_tokens // size) :] = NULL_BLOCK
         local[: first_token // size] = NULL_BLOCK
+        partly_filled: list[int] = []
         for group, window in enumerate(self.windows):
-            if window is not None:
-                local[: max(0, num_tokens - window) // size, group] = NULL_BLOCK
+            if window is None:
+                continue
+            end = first_seen_token(num_tokens - 1, window) // size
+            local[:end, group] = NULL_BLOCK
+            cut = range(first_token // self.reader_block_size, -(-end // parts))
+            partly_filled += [stripe * groups + group for stripe in cut if blocks[stripe, group] != NULL_BLOCK]
         num_stripes = -(-num_tokens // self.sender_block_size)
         whole = np.full((num_stripes * self.sender_parts, groups), NULL_BLOCK, np.int64)
         whole[: len(local)] = local[: len(whole)]
@@ -64,6 +70,7 @@ class BlockMap:
             first_token // self.sender_block_size * groups,
             num_stripes * groups,
             in_order.ravel().tolist(),
+            tuple(partly_filled),
         )
 
 
@@ -79,6 +86,9 @@ class SenderBlocks:
     """Number of entries of the whole prompt."""
     local: Sequence[int]
     """The reader's sub-block for each sub-block of each entry; 0 where none is wanted."""
+    partly_filled: Sequence[int] = ()
+    """Indices of the plan's blocks of which the first sub-blocks are not wanted, since windows have passed them: the
+    sender need not have those any more."""
 
     @classmethod
     def of_equal_size(cls, plan: TransferPlan, sizes: BlockMap) -> SenderBlocks:

@@ -5,7 +5,8 @@ The rules that it keeps:
 
 1. `Arrived` is said only after every block of the prompt was read, has the digest that the sender gave (where it gives
    any), and the sender answered that it held its lease through all of the reads. If any of these is in doubt, the
-   transfer ends in `Failed`.
+   transfer ends in `Failed`. Of blocks that are larger than the sender's, the first in front of a window is read only
+   in part (`SenderBlocks.partly_filled`): it serves its own request and no other.
 2. While a read is in flight nobody uses the blocks that it writes to: a transfer that fails or is abandoned waits in
    QUARANTINED until its last read has ended. `Released` follows once, when the engine has ended the request, too.
 3. Numbers that a sender sent are checked against the sender's pool and against the plan before anything is read.
@@ -502,7 +503,7 @@ class TransferBook:
         stats = TransferStats(transfer.num_bytes, transfer.num_blocks, transfer.read_s)
         return [
             Recorded("confirmed", attempt, transfer.num_blocks),
-            Arrived(attempt, transfer.closing, stats),
+            Arrived(attempt, transfer.closing, stats, transfer.blocks.partly_filled),
             Recorded("kv_arrived", attempt, transfer.num_bytes),
         ]
 
@@ -524,16 +525,22 @@ class TransferBook:
     def _fail(self, transfer: Transfer, cause: TransferCause, detail: str) -> list[TransferEffect]:
         transfer.cause = cause
         plan = transfer.plan
-        num_valid_blocks = transfer.blocks.reader_end(transfer.valid_end)
-        failed = self._report_failure(plan.source, plan.attempt, cause, detail, num_valid_blocks)
+        valid = (transfer.blocks.reader_end(transfer.valid_end), transfer.blocks.partly_filled)
+        failed = self._report_failure(plan.source, plan.attempt, cause, detail, *valid)
         return failed + self._end_or_quarantine(transfer, TransferEvent.FAIL, TransferEvent.FAIL_READING)
 
     def _report_failure(
-        self, source: KVSource, attempt: AttemptKey, cause: TransferCause, detail: str, num_valid_blocks: int = 0
+        self,
+        source: KVSource,
+        attempt: AttemptKey,
+        cause: TransferCause,
+        detail: str,
+        num_valid_blocks: int = 0,
+        partly_filled: Sequence[int] = (),
     ) -> list[TransferEffect]:
         self.failures[source.node_id, cause] += 1
         self._outcomes[source.node_id, cause.value] += 1
-        failed = Failed(attempt, cause, detail, num_valid_blocks)
+        failed = Failed(attempt, cause, detail, num_valid_blocks, partly_filled)
         return [Recorded("kv_failed", attempt, detail=cause.value), failed]
 
     def _end_or_quarantine(

@@ -106,6 +106,8 @@ class Arrived:
     attempt: AttemptKey
     closing: Closing
     stats: TransferStats
+    partly_filled: Sequence[int] = ()
+    """Indices of the plan's blocks whose first tokens were not read, since windows have passed them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,8 @@ class Failed:
     num_valid_blocks: int = 0
     """How many leading blocks of the plan hold proven KV all the same (rule 8 of `transfer`), those before the plan's
     `first_block` included."""
+    partly_filled: Sequence[int] = ()
+    """As in `Arrived`, also among the valid blocks."""
 
 
 TransferEffect = (

@@ -21,6 +21,7 @@ from baton.runner.simulated import SimulatedRunner, expected_tokens
 from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
+from tests.support.caller import Answer
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
 from tests.support.step_gate import StepGate
 from tests.support.tiny_models import TINY_MODELS
@@ -33,9 +34,17 @@ def greedy(prompt: list[int], key: str, max_tokens: int = GREEDY.max_tokens) -> 
 
 
 async def answers_of_pair(
-    directory: Path, sizes: Mapping[str, int], prompts: Mapping[str, list[int]], cache_dtype: str = "auto"
+    directory: Path,
+    sizes: Mapping[str, int],
+    prompts: Mapping[str, list[int]],
+    cache_dtype: str = "auto",
+    *,
+    in_turn: bool = False,
 ) -> dict[str, list[int]]:
-    """Each prompt's tokens through a pair of nodes with these block sizes. All must be handed over at once."""
+    """Each prompt's tokens through a pair of nodes with these block sizes. All must be handed over at once.
+
+    `in_turn`: each prompt is sent when the one before is answered.
+    """
     made: dict[str, TorchModelRunner] = {}
     with ExitStack() as stack:
 
@@ -48,8 +57,10 @@ async def answers_of_pair(
             return runner
 
         async with mini_cluster(make_runner, directory, max_num_batched_tokens=24, max_num_seqs=8) as cluster:
-            asked = [cluster.generate(greedy(prompt, key, NEW_TOKENS)) for key, prompt in prompts.items()]
-            answers = dict(zip(prompts, await asyncio.gather(*asked), strict=True))
+            answers: dict[str, Answer] = {}
+            for some in [{key: prompt} for key, prompt in prompts.items()] if in_turn else [prompts]:
+                asked = [cluster.generate(greedy(prompt, key, NEW_TOKENS)) for key, prompt in some.items()]
+                answers.update(zip(some, await asyncio.gather(*asked), strict=True))
             await cluster.wait_until_idle()
     sub_block_bytes = min(runner.layout.block_bytes for runner in made.values())
     for key, answer in answers.items():
@@ -135,6 +146,24 @@ async def test_of_a_prefix_that_is_here_nothing_is_read(tmp_path: Path, prefill:
         await cluster.wait_until_idle()
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "name", "window"),
+    [(4, 32, "gemma3_text", 16), (8, 32, "mistral", 24), (16, 32, "gemma3_text", 24), (32, 16, "gemma3_text", 24)],
+)
+async def test_a_hit_behind_a_block_that_a_window_cuts_reads_nothing_old(
+    tmp_path: Path, prefill: int, decode: int, name: str, window: int
+) -> None:
+    """The block of which only the end was read serves no prompt that ends before it: it holds what was there before."""
+    write_random_model(tmp_path, {**TINY_MODELS[name], "sliding_window": window}, seed=5)
+    rng, prompts = Random(3), {}
+    for number in range(3):
+        prompts[f"first{number}"] = random_prompt(rng, 108, 256)
+        prompts[f"again{number}"] = prompts[f"first{number}"][:96] + random_prompt(rng, 4, 256)
+    sizes = {"prefill-0": prefill, "decode-0": decode}
+    expected = generate_with_transformers(tmp_path, prompts)
+    assert await answers_of_pair(tmp_path, sizes, prompts, in_turn=True) == expected
+
+
 @pytest.mark.parametrize(("prefill", "decode"), [(16, 32), (32, 16)])
 async def test_blocks_are_read_while_the_rest_is_computed(tmp_path: Path, prefill: int, decode: int) -> None:
     simulated_model_dir(tmp_path, 256, 1024)
@@ -158,7 +187,7 @@ async def test_blocks_are_read_while_the_rest_is_computed(tmp_path: Path, prefil
         await cluster.wait_until_idle()
     assert answer.token_ids == expected_tokens(prompt, GREEDY, spec(decode))
     step = min(prefill, decode)
-    token_bytes = spec(decode).num_layers and SimulatedRunner(spec(decode)).layout.block_bytes // decode
+    token_bytes = SimulatedRunner(spec(decode)).layout.block_bytes // decode
     assert answer.end.kv_bytes == -(-len(prompt) // step) * step * token_bytes
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from baton.messages.ids import AttemptKey
 from kv_transfer.effects import Recorded
 
-_OF_WHOLE_BLOCKS = [("digest_parts", 1), ("group", 0), ("local_parts", 1), ("remote_parts", 1)]
+_OF_WHOLE_BLOCKS = [("digest_parts", 1), ("group", 0), ("local_parts", 1), ("remote_parts", 1), ("partly_filled", ())]
 """Fields that have these values where blocks are moved whole, and are then left out."""
 
 

@@ -161,6 +161,9 @@ class BlockPool:
         """The last step in flight; None: there is none."""
         self._fenced: deque[tuple[int, Sequence[Block]]] = deque()
         """Blocks that were freed while a step was in flight, and the step whose commit they wait for."""
+        self.partly_filled: dict[Block, int] = {}
+        """Blocks whose first tokens have no KV, and the position from which on no query sees those tokens. They are
+        never entered into the prefix cache, and are forgotten here when they are allocated again."""
         self.on_evict: Callable[[Sequence[tuple[Block, bytes]]], None] | None = None
         """Called with the blocks that lost their keys to an allocation, before anything is written to them."""
 
@@ -237,6 +240,9 @@ class BlockPool:
                 block.block_hash = None
                 self._num_cached_idle -= 1
             block.owner_cnt = 1
+        if self.partly_filled:
+            for block in taken:
+                self.partly_filled.pop(block, None)
         if evicted and self.on_evict is not None:
             self.on_evict(evicted)
         return taken
@@ -288,8 +294,11 @@ class BlockPool:
                     self._put_back(block)
 
     def cache_block(self, block: Block, key: bytes) -> bool:
-        """Enter a full, computed block into the prefix cache. False if it has a key, or another block has this key."""
-        if block.block_hash is not None or key in self._index:
+        """Enter a full, computed block into the prefix cache.
+
+        False if it has a key, another block has this key, or only a part of the block was filled.
+        """
+        if block.block_hash is not None or key in self._index or block in self.partly_filled:
             return False
         block.block_hash = key
         self._index[key] = block

@@ -12,6 +12,11 @@ from baton.engine.kv_cache.block_hash import group_key
 from baton.engine.kv_cache.block_pool import Block, BlockPool
 
 
+def first_seen_token(position: int, window: int) -> int:
+    """The position of the first key that a query at `position` sees, if it sees `window` keys, itself included."""
+    return max(0, position - window + 1)
+
+
 class CacheGroups:
     """The groups of one engine's model and its block pool, which is only read here."""
 
@@ -26,7 +31,7 @@ class CacheGroups:
 
     def first_seen(self, position: int, window: int) -> int:
         """The index of the first stripe with a key that a query at `position` sees."""
-        return max(0, position - window + 1) // self._block_size
+        return first_seen_token(position, window) // self._block_size
 
     def num_held(self, num_stripes: int, num_chunk_tokens: int) -> int:
         """The most entries that a request of `num_stripes` holds while it is computed in chunks of `num_chunk_tokens`.

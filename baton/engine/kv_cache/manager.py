@@ -13,7 +13,7 @@ Two rules keep wrong KV from being found:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from baton.engine.batch import BlockCopy
 from baton.engine.kv_cache.allocation import NO_COMPUTED_BLOCKS, Allocation, AllocationAnswer, ComputedBlocks, Growth
@@ -94,15 +94,18 @@ class KVCacheManager:
     def shared_prefix(self, request_id: str, num_tokens: int) -> ComputedBlocks | None:
         """The first `num_tokens` computed tokens of a live request, for another request that begins with these tokens.
 
-        Full blocks are shared; a partly filled stripe is copied. None: the live request has already dropped blocks that
-        the other one's next query sees.
+        Full blocks are shared; a partly filled stripe is copied. None: the live request has already dropped KV that the
+        other one's next query sees, or never had it.
         """
         blocks, groups = self._tables[request_id].blocks, self.num_groups
         full = num_tokens // self.block_size * groups
         end = full + groups if num_tokens % self.block_size else full
         for group, window in self._groups.windows:
             first = self._groups.first_seen(num_tokens, window) * groups + group
-            if self.pool.null_block in blocks[first:end:groups]:
+            seen = blocks[first:end:groups]
+            if self.pool.null_block in seen:
+                return None
+            if self.pool.partly_filled and any(self.pool.partly_filled.get(block, 0) > num_tokens for block in seen):
                 return None
         return ComputedBlocks(blocks[:full], num_tokens, blocks[full:end])
 
@@ -160,9 +163,10 @@ class KVCacheManager:
             self.host.copy_in(computed.host_blocks, taken)
         copies: Sequence[BlockCopy] = ()
         if computed.copy_from:
-            copies = [
-                BlockCopy(block.block_id, new.block_id) for block, new in zip(computed.copy_from, taken, strict=False)
-            ]
+            pairs = list(zip(computed.copy_from, taken, strict=False))
+            copies = [BlockCopy(block.block_id, new.block_id) for block, new in pairs]
+            partly = self.pool.partly_filled
+            partly.update({new: partly[block] for block, new in pairs if block in partly})
         return Allocation(AllocationAnswer.OK, [block.block_id for block in taken], copies)
 
     def allocate_to_grow(
@@ -227,10 +231,16 @@ class KVCacheManager:
         for group in range(self.num_groups):
             self._cache_group(request, table, group, first, num_full)
 
+    def note_partly_filled(self, request: Request, entries: Iterable[int]) -> None:
+        """Note that a transfer filled only a part of these entries of the table: what no query from the last submitted
+        token on sees was not read. Other requests must not find them, nor this one after a preemption."""
+        blocks = self._tables[request.request_id].blocks
+        self.pool.partly_filled.update((blocks[entry], request.num_submitted_tokens - 1) for entry in entries)
+
     def cache_valid(self, request: Request, num_valid_blocks: int) -> int:
         """Enter the valid full stripes of a failed load into the prefix cache; returns how many they are.
 
-        `num_valid_blocks`: leading entries of the table that hold KV.
+        `num_valid_blocks`: leading entries of the table that hold KV. `note_partly_filled` must have been called.
         """
         num_stripes = min(num_valid_blocks // self.num_groups, request.num_submitted_tokens // self.block_size)
         self.cache_blocks(request, num_stripes * self.block_size)
@@ -331,12 +341,17 @@ class KVCacheManager:
         return num_stripes * self.num_groups - unseen
 
     def swap_out(self, request: Request) -> bool:
-        """Move a request's KV to the host tier in the coming step; False, and nothing changes, if it does not fit."""
+        """Move a request's KV to the host tier in the coming step; False, and nothing changes, if it does not fit.
+
+        Nor is it moved while it has blocks that are filled only in part, which would be found there by their keys.
+        """
         table, null = self._tables[request.request_id], self.pool.null_block
         num_stripes = -(-request.num_computed_tokens // self.block_size)
         if self.host is None or num_stripes == 0 or table.spare is not None:
             return False
         entries = table.blocks[: num_stripes * self.num_groups]
+        if not self.pool.partly_filled.keys().isdisjoint(entries):
+            return False
         keys = self._groups.entry_keys(request.block_hashes[: min(table.num_cached_stripes, num_stripes)])
         if not self.host.put(request.request_id, [None if block is null else block for block in entries], keys):
             return False
@@ -508,13 +523,14 @@ class KVCacheManager:
         null, groups, is_new, cache_block = self.pool.null_block, self.num_groups, False, self.pool.cache_block
         keys, blocks = request.block_hashes[first:end], table.blocks[first * groups + group : end * groups : groups]
         stored: list[bytes] = []
+        partly_filled = self.pool.partly_filled
         for key, block in zip(keys, blocks, strict=True):
-            if block is not null:
+            if block is not null and block not in partly_filled:
                 name = group_key(key, group) if group else key
                 stored.append(name)
                 is_new |= cache_block(block, name)
         if is_new and self.kv_events.is_recording:
-            # Only the first entries can lack a block, since windows only move forward.
+            # Only the first entries can lack a block or a part of it, since windows only move forward.
             first = end - len(stored)
             parent = group_key(request.block_hashes[first - 1], group) if first else None
             size, wanted = self.block_size, self.kv_events.with_tokens

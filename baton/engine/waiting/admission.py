@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.engine.batch import EngineCoreEventType
-from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
+from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens, LostKV
 from baton.engine.kv_cache.allocation import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
 from baton.engine.prefix_cache_stats import PrefixCacheCounts
 from baton.engine.request import Request, RequestEvent, RequestStatus
@@ -144,6 +144,7 @@ class Admission:
         request.num_computed_tokens = request.num_submitted_tokens
         self.prefix_cache.note_hit("remote", request.num_external_tokens)
         state.events.record(EngineCoreEventType.REMOTE_KV_ARRIVED, request.request_id, request.num_external_tokens)
+        self._manager.note_partly_filled(request, arrived.partly_filled)
         self._manager.cache_blocks(request, request.num_submitted_tokens)
         self.fork(request)
         if request.beams is not None:
@@ -166,14 +167,14 @@ class Admission:
             return
         self._waiting.arrived.append(request)
 
-    def compute_here(self, request: Request, num_valid_blocks: int) -> None:
+    def compute_here(self, request: Request, lost: LostKV) -> None:
         """Compute a request here whose KV does not arrive completely, before new requests, as a request of one leg.
 
-        The first `num_valid_blocks` of its blocks hold the right KV: the request finds them in the prefix cache.
+        It finds those of its blocks in the prefix cache that hold the right KV all the same.
         """
         num_here = 0
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            num_here = self._state.give_up_load(request, num_valid_blocks)
+            num_here = self._state.give_up_load(request, lost)
         request.num_external_tokens = max(0, num_here - request.num_computed_tokens)
         self._state.events.record(EngineCoreEventType.REMOTE_KV_LOST, request.request_id, num_here)
         request.leg, request.kv_source, request.num_computed_tokens = Leg.WHOLE, None, 0

@@ -140,6 +140,83 @@ def test_an_aborted_load_quarantines_the_blocks_that_it_was_to_fill() -> None:
     assert rig.core.make_stats().free_blocks == 64
 
 
+def windowed_manager(*, num_host_blocks: int = 0) -> KVCacheManager:
+    """A manager with blocks of 4 tokens for a model with one group of layers, whose window is 6 keys."""
+    hasher = BlockHasher(CacheKeyFields("m", "d", "l"), 4)
+    host = HostTier(num_host_blocks) if num_host_blocks else None
+    return KVCacheManager(BlockPool(40), hasher, 4, windows=(6,), enable_caching=True, host=host)
+
+
+def taken_in(manager: KVCacheManager, num_tokens: int, partly_filled: list[int]) -> Request:
+    """A request whose prompt was read from another node, with these entries filled only in part."""
+    request = Request("taken", range(100, 100 + num_tokens), SamplingParams(max_tokens=8))
+    allocation = manager.allocate_slots(request, 0, num_external_tokens=num_tokens)
+    assert allocation.answer is AllocationAnswer.OK
+    manager.note_partly_filled(request, partly_filled)
+    request.num_computed_tokens = num_tokens
+    manager.cache_blocks(request, num_tokens)
+    return request
+
+
+def cached_stripes(manager: KVCacheManager, request: Request) -> list[int]:
+    keys = enumerate(request.block_hashes)
+    return [stripe for stripe, key in keys if manager.pool.get_cached_block(key) is not None]
+
+
+def test_a_block_that_was_filled_in_part_is_found_by_nobody() -> None:
+    manager = windowed_manager()
+    # The query at 19 sees 14 to 19, in stripes 3 and 4.
+    request = taken_in(manager, 20, [3])
+    assert cached_stripes(manager, request) == [4]
+    manager.free("taken")
+    assert manager.get_computed_blocks(request).num_tokens == 0, "the query at 16 sees 11 to 16"
+    # The block is whole for its next owner.
+    other = Request("other", range(500, 500 + 36 * 4), SamplingParams(max_tokens=8))
+    manager.allocate_slots(other, 36 * 4)
+    manager.cache_blocks(other, 36 * 4)
+    assert cached_stripes(manager, other) == list(range(36))
+
+
+def test_a_last_block_that_was_filled_in_part_is_not_cached_once_it_is_full() -> None:
+    manager = windowed_manager()
+    request = taken_in(manager, 19, [4])
+    request.output_token_ids.extend([1, 2, 3, 4, 5])
+    manager.allocate_slots(request, 5)
+    manager.cache_blocks(request, 24)
+    assert cached_stripes(manager, request) == [3, 5]
+
+
+def test_a_request_with_a_block_that_was_filled_in_part_is_not_swapped() -> None:
+    manager = windowed_manager(num_host_blocks=20)
+    request = taken_in(manager, 20, [3])
+    assert not manager.swap_out(request)
+    manager.drop_unseen("taken", 24)
+    assert manager.swap_out(request), "the window has passed the block"
+
+
+def test_a_block_that_was_filled_in_part_is_shared_with_later_queries_only_and_its_copies_are_not_cached() -> None:
+    manager = windowed_manager()
+    request = taken_in(manager, 19, [3, 4])
+    assert manager.shared_prefix("taken", 17) is None, "the query at 17 sees 12 to 17"
+    shared = manager.shared_prefix("taken", 18)
+    assert shared is not None
+    sibling = Request("sibling", request.prompt_token_ids, SamplingParams(max_tokens=8))
+    sibling.output_token_ids.append(7)
+    assert len(manager.allocate_slots(sibling, 2, computed=shared).copies) == 1
+    manager.cache_blocks(sibling, 20)
+    assert cached_stripes(manager, sibling) == []
+
+
+@pytest.mark.parametrize("valid", [4, 5])
+def test_of_a_failed_load_no_block_that_was_filled_in_part_is_found(valid: int) -> None:
+    manager = windowed_manager()
+    request = Request("taken", range(100, 120), SamplingParams(max_tokens=8))
+    manager.allocate_slots(request, 0, num_external_tokens=20)
+    manager.note_partly_filled(request, [3])
+    manager.cache_valid(request, valid)
+    assert cached_stripes(manager, request) == list(range(4, valid))
+
+
 def forget(pool: BlockPool, block: Block) -> None:
     """Evict one idle cached block, as an allocation would."""
     key = block.block_hash

@@ -142,6 +142,18 @@ def test_every_byte_of_every_token_is_moved_once_to_its_place(
             place = reader.token(ours, group, position)
             assert (written[place] == 1).all()
             assert reader.memory[place].tolist() == known(group, position, count[group]).tolist()
+    # What other requests can't use is named: blocks that have a token of the prompt without its bytes.
+    lacking = [
+        entry
+        for entry in range(first_stripe * len(groups), len(ours))
+        if ours[entry] != NULL_BLOCK
+        for stripe, group in [divmod(entry, len(groups))]
+        if any(
+            not written[reader.token(ours, group, position)].all()
+            for position in range(stripe * reader_size, min(num_tokens, (stripe + 1) * reader_size))
+        )
+    ]
+    assert sorted(view.partly_filled) == lacking
 
 
 def test_between_equal_sizes_a_range_is_one_piece() -> None:

@@ -855,6 +855,24 @@ def test_a_sender_with_smaller_blocks_is_told_its_own_counts_and_valid_blocks_ar
     assert failed.num_valid_blocks == 2
 
 
+@pytest.mark.parametrize("arrives", [True, False])
+def test_blocks_that_were_filled_in_part_are_named_whatever_becomes_of_the_transfer(arrives: bool) -> None:
+    book = TransferBook(digest_every=0)
+    # 30 tokens in blocks of 8; the query at 29 sees 19 to 29, so of block 42 the first half is not read.
+    book.plan(TransferPlan(A, SOURCE, 30, (0, 0, 42, 43), 0))
+    book.peer_ready("p0.x", 100, BlockMap(4, 8, (10,)))
+    offer = Offer(A, 0, (0, 0, 0, 0, 0, 5, 6, 7), 1000, Closing(30, (7,), False))
+    assert lines(book.received("p0.x", offer)) == ["StartRead 1 p0.x [(ReadRange 85 5 3)] [] 2"]
+    book.read_done(1, 48)
+    effects = (
+        book.received("p0.x", ReadConfirmed(A, True))
+        if arrives
+        else book.peer_lost("p0.x", TransferCause.PEER_GONE, "gone")
+    )
+    (outcome,) = (effect for effect in effects if isinstance(effect, (Arrived, Failed)))
+    assert outcome.partly_filled == (2,)
+
+
 def test_a_sender_with_larger_blocks_gives_a_digest_for_each_of_the_readers() -> None:
     book = TransferBook(keeps_valid_blocks=True)
     # 20 tokens in blocks of 4, of which the first is here; the sender has blocks of 8.

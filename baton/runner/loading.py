@@ -114,9 +114,9 @@ def load_runner(
 
 def _start_first_rank(spec: RankSpec, loaded: LoadedModel, start_ranks: StartRanks) -> FirstRank:
     """Start the other ranks. Raises ConfigError for heads or layers that can't be divided among so many."""
-    num_heads = loaded.config.num_attention_heads
-    spec.stage_of(0).layers(loaded.config.num_hidden_layers)
-    spec.shard_of(0).heads(num_heads, getattr(loaded.config, "num_key_value_heads", None) or num_heads)
+    config = loaded.config
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    spec.check_divides(config.num_hidden_layers, config.num_attention_heads, num_kv_heads)
     return FirstRank(spec, start_ranks)
 
 
@@ -165,7 +165,7 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         eos_token_ids=loaded.checkpoint.eos_token_ids,
         bit_exact=reason is None,
         bit_exact_reason=reason or "",
-        embedding_size=transformer.hidden_size,
+        embedding_size=transformer.embedding_size,
         compute_paths=compute_paths(operations, transformer, loaded.weights, loaded.dtype),
         weight_bytes=loaded.weights.num_bytes,
     )

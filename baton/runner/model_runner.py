@@ -178,7 +178,7 @@ class TorchModelRunner:
             computes_ahead=drafts.computes_ahead,
             draft_seconds=drafts.round_seconds,
             copy_seconds=step.copy_seconds,
-            compute_seconds=max(0.0, step.computed_at - step.copied_at),
+            compute_seconds=max(0.0, step.computed_at - step.began_at),
         )
 
     def _draft(self, scheduler_output: SchedulerOutput, sampled: Sequence[RequestState]) -> Drafts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ class _Step:
     waiting: deque[list[tuple[str, int]]]
     """The micro-batches that have not begun: requests and how many tokens of each."""
     num_computing: int = 0
+    is_void: bool = False
+    """Whether the step before it failed while this one had begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,11 @@ class PipelinedModelRunner(TorchModelRunner):
         first_rank: FirstRank,
     ) -> None:
         super().__init__(model, transformer, host_cache_bytes, draft_model, first_rank)
-        self._stages = transformer
+        self._leading = transformer
+        self._executing = threading.Lock()
+        """Held while a step is executed."""
+        self._computed_at = 0.0
+        """When the last step was computed (perf_counter)."""
         # A draft model drafts behind a whole step, before it learns of the next one.
         self._begins_ahead = draft_model is None
         self._expected: deque[SchedulerOutput] = deque()
@@ -67,12 +74,15 @@ class PipelinedModelRunner(TorchModelRunner):
     def expect(self, scheduler_output: SchedulerOutput) -> None:
         """Take note of the step that will be executed behind those that were expected before."""
         self._expected.append(scheduler_output)
-        with contextlib.suppress(BlockingIOError):  # there is unread news already
+        with contextlib.suppress(OSError):  # there is unread news already, or the runner is closed
             self._news_end.send(b"\0")
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step, and meanwhile begin the next one. A failure of one request is reported in `failed`."""
-        with self._stages.together():
+        """Compute one step, and meanwhile begin the next one. A failure of one request is reported in `failed`.
+
+        A step that was begun beside one that failed fails, too.
+        """
+        with self._executing:
             if not self._steps:
                 if self._expected and self._expected[0] is scheduler_output:
                     self._expected.popleft()
@@ -80,24 +90,52 @@ class PipelinedModelRunner(TorchModelRunner):
             step = self._steps[0]
             if step.results.decided is not scheduler_output:
                 raise RuntimeError("steps must be executed in the order in which they were expected")
-            while step.waiting or step.num_computing:
-                self._advance()
-            self._steps.popleft()
-            return self._end(step.results)
+            try:
+                if step.is_void:
+                    raise RuntimeError("the step before it failed")
+                while step.waiting or step.num_computing:
+                    self._advance()
+                # A step that was begun ahead takes time from when the one before it was computed.
+                step.results.began_at = max(step.results.began_at, self._computed_at)
+                self._computed_at = step.results.computed_at
+                return self._end(step.results)
+            except Exception:
+                self._void_all()
+                raise
+            except BaseException:
+                self._end_ranks()
+                raise
+            finally:
+                self._steps.popleft()
 
     def close(self) -> None:
-        super().close()
-        self._news.close()
-        self._news_end.close()
+        self._end_ranks()
+        # A step that was being computed has ended now, and waits for nothing that is closed here.
+        with self._executing:
+            super().close()
+            self._news.close()
+            self._news_end.close()
+
+    def _end_ranks(self) -> None:
+        if self._first_rank is not None:
+            self._first_rank.end_ranks()
+
+    def _void_all(self) -> None:
+        """Forget the micro-batches that are computed, once they are, and the steps that they are of."""
+        for step in self._steps:
+            step.is_void = True
+        while self._computing:
+            self._computing.popleft()
+            self._leading.end()
 
     def _advance(self) -> None:
         """Take the results of a micro-batch, or begin one, or wait until either is possible."""
-        if self._computing and self._stages.wait(timeout=0):
+        if self._computing and self._leading.wait(timeout=0):
             self._take_first()
-        elif self._stages.can_begin and (step := self._next_step()) is not None:
+        elif self._leading.can_begin and (step := self._next_step()) is not None:
             self._begin_micro_batch(step)
         else:
-            self._stages.wait(self._news)
+            self._leading.wait(self._news)
             with contextlib.suppress(BlockingIOError):
                 while self._news.recv(4096):
                     pass
@@ -105,7 +143,7 @@ class PipelinedModelRunner(TorchModelRunner):
     def _next_step(self) -> _Step | None:
         """The step whose next micro-batch can begin now; None if none can."""
         if not self._steps[-1].waiting and len(self._steps) == 1 and self._expected:
-            if not self._begins_ahead or _touches_blocks(self._expected[0]):
+            if not self._begins_ahead or _copies_blocks(self._expected[0]):
                 return None
             self._open(self._expected.popleft())
         step = next((step for step in self._steps if step.waiting), None)
@@ -115,24 +153,24 @@ class PipelinedModelRunner(TorchModelRunner):
         return None if any(request_id in sampling for request_id, _ in step.waiting[0]) else step
 
     def _open(self, decided: SchedulerOutput) -> None:
-        parts = divide(decided.num_scheduled_tokens, decided.scheduled_spec_decode_tokens, self._stages.stage.count)
+        parts = divide(decided.num_scheduled_tokens, decided.scheduled_spec_decode_tokens, self._leading.stage.count)
         self._steps.append(_Step(self._begin(decided), deque(parts)))
 
     def _begin_micro_batch(self, step: _Step) -> None:
         rows = self._rows_of(step.results, step.waiting.popleft())
         if rows is None:
             return
-        self._stages.begin(Task.LOGITS_AND_HIDDEN if rows.wants_hidden else Task.LOGITS, rows.batch, rows.logits_rows)
+        self._leading.begin(Task.LOGITS_AND_HIDDEN if rows.wants_hidden else Task.LOGITS, rows.batch, rows.logits_rows)
         self._computing.append(_MicroBatch(step, rows))
         step.num_computing += 1
 
     def _take_first(self) -> None:
         micro = self._computing.popleft()
         micro.step.num_computing -= 1
-        self._take(micro.step.results, micro.rows, self._stages.end())
+        self._take(micro.step.results, micro.rows, self._leading.end())
 
 
-def _touches_blocks(decided: SchedulerOutput) -> bool:
+def _copies_blocks(decided: SchedulerOutput) -> bool:
     """Whether a step begins with copies of blocks, for which the stages must be done with the steps before it."""
     return bool(
         decided.blocks_to_copy

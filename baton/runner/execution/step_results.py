@@ -45,8 +45,8 @@ class StepResults:
     """What a step has yielded so far; see `ModelRunnerOutput` for what is not explained here."""
 
     decided: SchedulerOutput
-    copied_at: float
-    """When the step's copies from and to the host tier were made (perf_counter)."""
+    began_at: float
+    """From when on the step takes time besides its copies (perf_counter)."""
     copy_seconds: float
     computed_at: float = 0.0
     """When the last rows so far were computed and sampled (perf_counter)."""

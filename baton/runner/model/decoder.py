@@ -107,9 +107,10 @@ class Decoder:
         """Why a step's layers are not computed in one call; empty when they are."""
 
     @property
-    def is_fused(self) -> bool:
-        """Whether all computation is in Baton's operations, so that torch only copies."""
-        return all(isinstance(layer.mlp, FusedMlp) for layer in self._layers)
+    def why_not_fused(self) -> str:
+        """Why torch computes more than copies; empty when all computation is in Baton's operations."""
+        fused = all(isinstance(layer.mlp, FusedMlp) for layer in self._layers)
+        return "" if fused else "an MLP is of a kind that Baton's kernels don't fuse"
 
     def compute(
         self,
@@ -172,8 +173,8 @@ class Decoder:
 
     def record(self, operations: Operations, paged: PagedAttention) -> None:
         """Record the programs with which `compute` computes a step in one call, if operations and layers allow it."""
-        if not self.is_fused:
-            self.why_no_programs = "an MLP is of a kind that Baton's kernels don't fuse"
+        self.why_no_programs = self.why_not_fused
+        if self.why_no_programs:
             return
         programs: dict[bool, Program] = {}
         for sampling in (False,) if self._head is None else (False, True):

@@ -56,8 +56,14 @@ class StageReport:
     layers: Mapping[int, LayerReport]
     missed_products: Sequence[str]
     """The products outside of Baton's kernels."""
-    is_fused: bool
-    """Whether its layers can be computed with any number of rows."""
+    why_no_own_loop: str
+    """Why transformers' loop over the layers runs; empty when Baton's loop replaces it."""
+    why_not_fused: str
+    """Why torch computes more than copies, so that rows have to be padded; empty when it does not."""
+    embedding_size: int
+    """The width of the head's input; 0: it can't be observed, or another stage has the head."""
+    num_logits: int
+    """The width of the head's output; 0: another stage has the head."""
 
 
 class Stages(Protocol):

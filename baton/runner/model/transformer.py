@@ -70,6 +70,13 @@ class HiddenAndLogits(NamedTuple):
     """The output of the head: [rows, vocabulary]."""
 
 
+class _Widths(NamedTuple):
+    """The widths of what this stage computes of a step."""
+
+    hidden: int
+    logits: int
+
+
 class Transformer:
     """One model and one KV cache. Called from one thread."""
 
@@ -98,13 +105,15 @@ class Transformer:
         self._operations = operations
         self.device = model.device
         self.dtype = DTYPES[model.dtype]
-        """The dtype of hidden states."""
+        """The dtype of the rows between layers."""
+        self.width: int = getattr(model.config, "hidden_size", 0)
+        """The width of the rows between layers."""
         # Of the whole model, since all stages compute the same rows.
         self.row_quantum = row_quantum(_widths(model), num_threads)
         self.stage = stages.stage
         self._part = StageModule(model.module, model.config.num_hidden_layers, self.stage, self.dtype)
         mapped = MappedFiles(model.checkpoint.weight_files)
-        self._why_not_fused = fuse(model.module, operations, mapped.release)
+        self._why_not_recognised = fuse(model.module, operations, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
         self._last_hidden: torch.Tensor | None = None
         """The latest input of the head in transformers' own loop, [1, rows, hidden size]."""
@@ -114,10 +123,24 @@ class Transformer:
         own_layers, missed_products = self._probe_layers(model.architecture)
         self._why_no_own_loop = ""
         self._decoder = self._own_loop(self.dtype)
-        is_fused = self._decoder is not None and self._decoder.is_fused
-        reports = stages.exchange(StageReport(own_layers, missed_products, is_fused))
+        why_not_fused = "transformers' loop runs" if self._decoder is None else self._decoder.why_not_fused
+        reports = stages.exchange(
+            StageReport(
+                own_layers,
+                missed_products,
+                self._why_no_own_loop,
+                why_not_fused,
+                self._output_widths.hidden if self.stage.is_last else 0,
+                self._output_widths.logits,
+            )
+        )
         self.missed_products = frozenset(name for report in reports for name in report.missed_products)
-        self._needs_padding = not all(report.is_fused for report in reports)
+        self._why_no_own_loop = _first_of([report.why_no_own_loop for report in reports])
+        self._why_not_fused = _first_of([report.why_not_fused for report in reports])
+        self.embedding_size = reports[-1].embedding_size
+        """The width of the head's input; 0: it can't be observed."""
+        self.num_logits = reports[-1].num_logits
+        """The width of the head's output."""
         self.layout = _layout_of(reports, block_size, model.dtype, cache)
         if self.layout.has_scales and self.device.type != "cpu":
             raise ConfigError(
@@ -136,7 +159,7 @@ class Transformer:
         self.kv_cache = self.kv_memory[: num_blocks * block_elements]
         self._attention = PagedAttention(self._operations, self.kv_cache, self.layout)
         bind(self._module, self._attention, ranks)
-        if not self._needs_padding:
+        if not self._why_not_fused:
             self.row_quantum = 1
         if self._decoder is not None:
             self._decoder.record(self._operations, self._attention)
@@ -150,7 +173,7 @@ class Transformer:
     @property
     def why_no_programs(self) -> str:
         """Why a step's layers are not computed in one call; empty when they are."""
-        return "transformers' loop runs" if self._decoder is None else self._decoder.why_no_programs
+        return self._why_not_fused or ("" if self._decoder is None else self._decoder.why_no_programs)
 
     @property
     def has_own_loop(self) -> bool:
@@ -265,8 +288,12 @@ class Transformer:
         except (RuntimeError, ValueError, IndexError, ArithmeticError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise UnusableWeight(f"a step with them fails with {type(error).__name__} ({reason:.200})") from error
-        self.hidden_size: int = output.hidden.shape[1]
-        """The size of a hidden state; 0: the head's input can't be observed."""
+        if not self.stage.is_last and (output.hidden.shape[1], output.hidden.dtype) != (self.width, self.dtype):
+            raise UnsupportedAttention(
+                f"{architecture} has rows of {output.hidden.shape[1]} {output.hidden.dtype} between its layers, not of "
+                f"{self.width} {self.dtype}: they can't be handed from stage to stage"
+            )
+        self._output_widths = _Widths(output.hidden.shape[1], output.logits.shape[1])
         if sorted(probe.layers) != list(self._part.own_layers):
             raise UnsupportedAttention(
                 f"{architecture} has {len(self._part.own_layers)} layers, {len(probe.layers)} with "
@@ -279,8 +306,7 @@ class Transformer:
         """Arbitrary rows, as the stage before would send them; None in the first stage."""
         if self.stage.is_first:
             return None
-        width: int = self._module.config.get_text_config().hidden_size
-        rows = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(0))
+        rows = torch.randn(num_rows, self.width, generator=torch.Generator().manual_seed(0))
         return rows.to(self.dtype)
 
     def _probe_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], torch.Tensor]:
@@ -296,7 +322,7 @@ class Transformer:
         try:
             decoder = Decoder(self._module, dtype, self.device)
         except NotAPlainDecoder as reason:
-            self._why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_fused)))
+            self._why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_recognised)))
             return None
         bind(self._module, EchoAttention(), self._operations.ranks)
         token_ids, positions, rows = self._probe_rows()
@@ -348,6 +374,14 @@ def on_host(rows: torch.Tensor, copy: bool = False) -> npt.NDArray[np.float32]:
     host = torch.empty(rows.shape, pin_memory=True).copy_(rows) if rows.device.type == "cuda" else rows
     wide: npt.NDArray[np.float32] = host.to(torch.float32, copy=copy and host is rows).numpy()
     return wide
+
+
+def _first_of(reasons: Sequence[str]) -> str:
+    """The first reason that there is, with the number of its stage if there are several stages."""
+    found = next(((stage, reason) for stage, reason in enumerate(reasons) if reason), None)
+    if found is None:
+        return ""
+    return found[1] if len(reasons) == 1 else f"stage {found[0]}: {found[1]}"
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

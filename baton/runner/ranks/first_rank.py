@@ -14,6 +14,7 @@ from baton.runner.ranks.leading_transformer import LeadingTransformer
 from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_parts import RankParts
 from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.ranks.stage_ring import StageRing
 
 StartRanks = Callable[[RankSpec, GroupFiles, Callable[[], None]], FollowingRanks]
 """Starts the ranks behind the first one; the function makes all waiting ranks end."""
@@ -26,8 +27,8 @@ class FirstRank:
         """Start the other ranks. Raises ConfigError where no ranks can compute."""
         self._spec = spec
         self._files = files = GroupFiles(spec.pipeline_parallel)
-        self._transformer: LeadingTransformer | None = None
         self._is_closed = False
+        self._ring = StageRing(files.stages[0].receiving, files.stages[0].sending)
         try:
             self._parts = RankParts(spec, 0, files.stages[0])
             barriers = [
@@ -42,6 +43,7 @@ class FirstRank:
 
             self.followers = start_ranks(spec, files, abort)
         except BaseException:
+            self._ring.close()
             files.close()
             raise
 
@@ -60,14 +62,16 @@ class FirstRank:
 
     def transformer(self, model: LoadedModel) -> LeadingTransformer:
         """This rank's part of the model, which all ranks load at the same time. Raises RankLost if one does not."""
-        self._transformer = LeadingTransformer(model, self._spec, self._parts, self._files.stages[0], self.followers)
-        return self._transformer
+        return LeadingTransformer(model, self._spec, self._parts, self._ring, self.followers)
+
+    def end_ranks(self) -> None:
+        """End the other ranks, and with RankLost a step that is being computed; idempotent."""
+        self.followers.close()
 
     def close(self) -> None:
-        """End the other ranks; idempotent."""
+        """End the other ranks, and close what they shared; idempotent. No step may be computed now."""
         if not self._is_closed:
             self._is_closed = True
-            self.followers.close()
-            if self._transformer is not None:
-                self._transformer.close()
+            self.end_ranks()
+            self._ring.close()
             self._files.close()

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 
 from baton.engine.runner import LayerGeometry
+from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels.barrier import Barrier, BarrierTag
 from baton.runner.backends.ranks.shared_memory import SharedMemory
 from baton.runner.model.stage import LayerReport, Stage, StageReport
@@ -30,7 +31,7 @@ class HostStages:
         if self._writes:
             text = json.dumps(asdict(own)).encode()
             if len(text) + _LENGTH_BYTES > _REPORT_BYTES:
-                raise ValueError(f"the report of a stage has {len(text)} bytes")
+                raise ConfigError(f"a model with so many layers can't be divided in stages ({len(text)} bytes)")
             start = self.stage.index * _REPORT_BYTES
             written = len(text).to_bytes(_LENGTH_BYTES, "little") + text
             memory[start : start + len(written)].data[:] = written

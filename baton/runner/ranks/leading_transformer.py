@@ -20,10 +20,10 @@ from baton.runner.model.decoder import ModelOutput
 from baton.runner.model.transformer import HiddenAndLogits, Transformer, on_host
 from baton.runner.model.weights import LoadedModel
 from baton.runner.ranks.following_ranks import FollowingRanks
-from baton.runner.ranks.group_files import RankFiles
-from baton.runner.ranks.micro_batch_slot import MicroBatch, MicroBatchSlot, Task, compute_part
+from baton.runner.ranks.micro_batch_slot import MicroBatch, MicroBatchSlot, Task
 from baton.runner.ranks.rank_parts import RankParts
 from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.ranks.stage_part import compute_part, results_in
 from baton.runner.ranks.stage_ring import StageRing
 
 
@@ -34,23 +34,18 @@ class LeadingTransformer(Transformer):
     """
 
     def __init__(
-        self, model: LoadedModel, spec: RankSpec, parts: RankParts, files: RankFiles, followers: FollowingRanks
+        self, model: LoadedModel, spec: RankSpec, parts: RankParts, ring: StageRing, followers: FollowingRanks
     ) -> None:
+        """`ring`: the first stage's place in it; the caller closes it."""
         self._parts = parts
         self._followers = followers
-        self._ring = StageRing(files.receiving, files.sending)
+        self._ring = ring
         self._begun: deque[tuple[MicroBatchSlot, MicroBatch, ModelOutput]] = deque()
         """Micro-batches that have begun and not ended: what the first stage has computed of each."""
-        self._vocab_size: int = model.config.vocab_size
         try:
             super().__init__(model, parts.operations, spec.block_size, spec.cache, spec.least_threads, parts.stages)
         except RankLost as error:
             raise RankLost(followers.why_lost or str(error)) from error
-
-    @property
-    def num_begun(self) -> int:
-        """Micro-batches that have begun and not ended."""
-        return len(self._begun)
 
     @property
     def can_begin(self) -> bool:
@@ -60,7 +55,7 @@ class LeadingTransformer(Transformer):
     def begin(self, task: Task, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None) -> None:
         """Compute the first stage of a micro-batch, and pass it on to the next one. Call it if `can_begin`."""
         parts, micro = self._parts, MicroBatch(task, batch, logits_rows)
-        with self.together():
+        with self._losing_all_on_failure():
             slot = parts.slots.next()
             slot.trim()
             slot.write(micro)
@@ -77,16 +72,17 @@ class LeadingTransformer(Transformer):
         return self.stage.count == 1 or self._ring.wait(other, timeout)
 
     def end(self) -> HiddenAndLogits:
-        """Wait for the micro-batch that has begun first. The hidden states are valid only if its task has them.
+        """Wait for the micro-batch that has begun first; returns hidden states only if its task has them.
 
         With several stages the results are valid until as many micro-batches have begun as there are slots.
         """
         slot, micro, out = self._begun.popleft()
         if self.stage.count > 1:
-            with self.together():
+            with self._losing_all_on_failure():
                 self._ring.receive()
-            out = slot.results(micro.num_logits, self.hidden_size, self._vocab_size, self.dtype)
-        return HiddenAndLogits(on_host(out.hidden), on_host(out.logits))
+            out = results_in(self, slot, micro)
+        hidden = out.hidden if micro.task is Task.LOGITS_AND_HIDDEN else out.hidden[:0]
+        return HiddenAndLogits(on_host(hidden), on_host(out.logits))
 
     def compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
         self.begin(Task.LOGITS, batch, logits_rows)
@@ -100,12 +96,8 @@ class LeadingTransformer(Transformer):
         computed = self.end()
         return HiddenAndLogits(*(rows.copy() for rows in computed)) if self.stage.count > 1 else computed
 
-    def close(self) -> None:
-        """Close the first stage's ends of the ring."""
-        self._ring.close()
-
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def _losing_all_on_failure(self) -> Iterator[None]:
         """Lose all ranks if the body fails, which computes with them; raises RankLost."""
         try:
             yield

@@ -15,11 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.runner.backends.ranks.shard import Shard
 from baton.runner.backends.ranks.shared_memory import SharedMemory
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.model.decoder import ModelOutput
-from baton.runner.model.transformer import Transformer
 
 Array = npt.NDArray[Any]
 
@@ -49,7 +47,7 @@ class MicroBatch:
     """The rows that give logits; None: those that sample."""
 
     @property
-    def num_logits(self) -> int:
+    def num_results(self) -> int:
         """Number of rows that give logits."""
         return (self.batch.logits_rows if self.logits_rows is None else self.logits_rows).size
 
@@ -105,11 +103,11 @@ class MicroBatchSlot:
         """The rows [num_rows, width] between two stages, which each stage replaces by its own; of the current batch."""
         return self._matrix(self._end, num_rows, width, dtype)
 
-    def results(self, num_rows: int, hidden_size: int, vocab_size: int, dtype: torch.dtype) -> ModelOutput:
+    def results(self, num_rows: int, embedding_size: int, num_logits: int, dtype: torch.dtype) -> ModelOutput:
         """The results of the last stage: hidden states in `dtype`, and float32 logits; in place of the rows."""
-        logits_from = _behind(self._end, num_rows * hidden_size * dtype.itemsize)
-        logits = self._matrix(logits_from, num_rows, vocab_size, torch.float32)
-        return ModelOutput(self._matrix(self._end, num_rows, hidden_size, dtype), logits)
+        logits_from = _behind(self._end, num_rows * embedding_size * dtype.itemsize)
+        logits = self._matrix(logits_from, num_rows, num_logits, torch.float32)
+        return ModelOutput(self._matrix(self._end, num_rows, embedding_size, dtype), logits)
 
     def trim(self) -> None:
         """Give back what an unusually large micro-batch took; by the first rank, once nobody uses the slot."""
@@ -118,27 +116,6 @@ class MicroBatchSlot:
     def _matrix(self, start: int, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         size = num_rows * width * dtype.itemsize
         return self._memory.at_least(start + size)[start : start + size].view(dtype).view(num_rows, width)
-
-
-def compute_part(transformer: Transformer, shard: Shard, slot: MicroBatchSlot, micro: MicroBatch) -> ModelOutput:
-    """Compute one rank's part of a micro-batch. The first rank of a stage leaves the rows for the next stage, or the
-    results for the first stage, in the slot, unless this is the only stage.
-    """
-    stage, num_rows = transformer.stage, micro.batch.token_ids.size
-    width, dtype = transformer.hidden_size, transformer.dtype
-    # Copied, since the first rank of the stage replaces them while the others may still be computing.
-    received = None if stage.is_first else slot.rows(num_rows, width, dtype).clone()
-    out = transformer.compute_stage(micro.batch, micro.logits_rows, received)
-    if stage.count == 1 or shard.rank > 0:
-        return out
-    if stage.is_last:
-        results = slot.results(micro.num_logits, width, out.logits.shape[1], dtype)
-        results.logits.copy_(out.logits)
-        if micro.task is Task.LOGITS_AND_HIDDEN:
-            results.hidden.copy_(out.hidden)
-    else:
-        slot.rows(num_rows, width, dtype).copy_(out.hidden)
-    return out
 
 
 class SlotsInTurns:

@@ -42,6 +42,11 @@ class RankSpec:
         """The part of a rank in its stage."""
         return Shard(rank % self.tensor_parallel, self.tensor_parallel)
 
+    def check_divides(self, num_layers: int, num_heads: int, num_kv_heads: int) -> None:
+        """Raise ConfigError unless every stage gets layers, and every rank of a stage equally many heads."""
+        self.stage_of(0).layers(num_layers)
+        self.shard_of(0).heads(num_heads, num_kv_heads)
+
     def threads_of(self, rank: int) -> int:
         """The threads of one rank, at least one; the first ranks have what is left over."""
         return max(1, self.num_threads // self.size + (rank < self.num_threads % self.size))

@@ -6,7 +6,7 @@ The rows themselves are in the micro-batch's slot (`micro_batch_slot.py`). A sta
 from __future__ import annotations
 
 import os
-import selectors
+import select
 import socket
 
 from baton.runner.backends.cpu.kernels.errors import RankLost
@@ -39,11 +39,11 @@ class StageRing:
 
     def wait(self, other: socket.socket | None = None, timeout: float | None = None) -> bool:
         """Wait until `receive` would return at once, or `other` can be read; returns whether `receive` would."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._receiving, selectors.EVENT_READ)
-            if other is not None:
-                selector.register(other, selectors.EVENT_READ)
-            return any(key.fileobj is self._receiving for key, _ in selector.select(timeout))
+        poll, own = select.poll(), self._receiving.fileno()
+        poll.register(own, select.POLLIN)
+        if other is not None:
+            poll.register(other, select.POLLIN)
+        return any(descriptor == own for descriptor, _ in poll.poll(None if timeout is None else timeout * 1e3))
 
     def close(self) -> None:
         """Close this stage's copies of the two ends."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
-from baton.engine.runner import LazyExecutor
+from baton.engine.runner import LazyExecutor, RunnerLost
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stage import Stage
@@ -31,6 +35,7 @@ from baton.runner.pipelined_runner import PipelinedModelRunner
 from baton.runner.ranks.micro_batch_slot import Task
 from baton.runner.spec import CacheSpec
 from baton.testing.fake_clock import FakeClock
+from baton.testing.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import make_prompts
 from tests.support.tiny_models import TINY_MODELS
 
@@ -76,10 +81,6 @@ class SlowStages(Transformer):
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         self.log.append("copy")
         super().copy_blocks(sources, destinations)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +200,99 @@ def test_steps_that_are_executed_out_of_order_are_refused(model: Path, whole: To
     runner.execute_model(first)
     with pytest.raises(RuntimeError, match="in the order in which they were expected"):
         runner.execute_model(first)
+
+
+@pytest.mark.parametrize("where", ["while it samples", "while the next one begins"])
+def test_a_step_that_fails_fails_alone_with_the_one_behind_it(
+    model: Path, whole: TorchModelRunner, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    stages = SlowStages(model, 2)
+    runner = pipelined(whole, stages)
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks=64, block_size=16, max_num_batched_tokens=40, max_num_seqs=16, max_model_len=512),
+        CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test"),
+        FakeClock(),
+    )
+    engine = EngineCore(scheduler, runner, LazyExecutor())
+    take, rows_of = runner._take, runner._rows_of
+    to_fail = True
+
+    def fail_once(step: StepResults) -> None:
+        nonlocal to_fail
+        is_ahead = step is not runner._steps[0].results
+        if to_fail and stages.log.count("end") > 6 and is_ahead == (where == "while the next one begins"):
+            to_fail = False
+            raise MemoryError("no room")
+
+    def take_or_fail(step: StepResults, rows: StepRows, computed: HiddenAndLogits) -> None:
+        fail_once(step)
+        take(step, rows, computed)
+
+    def rows_or_fail(step: StepResults, counts: Iterable[tuple[str, int]]) -> StepRows | None:
+        fail_once(step)
+        return rows_of(step, counts)
+
+    monkeypatch.setattr(runner, "_take", take_or_fail)
+    monkeypatch.setattr(runner, "_rows_of", rows_or_fail)
+    ends: dict[str, str | None] = {}
+
+    def run(requests: list[Request], late: Sequence[Request] = ()) -> None:
+        for request in requests:
+            engine.add_request(request)
+        while engine.has_work():
+            if late and stages.log.count("end") > 5:
+                # They are in the step behind the one that fails, and not in that one.
+                for request in late:
+                    engine.add_request(request)
+                late = ()
+            for outputs in engine.step().values():
+                ends.update({one.request_id: one.error for one in outputs.outputs if one.outcome is not None})
+
+    run(decoding(4), [Request("late", [7, 8, 9], decoding(1)[0].sampling_params)])
+    assert not to_fail
+    assert len(ends) == 5
+    assert all("no room" in str(ends[f"r{index}"]) for index in range(4))
+    ends.clear()
+    run(decoding(4))
+    assert set(ends.values()) == {None}
+    engine.scheduler.check_invariant()
+    assert not engine.scheduler.blocks_in_use()
+    assert stages.depths[-1] == 0
+    assert runner.num_requests <= 4
+
+
+def test_the_time_of_a_step_that_begins_ahead_counts_from_the_end_of_the_one_before(
+    model: Path, whole: TorchModelRunner
+) -> None:
+    runner = pipelined(whole, SlowStages(model, 2))
+    seconds: list[float] = []
+    execute = runner.execute_model
+
+    def timed(decided: SchedulerOutput) -> ModelRunnerOutput:
+        output = execute(decided)
+        seconds.append(output.compute_seconds)
+        return output
+
+    runner.execute_model = timed  # type: ignore[method-assign,assignment]
+    began = time.perf_counter()
+    tokens_of(runner, decoding(6))
+    assert sum(seconds) <= time.perf_counter() - began
+
+
+def test_closing_ends_a_step_that_is_being_computed(model: Path) -> None:
+    for _ in range(5):
+        runner = load_runner(model, dtype="float32", num_blocks=64, pipeline_parallel=2, start_ranks=FakeRankGroup)
+        begun = threading.Event()
+        begin = runner._transformer.begin  # type: ignore[attr-defined]
+
+        def noted(*arguments: Any, begin: Any = begin, begun: threading.Event = begun) -> None:
+            begin(*arguments)
+            begun.set()
+
+        runner._transformer.begin = noted  # type: ignore[attr-defined]
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(tokens_of, runner, decoding(4, max_tokens=400))
+            assert begun.wait(60)
+            runner.close()
+            assert isinstance(running.exception(timeout=60), RunnerLost)
+        runner.expect(SchedulerOutput(0, [], [], {}, 0))

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from baton.engine.batch import NewRequestData, SchedulerOutput
 from baton.engine.runner import LayerGeometry
 from baton.errors import ConfigError
+from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cpu.kernels.barrier import Barrier
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.ranks.shared_memory import SharedMemory
@@ -52,6 +54,43 @@ def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
         load_runner(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=4, start_ranks=FakeRankGroup)
 
 
+def test_a_head_may_be_narrower_than_the_layers(tmp_path: Path) -> None:
+    """OPT-350m projects the rows behind its last layer: embeddings are narrower than what stages hand on."""
+    write_random_model(tmp_path, {**TINY_MODELS["opt"], "word_embed_proj_dim": 32}, seed=5)
+    runners = [
+        load_runner(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=stages, start_ranks=FakeRankGroup)
+        for stages in (1, 2)
+    ]
+    prompt = NewRequestData("p", [5, 6, 7, 8, 9], (), SamplingParams(temperature=0.0), range(1, 2), 0)
+    embedded = NewRequestData("e", [5, 6, 7, 8, 9], (), SamplingParams(), range(2, 3), 0, embeds=True)
+    step = SchedulerOutput(0, [prompt, embedded], [], {"p": 5, "e": 5}, 10)
+    whole, divided = (runner.execute_model(step) for runner in runners)
+    assert divided.sampled_token_ids == whole.sampled_token_ids
+    assert divided.embeddings == whole.embeddings
+    assert len(whole.embeddings["e"]) == 4 * 32
+    assert [runner.model.embedding_size for runner in runners] == [32, 32]
+    for runner in runners:
+        runner.close()
+
+
+def test_a_part_of_a_later_stage_that_is_slower_is_in_the_report(tmp_path: Path) -> None:
+    """The first layer is dense, and only the layers behind it have experts."""
+    write_random_model(tmp_path, {**TINY_MODELS["deepseek_v3"], "model_type": "dots1", "head_dim": 16}, seed=5)
+    reasons = []
+    for stages in (1, 3):
+        runner = load_runner(
+            tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=stages, start_ranks=FakeRankGroup
+        )
+        step = next(path for path in runner.model.compute_paths if path.part == "step")
+        reasons.append((step.runs, step.why_not_faster))
+        runner.close()
+    reason = "an MLP is of a kind that Baton's kernels don't fuse"
+    assert reasons == [
+        ("one call for each operation", reason),
+        ("one call for each operation", f"stage 1: {reason}"),
+    ]
+
+
 def test_all_stages_get_the_reports_of_all(files: GroupFiles) -> None:
     expected = [
         StageReport(
@@ -60,7 +99,10 @@ def test_all_stages_get_the_reports_of_all(files: GroupFiles) -> None:
                 for place in (0, 1)
             },
             missed_products=["mm"] * index,
-            is_fused=index != 1,
+            why_no_own_loop="" if index == 1 else "other parts",
+            why_not_fused="",
+            embedding_size=64 * (index == 2),
+            num_logits=100,
         )
         for index in range(3)
     ]
@@ -145,10 +187,10 @@ def test_micro_batches_are_read_as_they_were_written_with_rows_and_results_behin
             assert np.array_equal(one, other)
         count = got.batch.token_ids.size
         slot.rows(count, 8, torch.bfloat16).fill_(turn)
-        slot.results(got.num_logits, 8, 40, torch.bfloat16).logits.fill_(-turn)
-        slot.results(got.num_logits, 8, 40, torch.bfloat16).hidden.fill_(turn)
+        slot.results(got.num_results, 8, 40, torch.bfloat16).logits.fill_(-turn)
+        slot.results(got.num_results, 8, 40, torch.bfloat16).hidden.fill_(turn)
         assert np.array_equal(arrays_of(slot.read())[0], arrays_of(expected)[0])
-        assert bool((slot.results(got.num_logits, 8, 40, torch.bfloat16).logits == -turn).all())
+        assert bool((slot.results(got.num_results, 8, 40, torch.bfloat16).logits == -turn).all())
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -84,7 +84,9 @@ def _advance(transformer: Transformer, shares: list[tuple[RequestState, int]]) -
     """Compute one step; returns the last row's logits of every share."""
     scheduled = [state.share(count) for state, count in shares]
     batch = flatten(scheduled, transformer.layout, transformer.row_quantum)
-    logits = transformer.compute(batch, batch.query_start[1:].astype(np.int64) - 1)
+    # Where all of them sample, the last layer computes only these rows: that path is checked, too.
+    all_sample = all(share.samples for share in scheduled)
+    logits = transformer.compute(batch, None if all_sample else batch.query_start[1:].astype(np.int64) - 1)
     for share in scheduled:
         share.state.num_computed_tokens = share.stop
     return list(logits)

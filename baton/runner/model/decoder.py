@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.nn import functional
 
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
@@ -80,8 +81,8 @@ class Decoder:
     A stage has some of the layers, and only the last one has a head.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises NotAPlainDecoder for a model that has other parts."""
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device, row_quantum: int) -> None:
+        """`row_quantum`: torch computes with multiples of this many rows. Raises NotAPlainDecoder for other parts."""
         base = _part(module, "model")
         self._dtype = dtype
         self._device = device
@@ -89,7 +90,7 @@ class Decoder:
         has_head = not isinstance(_part(module, "lm_head"), NoHead)
         self._head = _part_as(PackedLinear, module, "lm_head") if has_head else None
         layers = [layer for layer in _part(base, "layers").children() if not isinstance(layer, OtherLayer)]
-        self._layers = [_Layer(layer) for layer in layers]
+        self._layers = [_Layer(layer, row_quantum) for layer in layers]
         # The norm that follows each MLP: the next layer's first norm, and behind the last layer the model's own.
         next_norms = [_part_as(FusedNorm, layer, "input_layernorm") for layer in layers[1:]]
         self._next_norms = [*next_norms, _part_as(FusedNorm, base, "norm")]
@@ -243,7 +244,7 @@ class Decoder:
 class _Layer:
     """The parts of one layer: it computes x + attention(norm(x)), and of that x the sum x + mlp(norm(x))."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, row_quantum: int) -> None:
         names = {name for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
         if names != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
             raise NotAPlainDecoder(f"{type(layer).__name__} has the parts {', '.join(sorted(names))}")
@@ -251,12 +252,15 @@ class _Layer:
         self.mlp: Any = _part(layer, "mlp")
         self.attention_norm = _part_as(FusedNorm, layer, "input_layernorm")
         self.mlp_norm = _part_as(FusedNorm, layer, "post_attention_layernorm")
+        self._row_quantum = row_quantum
         self.mlp_rows = self.mlp.rows if isinstance(self.mlp, FusedMlp) else self._any_mlp
 
     def _any_mlp(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.mlp(x.unsqueeze(0))
+        # The last layer gets only the rows that sample, which are not padded.
+        padded = functional.pad(x, (0, 0, 0, -x.shape[0] % self._row_quantum))
+        out = self.mlp(padded.unsqueeze(0))
         rows: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        return rows.view(x.shape)
+        return rows.view(padded.shape)[: x.shape[0]]
 
 
 def _part(module: nn.Module, name: str) -> nn.Module:

@@ -320,7 +320,7 @@ class Transformer:
     def _own_loop(self, dtype: torch.dtype) -> Decoder | None:
         """Baton's loop over the layers, if the model has the right parts and transformers' loop gives the same bits."""
         try:
-            decoder = Decoder(self._module, dtype, self.device)
+            decoder = Decoder(self._module, dtype, self.device, self.row_quantum)
         except NotAPlainDecoder as reason:
             self._why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_recognised)))
             return None

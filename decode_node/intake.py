@@ -336,8 +336,8 @@ class Intake:
                     self._prober.carry_out(self.probes.connected(incarnation))
             case ConnectFailed(incarnation, error):
                 self._prober.carry_out(self.probes.connect_failed(incarnation, error))
-            case ReadDone(read_id, num_bytes, post_s, total_s, num_ranges):
-                self._carry_out(self._book.read_done(read_id, num_bytes, total_s, post_s, num_ranges))
+            case ReadDone(read_id, num_bytes, post_s, total_s, num_descriptors):
+                self._carry_out(self._book.read_done(read_id, num_bytes, total_s, post_s, num_descriptors))
             case ReadFailed(read_id, cause, detail):
                 self._carry_out(self._book.read_failed(read_id, cause, detail))
             case ReadStalled(read_id, detail):

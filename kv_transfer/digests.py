@@ -8,8 +8,8 @@ collects them when it handles its next event.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from baton.config import KVDigests
@@ -65,32 +65,56 @@ class OfferedDigests:
 
     def __init__(self, digests: BlockDigests) -> None:
         self._digests = digests
-        self._known: dict[int, tuple[bytes, Sequence[int]]] = {}
-        """For each block, the key of what it held, and the digests of that."""
+        self._known: dict[int, tuple[bytes, dict[int, Sequence[int]]]] = {}
+        """For each block, the key of what it held, and the digests of that, by the number of parts."""
 
     def digests_of(self, block_ids: Sequence[int], names: Sequence[BlockName], parts: int = 1) -> Sequence[int]:
-        """`parts` digests for each of these blocks, which have these names; zeros for the null block."""
+        """`parts` digests for each of these blocks, which have these names; zeros for the null block.
+
+        Raises ValueError if a block of a cached prefix is not any more what was computed, as far as that is noticed:
+        a block gets digests of so many parts for the first time when others of it are known.
+        """
         named = {block_id: name for block_id, name in zip(block_ids, names, strict=True) if block_id != NULL_BLOCK}
-        missing = [block_id for block_id, name in named.items() if not self._is_known(block_id, name, parts)]
-        # What a block's parts are depends on its group of layers.
-        for group in {named[block_id].group for block_id in missing} if parts > 1 else (0,):
-            some = [block_id for block_id in missing if parts == 1 or named[block_id].group == group]
-            ids = [block_id * parts + part for block_id in some for part in range(parts)]
-            found = self._digests(ids, Division(parts, group))
-            for at, block_id in enumerate(some):
-                self._known[block_id] = (named[block_id].key, found[at * parts : (at + 1) * parts])
+        for block_id, name in named.items():
+            if not self._is_known(block_id, name):
+                self._known[block_id] = (name.key, {})
+        missing = {block_id: name for block_id, name in named.items() if parts not in self._known[block_id][1]}
+        found = self._compute(missing, parts)
+        self._check_unchanged(missing)
+        for block_id, digests in found.items():
+            self._known[block_id][1][parts] = digests
         nothing = (0,) * parts
         return [
-            digest for block_id in block_ids for digest in (self._known[block_id][1] if block_id in named else nothing)
+            digest
+            for block_id in block_ids
+            for digest in (self._known[block_id][1][parts] if block_id in named else nothing)
         ]
 
-    def _is_known(self, block_id: int, name: BlockName, parts: int) -> bool:
-        """Whether the digests of a block's content are known, in so many parts.
+    def _compute(self, blocks: Mapping[int, BlockName], parts: int) -> dict[int, Sequence[int]]:
+        """The `parts` digests of each of these blocks, of what they hold now."""
+        found: dict[int, Sequence[int]] = {}
+        # What a block's parts are depends on its group of layers.
+        for group in {name.group if parts > 1 else 0 for name in blocks.values()}:
+            some = [block_id for block_id, name in blocks.items() if parts == 1 or name.group == group]
+            ids = [block * parts + part for block in some for part in range(parts)]
+            digests = self._digests(ids, Division(parts, group))
+            found.update((block, digests[at * parts : (at + 1) * parts]) for at, block in enumerate(some))
+        return found
 
-        Those of fewer parts are computed again: a reader with smaller blocks has come since.
-        """
-        key, digests = self._known.get(block_id, (b"", ()))
-        return name.is_cached and bool(name.key) and key == name.key and len(digests) == parts
+    def _check_unchanged(self, blocks: Mapping[int, BlockName]) -> None:
+        """Raise ValueError if a block does not hold any more what its known digests are of."""
+        by_parts: defaultdict[int, dict[int, BlockName]] = defaultdict(dict)
+        for block_id, name in blocks.items():
+            for parts in list(self._known[block_id][1])[:1]:
+                by_parts[parts][block_id] = name
+        for parts, some in by_parts.items():
+            for block_id, digests in self._compute(some, parts).items():
+                if list(digests) != list(self._known[block_id][1][parts]):
+                    raise ValueError(f"block {block_id} does not hold any more what was computed")
+
+    def _is_known(self, block_id: int, name: BlockName) -> bool:
+        """Whether digests of a block's content are known."""
+        return name.is_cached and bool(name.key) and self._known.get(block_id, (b"",))[0] == name.key
 
 
 class LazyInbox(Generic[Item]):

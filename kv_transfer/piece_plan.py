@@ -104,6 +104,12 @@ class PiecePlan:
         """How many sub-blocks so many blocks of the reader and of the sender have."""
         return num_local_blocks * self.local_parts, num_remote_blocks * self.remote_parts
 
+    def count_pieces(self, ranges: Sequence[ReadRange]) -> int:
+        """How many pieces these ranges have."""
+        if not self._rows:
+            return len(ranges)
+        return sum(r.count * len(self._rows[r.group].local.starts) for r in ranges)
+
     def pieces(self, ranges: Sequence[ReadRange]) -> Pieces:
         """The pieces of these ranges. Each byte of a sub-block is in one piece."""
         table = np.array([(r.local_block, r.remote_block, r.count, r.group) for r in ranges], np.int64).reshape(-1, 4)

@@ -13,7 +13,6 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import lcm
 from typing import Any
 
 from baton.background import OnFault, current_watch
@@ -96,9 +95,6 @@ class HandOff:
         self._digest_every = digest_every if digests is not None else 0
         self._book = LeaseBook(clock, times, digest_every=self._digest_every)
         self._digests = OfferedDigests(digests) if digests is not None else None
-        self.digest_parts = 1
-        """How many digests a block gets, one for each of so many equal parts, so that each reader that was ever linked
-        can compare its blocks, however small they are. May be read from any thread."""
         probe_block = memory.num_blocks if memory.num_probe_blocks else None
         self.probes = ProbeOffers(identity.node_id, identity.incarnation, probe_block, clock)
         self._probes_log = LimitedLog(_log, now=clock.monotonic)
@@ -235,7 +231,6 @@ class HandOff:
     def link_opened(self, link: int, node_id: str, incarnation: str, address: str, block_size: int) -> None:
         parts = max(1, self._identity.layout.block_size // block_size)
         self._readers[link] = _Reader(node_id, incarnation, address, parts)
-        self.digest_parts = lcm(self.digest_parts, parts)
         self._refused.link_opened(node_id)
         self._carry_out(self._book.link_opened(link, node_id, incarnation))
 
@@ -505,9 +500,9 @@ class OfferConnector:
         since its blocks may hold the KV of other tokens by now."""
         offered = self._offered.get(request.request_id)
         if offered is None or not offered.num_blocks:
-            offered = self._offered[request.request_id] = _OfferProgress(
-                0, request.num_preemptions, self._handoff.digest_parts
-            )
+            # The reader can compare each of its blocks, though it may lack other parts of a block here.
+            parts = max(1, self._layout.block_size // (request.reader_block_size or self._layout.block_size))
+            offered = self._offered[request.request_id] = _OfferProgress(0, request.num_preemptions, parts)
         elif offered.num_preemptions != request.num_preemptions and not offered.is_withdrawn:
             offered.is_withdrawn = True
             attempt = AttemptKey.parse(request.request_id)

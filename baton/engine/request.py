@@ -175,8 +175,10 @@ class Request:
         leg: Leg = Leg.WHOLE,
         kv_source: KVSource | None = None,
         output_token_ids: Sequence[int] = (),
+        reader_block_size: int = 0,
     ) -> None:
         """`output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
+        `reader_block_size`: of a prefill leg, tokens in a block of the node that is to read its KV; 0: as many as here.
 
         Raises ValueError for arguments that contradict each other.
         """
@@ -200,6 +202,7 @@ class Request:
         self.cache_salt = cache_salt
         self.leg = leg
         self.kv_source = kv_source
+        self.reader_block_size = reader_block_size
         self.num_submitted_tokens = self.num_prompt_tokens + len(output_token_ids)
         """Tokens that were submitted: the prompt, and what an earlier attempt generated. A prefill leg computes their
         KV, a decode leg reads it from the prefill node."""

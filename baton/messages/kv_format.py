@@ -6,6 +6,9 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+_FIRST_PROTOCOL_OF_OTHER_SIZES = 6
+"""The first version of the link's protocol between nodes whose block sizes may differ."""
+
 
 class _HasKVFormat(Protocol):
     """A node's description, or its record in the registry."""
@@ -42,18 +45,25 @@ class KVFormat(NamedTuple):
         return cls(node.model_fingerprint, node.numerics, node.dtype, node.block_size, node.link_protocol)
 
     def fits(self, other: KVFormat) -> bool:
-        """Whether nodes of these two formats can exchange KV: all must be equal but the block sizes, which must fit."""
-        return self == other or (
-            self._replace(block_size=other.block_size) == other and block_sizes_fit(self.block_size, other.block_size)
-        )
+        """Whether nodes of these two formats can exchange KV: all must be equal but the block sizes, which must fit.
+
+        The sizes may differ from version 6 of the protocol on.
+        """
+        return self == other or (self._replace(block_size=other.block_size) == other and self._sizes_fit(other))
 
     def misfits(self, other: KVFormat) -> list[str]:
         """The names of the fields because of which the two formats don't fit."""
         return [
             name
             for name, ours, theirs in zip(self._fields, self, other, strict=True)
-            if ours != theirs and not (name == "block_size" and block_sizes_fit(self.block_size, other.block_size))
+            if ours != theirs and not (name == "block_size" and self._sizes_fit(other))
         ]
+
+    def _sizes_fit(self, other: KVFormat) -> bool:
+        return (
+            block_sizes_fit(self.block_size, other.block_size)
+            and min(self.link_protocol, other.link_protocol) >= _FIRST_PROTOCOL_OF_OTHER_SIZES
+        )
 
 
 def block_sizes_fit(one: int, other: int) -> bool:

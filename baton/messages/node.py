@@ -123,6 +123,8 @@ class Submit:
     """W3C trace context of the request's span; empty: the request is not traced."""
     takeover: int = 0
     """See `Adopt.takeover`."""
+    reader_block_size: int = 0
+    """For a prefill leg: tokens in a block of the decode node that is to read the prompt; 0: as many as in one here."""
 
     @property
     def num_sequences(self) -> int:

@@ -74,7 +74,7 @@ class ReadState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """A sender's KV memory, as it is published to receivers. A receiver calls `check` before it uses one."""
+    """A sender's KV memory, as it is published to receivers. A receiver calls `plan_for` before it uses one."""
 
     incarnation: str
     """The sender's incarnation, which is also the name of its transfer agent."""

@@ -62,7 +62,7 @@ class ProbeReady:
     probe: int
     block: int
     digest: int
-    """Digest of the known bytes."""
+    """Digest of the last part of the known bytes, which has the smaller of the two block sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,8 @@ class Offer:
     digest_every: int = 0
     """The answer to `ConfirmRead` has digests of one block in so many (`sampling.is_digested`); 0: of none."""
     digest_parts: int = 1
-    """How many digests it has for each block, one for each so many equal parts of its tokens."""
+    """How many digests it has for each block: one for each of so many equal parts of its tokens. All offers of an
+    attempt have the same number."""
 
     @property
     def end_block(self) -> int:

@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import logging
 import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 
@@ -439,7 +439,7 @@ class Mover:
             return
         self._note_progress(read, peer)
         read.post_s += self._moved_at - before
-        read.num_ranges += len(piece.ranges)
+        read.num_descriptors += peer.plan.count_pieces(piece.ranges)
         self.reads_in_flight += not read.pieces
         read.pieces += 1
         peer.pieces += 1
@@ -501,10 +501,14 @@ class Mover:
 
     def _queue_digests(self, read: ActiveRead, piece: Piece, digests_each: int) -> None:
         """Queue what is to be digested of a piece; `digests_each`: how many digests a sub-block that was read has."""
-        for group, ranges in itertools.groupby(piece.ranges, key=lambda r: r.group):
-            spans = [range(r.local_block * digests_each, (r.local_block + r.count) * digests_each) for r in ranges]
-            if wanted := [block for span in spans for block in span if block in read.to_digest]:
-                self._digest_queue.add(read.read_id, wanted, Division(read.digest_parts, group))
+        wanted: defaultdict[int, list[int]] = defaultdict(list)
+        for r in piece.ranges:
+            span = range(r.local_block * digests_each, (r.local_block + r.count) * digests_each)
+            # The groups of whole blocks make no difference.
+            wanted[r.group if read.digest_parts > 1 else 0] += [block for block in span if block in read.to_digest]
+        for group, blocks in wanted.items():
+            if blocks:
+                self._digest_queue.add(read.read_id, blocks, Division(read.digest_parts, group))
 
     @property
     def _has_to_move(self) -> bool:
@@ -543,7 +547,7 @@ class Mover:
             return
         total_s = self._clock.monotonic() - read.called_at
         self._forget_id(read.read_id)
-        self._deliver(ReadDone(read.read_id, read.num_bytes, read.post_s, total_s, read.num_ranges))
+        self._deliver(ReadDone(read.read_id, read.num_bytes, read.post_s, total_s, read.num_descriptors))
 
     def _count_stuck(self, now: float) -> None:
         in_flight = [read for read in self._reads.values() if read.pieces]

@@ -33,7 +33,7 @@ class ReadDone:
     """Seconds spent in the backend's post calls."""
     total_s: float
     """Seconds from the call of `read` on."""
-    num_ranges: int
+    num_descriptors: int
     """Number of ranges that were posted; a long read is posted in pieces, which may cut a range."""
 
 

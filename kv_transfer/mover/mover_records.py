@@ -31,7 +31,7 @@ class ActiveRead:
     is_stalled: bool = False
     """ReadStalled was delivered."""
     post_s: float = 0.0
-    num_ranges: int = 0
+    num_descriptors: int = 0
     pieces: int = 0
     """Pieces in flight."""
     failure: TransferFailed | None = None

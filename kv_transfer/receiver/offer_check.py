@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from baton.messages.kv_cache import NULL_BLOCK
 from kv_transfer.link.link_messages import Closing, Offer
 from kv_transfer.receiver.block_map import SenderBlocks
+from kv_transfer.receiver.transfer_machine import TransferState
 from kv_transfer.receiver.transfer_records import Transfer
 
 
@@ -20,9 +21,8 @@ def offer_objection(transfer: Transfer, offer: Offer, sender_blocks: int, vocab_
         return f"the offer begins at block {offer.first_block}, but block {transfer.next_block} is the next"
     if end > blocks.num_blocks:
         return f"the offer ends at block {end}, but the prompt has {blocks.num_blocks} blocks"
-    if not blocks.divides(offer.digest_parts) or (
-        transfer.sender_digests and offer.digest_parts != transfer.digest_parts
-    ):
+    is_first = transfer.state is TransferState.RESERVED
+    if not blocks.divides(offer.digest_parts) or not (is_first or offer.digest_parts == transfer.digest_parts):
         return f"the offer has {offer.digest_parts} digests for each block, which can't be compared here"
     outside = [block for block in offer.block_ids if not 0 <= block < sender_blocks]
     if outside:

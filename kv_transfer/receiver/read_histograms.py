@@ -39,9 +39,9 @@ class ReadHistograms:
         Histogram, Metric("kv_transfer_descriptors", "Descriptors that were posted for each read.")
     ] = field(default_factory=lambda: Histogram(DESCRIPTOR_BUCKETS))
 
-    def add(self, num_bytes: int, num_ranges: int, read_s: float, post_s: float) -> None:
-        """Count one read that is done. `num_ranges`: descriptors; `read_s` and `post_s`: seconds."""
+    def add(self, num_bytes: int, num_descriptors: int, read_s: float, post_s: float) -> None:
+        """Count one read that is done. `num_descriptors`: descriptors; `read_s` and `post_s`: seconds."""
         self.seconds.observe(read_s)
         self.post_seconds.observe(post_s)
         self.num_bytes.observe(num_bytes)
-        self.descriptors.observe(num_ranges)
+        self.descriptors.observe(num_descriptors)

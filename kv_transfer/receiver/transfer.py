@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from math import lcm
 
 from baton.clock import Clock, SystemClock
@@ -252,12 +251,12 @@ class TransferBook:
     # What the mover did.
 
     def read_done(
-        self, read_id: int, num_bytes: int, read_s: float = 0.0, post_s: float = 0.0, num_ranges: int = 0
+        self, read_id: int, num_bytes: int, read_s: float = 0.0, post_s: float = 0.0, num_descriptors: int = 0
     ) -> list[TransferEffect]:
         """All bytes of a read are here, and none of it writes any more.
 
         `read_s` and `post_s`: seconds that the read took, and those of them that were spent on posting it.
-        `num_ranges`: how many ranges were posted for it.
+        `num_descriptors`: how many descriptors were posted for it.
         """
         transfer = self._reads.pop(read_id, None)
         if transfer is None:
@@ -266,7 +265,7 @@ class TransferBook:
         transfer.num_blocks += transfer.reads.pop(read_id).num_remote_blocks
         transfer.num_bytes += num_bytes
         transfer.read_s += read_s
-        self.read_histograms[transfer.plan.source.node_id].add(num_bytes, num_ranges, read_s, post_s)
+        self.read_histograms[transfer.plan.source.node_id].add(num_bytes, num_descriptors, read_s, post_s)
         transfer.machine.feed(TransferEvent.READ_DONE)
         effects: list[TransferEffect] = [Recorded("read_done", transfer.plan.attempt, num_bytes)]
         if transfer.is_quarantined:
@@ -418,10 +417,10 @@ class TransferBook:
         read_id, sizes = self._last_read_id, transfer.blocks.sizes
         local, remote, groups = zip(*reads, strict=True)
         remote_blocks = {number // sizes.sender_parts for number in remote}
-        num_local_blocks = len({number // sizes.reader_parts for number in local})
+        local_blocks = frozenset(number // sizes.reader_parts for number in local)
         transfer.remote_blocks |= remote_blocks
         self._reads[read_id] = transfer
-        transfer.reads[read_id] = ReadInFlight(offer.first_block, len(remote_blocks), num_local_blocks)
+        transfer.reads[read_id] = ReadInFlight(offer.first_block, len(remote_blocks), local_blocks)
         to_digest = self._blocks_to_digest(transfer, offer)
         if to_digest:
             transfer.to_digest[read_id] = set(to_digest)
@@ -478,16 +477,20 @@ class TransferBook:
 
     def _extend_valid(self, transfer: Transfer) -> list[TransferEffect]:
         """Count those leading blocks as valid whose digests are known on both sides and equal (rule 8)."""
-        before, end, parts = transfer.valid_end, transfer.confirmed_end, transfer.digest_parts
+        before, end = transfer.valid_end, transfer.confirmed_end
         if transfer.is_quarantined or before >= end:
             return []
-        ids = transfer.blocks.digest_ids(before, end, parts)
-        told = transfer.sender_digests[(before - transfer.blocks.first_block) * parts :]
-        pairs = zip(ids, told, strict=True)
-        equal = len(list(takewhile(lambda pair: not pair[0] or transfer.digests.get(pair[0]) == pair[1], pairs)))
-        transfer.valid_end = before + equal // parts
+        # One block at a time: each call takes as long as there are blocks that became valid.
+        transfer.valid_end = next((at for at in range(before, end) if not self._is_valid(transfer, at)), end)
         grown = transfer.valid_end > before and transfer.read_confirmed is None
         return [Recorded("prefix_verified", transfer.plan.attempt, transfer.valid_end)] if grown else []
+
+    def _is_valid(self, transfer: Transfer, entry: int) -> bool:
+        """Whether the digests of a confirmed entry are known here and are the sender's."""
+        parts, told = transfer.digest_parts, transfer.sender_digests
+        at = (entry - transfer.blocks.first_block) * parts
+        ids = transfer.blocks.digest_ids(entry, entry + 1, parts)
+        return all(not each or transfer.digests.get(each) == told[at + part] for part, each in enumerate(ids))
 
     def _arrive_if_proven(self, transfer: Transfer) -> list[TransferEffect]:
         """End the transfer if everything is confirmed and all digests are known: in `Arrived` if those are equal."""

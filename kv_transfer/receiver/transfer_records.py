@@ -21,8 +21,8 @@ class ReadInFlight:
     """The first of the sender's prompt blocks that it brings."""
     num_remote_blocks: int
     """Blocks of the sender that it brings."""
-    num_blocks: int
-    """Local blocks to which it writes."""
+    local_blocks: frozenset[int]
+    """The reader's blocks to which it writes; other reads may write to other parts of them."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Transfer:
     confirm_part_end: int
     """The prompt blocks before this one are read, and the sender was asked to confirm them."""
     digest_parts: int = 1
-    """Digests that the sender gives of each of its blocks, one for each of so many equal parts."""
+    """How many digests the sender gives of each of its blocks, as its first offer says."""
     reads: dict[int, ReadInFlight] = field(default_factory=dict)
     """Reads in flight, by id."""
     to_digest: dict[int, set[int]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Transfer:
     @property
     def num_reading(self) -> int:
         """Blocks that reads in flight may write to."""
-        return sum(read.num_blocks for read in self.reads.values())
+        return len(frozenset[int]().union(*(read.local_blocks for read in self.reads.values())))
 
     @property
     def confirmed_end(self) -> int:

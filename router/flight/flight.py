@@ -323,7 +323,11 @@ class Flight:
         return legs
 
     def _submit(self, leg: Leg) -> Submit:
-        prefill = self._placement.prefill if self._placement else None
+        placement = self._placement
+        prefill = placement.prefill if placement else None
+        reader_block_size = 0
+        if placement and prefill and leg is Leg.PREFILL and placement.decode.block_size != prefill.block_size:
+            reader_block_size = placement.decode.block_size
         return Submit(
             attempt=self._key,
             leg=leg,
@@ -334,6 +338,7 @@ class Flight:
             kv_source=prefill.kv_source if prefill and leg is Leg.DECODE else None,
             output_token_ids=self._given,
             takeover=self.takeover,
+            reader_block_size=reader_block_size,
         )
 
     def _on_delta(self, incarnation: str, delta: RequestDelta) -> list[FlightEffect]:

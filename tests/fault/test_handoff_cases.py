@@ -523,3 +523,24 @@ def test_240_requests_at_once_raise_no_false_alarm() -> None:
             await idle(cluster)
 
     run_virtually(main())
+
+
+@pytest.mark.parametrize("prefill", [2, 8, 16])
+def test_the_first_prompt_of_a_pair_is_read_whatever_the_sizes_of_their_blocks(prefill: int) -> None:
+    """The decode node, with blocks of 4 tokens, opens its link for the request: blocks may be offered by then."""
+
+    async def run() -> None:
+        limits = replace(
+            SMALL,
+            prefill_block_size=prefill,
+            num_prefill_blocks=96 // prefill,
+            meets_senders=False,
+            on_transfer_failure="fail",
+        )
+        async with simulated_cluster(Random(1), limits=limits) as cluster:
+            for number in range(2):
+                answer = await ask(cluster, prompt_of(40, number), f"r{number}", max_tokens=3)
+                assert (answer.path.attempts, answer.kv_bytes > 0) == (1, True)
+            await cluster.wait_until_idle(BOUND_S)
+
+    run_virtually(run())

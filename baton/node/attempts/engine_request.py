@@ -19,4 +19,5 @@ def engine_request(submit: Submit, eos_token_ids: frozenset[int], client_index: 
         leg=submit.leg,
         kv_source=submit.kv_source,
         output_token_ids=submit.output_token_ids,
+        reader_block_size=submit.reader_block_size,
     )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.messages.ids import SCOPED_ID_PATTERN
+from baton.messages.kv_format import block_sizes_fit
 from baton.messages.node import Leg, NodeDescription, Role, Submit
 from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -42,6 +43,9 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
         return "kv_source: must be set for a decode leg, and for no other leg"
     if source is not None and not (source.node_id and source.incarnation and source.address):
         return "kv_source: must have node id, incarnation and address"
+    reader = submit.reader_block_size
+    if reader and not (submit.leg is Leg.PREFILL and block_sizes_fit(reader, node.block_size)):
+        return f"reader_block_size: {reader} does not fit this node's {node.block_size}, or the leg is not read"
     return _sampling_objection(submit.sampling_params, vocab) or _output_objection(submit, node)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -117,11 +118,17 @@ def _by_library(memory: KVMemory) -> BlockDigests:
 
 def _of_copies(copied_to_host: Callable[[Sequence[int]], KVMemory]) -> BlockDigests:
     def digests(ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
-        found: list[int] = []
-        for first in range(0, len(ids), _COPIED_AT_ONCE):
-            some = ids[first : first + _COPIED_AT_ONCE]
-            copied = block_digests(copied_to_host([i // division.parts for i in some]))
-            found += copied([at * division.parts + i % division.parts for at, i in enumerate(some)], division)
-        return found
+        found: dict[int, int] = {}
+        parts_of = defaultdict[int, list[int]](list)
+        for each in ids:
+            parts_of[each // division.parts].append(each)
+        blocks = list(parts_of)
+        for first in range(0, len(blocks), _COPIED_AT_ONCE):
+            some = blocks[first : first + _COPIED_AT_ONCE]
+            copied = block_digests(copied_to_host(some))
+            asked = [(each, at) for at, block in enumerate(some) for each in parts_of[block]]
+            places = [at * division.parts + each % division.parts for each, at in asked]
+            found.update(zip((each for each, _ in asked), copied(places, division), strict=True))
+        return [found[each] for each in ids]
 
     return digests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -18,6 +18,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
 from baton.runner.blocks import block_digests as block_digests_module
+from baton.runner.blocks import device_blocks
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.digests import LazyInbox, OfferedDigests, block_names, digest_every
@@ -245,6 +246,57 @@ def test_parts_are_digested_by_group_and_again_for_more_parts() -> None:
     assert asked == []
     assert offered.digests_of((5,), names[:1], 4) == [20, 21, 22, 23]
     assert offered.digests_of((5,), names[:1]) == [5]
+
+
+def test_a_cached_block_keeps_all_its_digests_whichever_reader_comes() -> None:
+    content = {Division(): 100, Division(2): 200}
+    asked: list[Division] = []
+
+    def digest(ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
+        asked.append(division)
+        return [content[division]] * len(ids)
+
+    offered, request = OfferedDigests(digest), request_with_keys(4, 1, num_cached_tokens=4)
+    names = block_names(request, LAYOUT, 0, 1)
+    assert offered.digests_of((5,), names) == [100]
+    assert offered.digests_of((5,), names, 2) == [200, 200]
+    asked.clear()
+    content.update({Division(): 1, Division(2): 2})  # damaged in memory
+    assert [offered.digests_of((5,), names), offered.digests_of((5,), names, 2)] == [[100], [200, 200]]
+    assert asked == []
+
+
+def test_a_cached_block_that_was_damaged_gets_no_digests_for_another_reader() -> None:
+    content = [100]
+    offered = OfferedDigests(lambda ids, division=WHOLE, /: content * len(ids))
+    names = block_names(request_with_keys(4, 1, num_cached_tokens=4), LAYOUT, 0, 1)
+    assert offered.digests_of((5,), names) == [100]
+    content[0] = 1
+    for _ in range(2):
+        with pytest.raises(ValueError, match="block 5 does not hold any more what was computed"):
+            offered.digests_of((5,), names, 2)
+    assert offered.digests_of((5,), names) == [100]
+
+
+def test_a_block_of_a_device_is_copied_once_for_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = KVLayout(8, (LayerGeometry(5, 4, 4),) * 3, "float32")
+    cache = torch.randn(40, layout.block_elements)
+    memory = KVMemory(1, 40, layout.block_bytes, "VRAM", 0, cache, layout=layout)
+    copied: list[int] = []
+    copied_to_host = device_blocks.copied_to_host
+
+    def noting(memory: KVMemory) -> Callable[[Sequence[int]], KVMemory]:
+        copy = copied_to_host(memory)
+
+        def noted(blocks: Sequence[int]) -> KVMemory:
+            copied.extend(blocks)
+            return copy(blocks)
+
+        return noted
+
+    monkeypatch.setattr(device_blocks, "copied_to_host", noting)
+    block_digests(memory)([*range(8, 160)], Division(4))
+    assert copied == [*range(2, 40)]
 
 
 def test_parts_of_blocks_of_a_device_are_copied_to_the_host_first() -> None:

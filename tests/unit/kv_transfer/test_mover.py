@@ -226,7 +226,7 @@ def test_a_read_is_answered_with_its_bytes_times_and_ranges(bench: Bench) -> Non
     bench.mover.read(7, "sender", [ReadRange(0, 9, 3), ReadRange(10, 3, 4)])
     done = bench.next()
     assert isinstance(done, ReadDone)
-    assert (done.read_id, done.num_bytes, done.num_ranges) == (7, 7 * BLOCK_BYTES, 3)
+    assert (done.read_id, done.num_bytes, done.num_descriptors) == (7, 7 * BLOCK_BYTES, 3)
     assert 0 <= done.post_s <= done.total_s
     assert [bench.block(i) for i in (0, 2, 10, 13)] == [pattern(i, 1, BLOCK_BYTES) for i in (9, 11, 3, 6)]
     assert bench.backend.posted == [(ReadRange(0, 9, 3), ReadRange(10, 3, 1)), (ReadRange(11, 4, 3),)]

@@ -124,7 +124,9 @@ def test_every_byte_of_every_token_is_moved_once_to_its_place(
             if wanted
         )
         first = end
-    pieces = PiecePlan.between(layout, sender_size).pieces(coalesce(local, remote, group_of))
+    to_read, pair = coalesce(local, remote, group_of), PiecePlan.between(layout, sender_size)
+    pieces = pair.pieces(to_read)
+    assert pair.count_pieces(to_read) == len(pieces)
     written = np.zeros(len(reader.memory), np.int64)
     rows = zip(pieces.local.tolist(), pieces.remote.tolist(), pieces.lengths.tolist(), strict=True)
     for to, at, length in rows:

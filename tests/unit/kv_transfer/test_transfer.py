@@ -903,6 +903,28 @@ def test_digests_that_cant_be_compared_are_refused_before_anything_is_read(diges
     assert not any(isinstance(effect, StartRead) for effect in effects)
 
 
+def test_all_offers_of_an_attempt_have_the_same_number_of_digests() -> None:
+    book = TransferBook()
+    book.plan(TransferPlan(A, SOURCE, 16, (40, 41, 42, 43), 0))
+    book.peer_ready("p0.x", 100, BlockMap(4, 4))
+    book.received("p0.x", Offer(A, 0, (5, 6), 1000, digest_every=1))
+    book.digested(1, {40: 666, 41: 666})
+    last = Offer(A, 2, (7, 8), 1000, Closing(16, (7,), False), digest_every=1, digest_parts=2)
+    # Otherwise the digests of the first two blocks would be taken for those of others.
+    (failed,) = (effect for effect in book.received("p0.x", last) if isinstance(effect, Failed))
+    assert (failed.cause, "2 digests for each block" in failed.detail) == (TransferCause.REFUSED, True)
+
+
+def test_a_block_with_several_reads_is_one_block_in_quarantine() -> None:
+    book = TransferBook()
+    book.plan(TransferPlan(A, SOURCE, 512, (40,), 0))
+    book.peer_ready("p0.x", 100, BlockMap(16, 512))
+    for block in range(31):
+        book.received("p0.x", Offer(A, block, (block + 1,), 1000))
+    book.abandon(A)
+    assert book.counts().quarantined_blocks == 1
+
+
 def test_a_wrong_part_fails_its_transfer_and_names_the_block() -> None:
     book = TransferBook()
     book.plan(TransferPlan(A, SOURCE, 16, (40, 41), 0))

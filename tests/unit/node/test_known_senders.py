@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from baton.messages.kv_format import KVFormat
 from baton.messages.node import KVSource
 from baton.registry import NodeRecord
 from decode_node.known_senders import KnownSenders
 
-FORMAT = KVFormat("m-1", "cpu-1", "float32", 16, 5)
+FORMAT = KVFormat("m-1", "cpu-1", "float32", 16, 6)
 P0 = NodeRecord(
     "p0",
     "prefill",
@@ -27,7 +29,7 @@ P0 = NodeRecord(
     max_model_len=1,
     block_size=16,
     num_blocks=1,
-    link_protocol=5,
+    link_protocol=6,
 )
 P1 = replace(P0, name="p1", incarnation="p1.x", address="h:2")
 
@@ -73,3 +75,13 @@ def test_nodes_with_blocks_of_another_size_that_fits_are_met() -> None:
     senders = KnownSenders(FORMAT, met.append, lambda incarnation: None)
     senders.update({"p0": replace(P0, block_size=32), "p1": replace(P1, block_size=8)})
     assert [source.node_id for source in met] == ["p0", "p1"]
+
+
+@pytest.mark.parametrize(("protocol", "fits"), [(0, False), (5, False), (6, True), (7, True)])
+def test_sizes_of_blocks_may_differ_where_both_nodes_know_of_it(protocol: int, fits: bool) -> None:
+    small = FORMAT._replace(link_protocol=protocol)
+    large = small._replace(block_size=32)
+    assert (small.fits(large), large.fits(small)) == (fits, fits)
+    assert small.fits(small)
+    assert small.misfits(large) == ([] if fits else ["block_size"])
+    assert not small.fits(small._replace(block_size=24))

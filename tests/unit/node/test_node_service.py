@@ -276,6 +276,15 @@ def test_a_node_without_embeddings_says_so() -> None:
     assert objection(submit(leg=Leg.EMBED), DESCRIPTION) == "leg: the model of decode-0 computes no embeddings"
 
 
+@pytest.mark.parametrize("leg", [Leg.PREFILL, Leg.WHOLE])
+@pytest.mark.parametrize("size", [-1, 0, 1, 4, 6, 8, 1 << 31])
+def test_the_blocks_of_the_reader_must_fit(leg: Leg, size: int) -> None:
+    node = replace(DESCRIPTION, role=Role.PREFILL, block_size=4)
+    why = objection(replace(submit(leg=leg), reader_block_size=size), node) or ""
+    fits = size in (1, 4, 8, 1 << 31) and leg is Leg.PREFILL
+    assert why.startswith("reader_block_size: ") == (not fits and size != 0)
+
+
 async def test_a_prefill_leg_is_over_with_its_only_sequence() -> None:
     rig = NodeRig(Role.PREFILL)
     port = rig.service.open_port("router-0")

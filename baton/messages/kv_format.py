@@ -49,7 +49,11 @@ class KVFormat(NamedTuple):
 
         The sizes may differ from version 6 of the protocol on.
         """
-        return self == other or (self._replace(block_size=other.block_size) == other and self._sizes_fit(other))
+        return self == other or (
+            self.model_fingerprint == other.model_fingerprint
+            and self._replace(block_size=other.block_size) == other
+            and self._sizes_fit(other)
+        )
 
     def misfits(self, other: KVFormat) -> list[str]:
         """The names of the fields because of which the two formats don't fit."""

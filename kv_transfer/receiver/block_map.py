@@ -7,7 +7,7 @@ each `block_size` tokens there is one of every group of layers, in the order of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,6 +137,17 @@ class SenderBlocks:
         return (
             places if each == 1 else [place * each + index if place else 0 for place in places for index in range(each)]
         )
+
+    def iter_digest_ids(self, first: int, end: int, digest_parts: int) -> Iterator[int]:
+        """As `digest_ids`, one by one."""
+        local, parts = self.local, self.sizes.sender_parts
+        each = digest_parts // parts
+        for at in range(first * parts, end * parts):
+            place = local[at]
+            if each == 1:
+                yield place
+            else:
+                yield from range(place * each, (place + 1) * each) if place else (0,) * each
 
     def reader_end(self, end: int) -> int:
         """How many leading blocks of the plan are complete with the entries before `end`."""

@@ -480,17 +480,16 @@ class TransferBook:
         before, end = transfer.valid_end, transfer.confirmed_end
         if transfer.is_quarantined or before >= end:
             return []
-        # One block at a time: each call takes as long as there are blocks that became valid.
-        transfer.valid_end = next((at for at in range(before, end) if not self._is_valid(transfer, at)), end)
+        first, parts = transfer.blocks.first_block, transfer.digest_parts
+        digests, told, at = transfer.digests, transfer.sender_digests, (before - first) * parts
+        # One at a time: a call takes as long as blocks become valid, however many are confirmed.
+        for each in transfer.blocks.iter_digest_ids(before, end, parts):
+            if each and digests.get(each) != told[at]:
+                break
+            at += 1
+        transfer.valid_end = first + at // parts
         grown = transfer.valid_end > before and transfer.read_confirmed is None
         return [Recorded("prefix_verified", transfer.plan.attempt, transfer.valid_end)] if grown else []
-
-    def _is_valid(self, transfer: Transfer, entry: int) -> bool:
-        """Whether the digests of a confirmed entry are known here and are the sender's."""
-        parts, told = transfer.digest_parts, transfer.sender_digests
-        at = (entry - transfer.blocks.first_block) * parts
-        ids = transfer.blocks.digest_ids(entry, entry + 1, parts)
-        return all(not each or transfer.digests.get(each) == told[at + part] for part, each in enumerate(ids))
 
     def _arrive_if_proven(self, transfer: Transfer) -> list[TransferEffect]:
         """End the transfer if everything is confirmed and all digests are known: in `Arrived` if those are equal."""

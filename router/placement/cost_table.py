@@ -121,7 +121,7 @@ class CostTable:
             self._kind[row] = self._kinds.setdefault(KVFormat.of(node), len(self._kinds))
             self._chunk[row] = chunk_of(node)
             self._rows_of_name.setdefault(node.node_id, []).append(row)
-        self._fits = np.array([[one.fits(other) for other in self._kinds] for one in self._kinds], np.bool_)
+        self._fits = fitting_kinds([*self._kinds])
         self._all_fit = bool(self._fits.all())
         for rank, incarnation in enumerate(sorted(self._row_of)):
             self._rank[self._row_of[incarnation]] = rank
@@ -343,6 +343,18 @@ class CostTable:
         if near.size == 1:
             return int(rows.start) + int(near[0])
         return int(rows.start) + int(near[self._order[rows][near].argmin()])
+
+
+def fitting_kinds(kinds: Sequence[KVFormat]) -> npt.NDArray[np.bool_]:
+    """Which of these formats fit each other: [kinds, kinds]. Compares those only that differ in their block sizes."""
+    fits = np.zeros((len(kinds), len(kinds)), np.bool_)
+    alike: dict[KVFormat, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        alike.setdefault(kind._replace(block_size=0), []).append(index)
+    for same in alike.values():
+        for one in same:
+            fits[one, same] = [kinds[one].fits(kinds[other]) for other in same]
+    return fits
 
 
 def _any(able: RowMask, rows: slice) -> bool:

@@ -207,6 +207,8 @@ def test_a_view_counts_blocks_of_the_sender() -> None:
     assert of_large.reads(0, (40, 41, 42)) == [(6, 81, 0), (7, 82, 0), (8, 83, 0), (9, 84, 0)]
     assert [of_large.reader_end(end) for end in range(4)] == [1, 2, 4, 5]
     assert of_large.digest_ids(0, 3, 2) == [0, 6, 7, 8, 9, 0]
+    for view, digest_parts in [(of_small, 1), (of_small, 4), (of_large, 2), (of_large, 8)]:
+        assert list(view.iter_digest_ids(0, 3, digest_parts)) == list(view.digest_ids(0, 3, digest_parts))
     assert [parts for parts in range(40) if of_large.divides(parts)] == [2, 4, 8, 16, 32]
     with pytest.raises(ValueError, match="5 blocks were planned for 90 tokens"):
         large.view(replace(plan, num_prompt_tokens=90))

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, NoCapacity
+from baton.messages.kv_format import KVFormat
 from baton.messages.node import NodeDescription
 from router.placement.cost_model import NodeCosts, PlacementQuery, ServiceLevel, cheapest, newcomer_share, node_costs
-from router.placement.cost_table import CostTable
+from router.placement.cost_table import CostTable, fitting_kinds
 from router.placement.placement import Candidate, Candidates, Demand, fitting_nodes, with_room
 from router.placement.rates import StepRates
 from tests.support.router_parts import MODEL, decode, prefill
@@ -158,3 +159,14 @@ def test_only_rows_of_changed_nodes_are_recomputed(num_changed: int) -> None:
     table.mark_stale("a stranger")
     table.refresh(None, NOW)
     assert sorted(computed) == sorted({"p40.1", *(one.node.incarnation for one in first[:num_changed])})
+
+
+def test_formats_fit_each_other_in_the_table_as_they_do_one_by_one() -> None:
+    kinds = [
+        KVFormat(model, "n", dtype, size, protocol)
+        for model in ("m0", "m1")
+        for dtype in ("float32", "int8")
+        for size in (8, 16, 24, 32)
+        for protocol in (5, 6)
+    ]
+    assert fitting_kinds(kinds).tolist() == [[one.fits(other) for other in kinds] for one in kinds]

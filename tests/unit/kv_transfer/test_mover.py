@@ -686,6 +686,25 @@ def test_every_block_of_a_long_read_that_is_wanted_is_digested_once(digesting: B
     digesting.assert_silent()
 
 
+@pytest.mark.parametrize(("parts", "calls"), [(1, 1), (2, 2)])
+def test_what_a_piece_brings_is_digested_in_one_call_for_each_group(
+    digesting: Bench, digests: ThreadNotingDigests, parts: int, calls: int
+) -> None:
+    """Ranges of groups take turns, and those of whole blocks make no difference."""
+    digesting.attach("sender")
+    ranges = [ReadRange(block, block, 1, number % 2) for number, block in enumerate(range(3, 11, 2))]
+    wanted = [r.local_block * parts + part for r in ranges for part in range(parts)]
+    digesting.mover.read(1, "sender", ranges, wanted, parts)
+    assert isinstance(digesting.next(), ReadDone)
+    found: dict[int, int] = {}
+    for _ in range(calls):
+        event = digesting.next()
+        assert isinstance(event, BlocksDigested)
+        found |= event.digests
+    assert found.keys() == set(wanted)
+    assert len(digests.threads) == calls
+
+
 def test_digests_that_can_not_be_computed_are_reported_and_the_mover_goes_on(
     digesting: Bench, digests: ThreadNotingDigests
 ) -> None:

@@ -119,7 +119,7 @@ def test_ranks_give_the_bits_of_one_process(tmp_path: Path, name: str, dtype: st
         expected = compute(alone, sampling)
         info = alone.model
         layout = alone.layout
-    for shape in ((2, 1), (4, 1), (1, 2)) if name in NAMED else ((2, 1), (1, 2)):
+    for shape in ((2, 1), (4, 1), (1, 2)) if name in NAMED else ((2, 1) if dtype == "float32" else (1, 2),):
         with loaded(tmp_path, shape, dtype=dtype) as divided:
             compute(divided, sampling).check_equal(expected)
             # Nodes of other sizes take each other's blocks and streams.

@@ -140,7 +140,7 @@ def _load(nodes: Sequence[NodeStatus], reports: Mapping[str, NodeReport]) -> Rol
         kv_usage=None if role == "router" else used / blocks if blocks else 0.0,
         open_leases=sides.count(HandoffSide.SENDER) if answered else None,
         open_transfers=sides.count(HandoffSide.READER) if answered else None,
-        shapes={} if role == "router" else Counter(str(node.shape) for node in sorted(nodes, key=lambda n: n.shape)),
+        shapes={} if role == "router" else dict(Counter(str(shape) for shape in sorted(node.shape for node in nodes))),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -96,6 +97,17 @@ def test_the_document_has_its_documented_keys() -> None:
     found = overview(ClusterView("c", "ok", "", [node("r0", "router")], None), {}, {}, []).to_json()
     assert {"cluster", "health", "detail", "nodes", "supervisor"} < found.keys()
     assert (found["degraded"], found["failures"]) == ([], [])
+
+
+def test_the_document_can_be_written_as_json_with_the_shapes_of_all_nodes() -> None:
+    nodes = [*NODES, node("d4", "decode", tp=2, pp=2)]
+    found = overview(ClusterView("c", "ok", "", nodes, None), {}, {}, []).to_json()
+    read = json.loads(json.dumps(found, default=str))
+    assert [load["shapes"] for load in read["load"]] == [{"tp1": 1}, {"tp1": 3, "tp2 pp2": 1}, {}]
+
+
+def test_the_load_of_a_role_is_in_the_document() -> None:
+    found = overview(ClusterView("c", "ok", "", [node("r0", "router")], None), {}, {}, []).to_json()
     assert (found["load"][0]["ready"], found["load"][0]["kv_usage"], found["load"][0]["open_leases"]) == (1, None, None)
 
 

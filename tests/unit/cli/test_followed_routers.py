@@ -101,4 +101,9 @@ async def test_events_are_followed_while_routers_start_and_stop(capsys: pytest.C
     with pytest.raises(Unreachable):
         await next_event()
     notes = capsys.readouterr().err
-    assert notes.count("going on with the events of other routers") == 2, notes
+    # The stopped routers are asked again and again, and one that stays away is reported once. The last one to end may
+    # be reported, too: while another one is being asked, it may still come back.
+    reported = [notes.count(f"{router.address} does not answer") for router in (a, b, c)]
+    assert reported[1] == 1, notes
+    assert max(reported) == 1, notes
+    assert sum(reported) == notes.count("going on with the events of other routers") >= 2, notes

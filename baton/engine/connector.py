@@ -71,7 +71,7 @@ class LostKV:
     block counts as valid, since nothing was to be read there; so a group of layers with a window may lack blocks that a
     query right behind the valid blocks attends to."""
     partly_filled: Sequence[int] = ()
-    """As in `ArrivedKV`, also among the valid blocks."""
+    """The same as in `ArrivedKV`; some of the valid blocks may be among them."""
 
 
 @value(frozen=True, slots=True)

@@ -139,7 +139,7 @@ class SenderBlocks:
         )
 
     def iter_digest_ids(self, first: int, end: int, digest_parts: int) -> Iterator[int]:
-        """As `digest_ids`, one by one."""
+        """Yield what `digest_ids` returns, one by one."""
         local, parts = self.local, self.sizes.sender_parts
         each = digest_parts // parts
         for at in range(first * parts, end * parts):

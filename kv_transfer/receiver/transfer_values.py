@@ -121,7 +121,7 @@ class Failed:
     """How many leading blocks of the plan hold proven KV all the same (rule 8 of `transfer`), those before the plan's
     `first_block` included."""
     partly_filled: Sequence[int] = ()
-    """As in `Arrived`, also among the valid blocks."""
+    """The same as in `Arrived`; some of the valid blocks may be among them."""
 
 
 TransferEffect = (

@@ -23,6 +23,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_prompt_logprobs, expected_tokens
 from baton.testing.faulty_transfer_backend import Faults
 from kv_transfer.mover.window import WindowLimits
+from tests.support.seeds import drawn_seeds, named_seed
 from tests.support.simulated_cluster import (
     BLOCK_SIZE,
     Answer,
@@ -240,17 +241,7 @@ class Schedule:
         self.cluster.fabric.thaw(node.incarnation)
 
 
-def run_schedule(seed: int, struck: Counter[str]) -> None:
-    try:
-        run_virtually(Schedule(seed, struck).run())
-    except BaseException as error:
-        error.add_note(f"BATON_FAULT_SEED={seed}")
-        raise
-
-
-SEEDS = range(NUM_SCHEDULES)
-if "BATON_FAULT_SEED" in os.environ:
-    SEEDS = range(int(os.environ["BATON_FAULT_SEED"]), int(os.environ["BATON_FAULT_SEED"]) + 1)
+SEEDS = drawn_seeds(NUM_SCHEDULES)
 
 
 @pytest.mark.parametrize("first", SEEDS[::PER_TEST])
@@ -258,7 +249,8 @@ def test_every_request_ends_once_and_every_block_comes_back(first: int) -> None:
     struck: Counter[str] = Counter()
     seeds = range(first, min(first + PER_TEST, SEEDS.stop))
     for seed in seeds:
-        run_schedule(seed, struck)
+        with named_seed(seed):
+            run_virtually(Schedule(seed, struck).run())
     if len(seeds) == PER_TEST:
         # Faults happened at critical moments, and most requests survived them.
         assert not [fault for fault in HAPPENS if not struck[fault]]

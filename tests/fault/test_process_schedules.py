@@ -23,10 +23,10 @@ from tests.support.handoff_failpoints import HANDOFF_FAILPOINTS
 from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
 from tests.support.process_counts import by_role, holdings
 from tests.support.requested_fault import RequestedFault
+from tests.support.seeds import named_seed, seeds_from_first
 from tests.support.slow_model import BRISK_STEP_TIMES, FLAGS, assert_undisturbed, slow_request
 
 NUM_SCHEDULES = int(os.environ.get("BATON_FAULT_SCHEDULES", "2"))
-FIRST_SEED = int(os.environ.get("BATON_FAULT_SEED", "0"))
 BOUND_S = 100.0
 SPARE = Counter(socket=8, thread=4)
 """How many more sockets and threads a process may have in the end: connections come and go, and thread pools grow to
@@ -160,13 +160,10 @@ async def test_every_request_ends_once_and_no_process_holds_more_again(
     async with disturbed.session() as session:
         await warm_up(session)
         before = Counted(session)
-        for seed in range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES):
+        for seed in seeds_from_first(NUM_SCHEDULES):
             schedule = Schedule(seed, session, failpoints_dir)
-            try:
+            with named_seed(seed):
                 await schedule.run()
-            except BaseException as error:
-                error.add_note(f"BATON_FAULT_SEED={seed}")
-                raise
             seen += schedule.seen
         assert seen["right"] > NUM_SCHEDULES, seen
         await before.no_process_holds_more()

@@ -34,10 +34,10 @@ from tests.support.process_cluster import BOUND_S, ClusterSession, process_clust
 from tests.support.process_counts import holdings
 from tests.support.rank_processes import alive, channel_of, orphaned_segments, rank_processes, wait_until_gone
 from tests.support.requested_fault import RequestedFault
+from tests.support.seeds import named_seed, seeds_from_first
 from tests.support.tiny_models import TINY_MODELS
 
 NUM_SCHEDULES = int(os.environ.get("BATON_RANK_PROCESS_SCHEDULES", "20"))
-FIRST_SEED = int(os.environ.get("BATON_FAULT_SEED", "0"))
 ROLES = {"prefill-0": "prefill", "decode-1": "prefill", "decode-0": "decode", "prefill-1": "decode"}
 """The role of each node. A node is named after the role with which it starts, and its shape is that of this role."""
 SHAPES = {"one and two ranks": ("--prefill-tp", "1"), "two stages and two ranks": ("--prefill-pp", "2")}
@@ -338,11 +338,8 @@ async def test_streams_go_on_and_nothing_of_a_lost_rank_is_left(
             began = orphaned_segments()
             for seed in seeds:
                 schedule = Schedule(seed, nodes, asked, failpoints_dir)
-                try:
+                with named_seed(seed):
                     await schedule.run()
-                except BaseException as error:
-                    error.add_note(f"BATON_FAULT_SEED={seed}")
-                    raise
                 assert orphaned_segments() <= began
                 processes |= nodes.ranks_seen
                 seen += schedule.seen
@@ -359,8 +356,8 @@ async def test_streams_go_on_and_nothing_of_a_lost_rank_is_left(
 
 def _seeds(shapes: str) -> range:
     """The first three fifths of all seeds for the first shapes, and the others for the others."""
-    middle, end = FIRST_SEED + -(-NUM_SCHEDULES * 3 // 5), FIRST_SEED + NUM_SCHEDULES
-    return range(FIRST_SEED, middle) if shapes == next(iter(SHAPES)) else range(middle, end)
+    seeds, num_first = seeds_from_first(NUM_SCHEDULES), -(-NUM_SCHEDULES * 3 // 5)
+    return seeds[:num_first] if shapes == next(iter(SHAPES)) else seeds[num_first:]
 
 
 def _holdings(pids: Iterable[int]) -> Counter[str]:

@@ -21,6 +21,7 @@ from baton.messages.node import Role
 from baton.messages.node_shape import NodeShape
 from baton.testing.fake_ranked_runner import LossMoment
 from tests.fault.test_fault_schedules import PATIENCE_S, Schedule
+from tests.support.seeds import drawn_seeds, named_seed
 from tests.support.simulated_cluster import Answer, simulated_cluster
 from tests.support.simulated_ranks import RankedCluster, RankedLimits, RankedNode
 from tests.support.trace_rules import broken_rules
@@ -158,17 +159,7 @@ class RankSchedule(Schedule):
         node.continue_rank()
 
 
-def run_schedule(seed: int, struck: Counter[str]) -> None:
-    try:
-        run_virtually(RankSchedule(seed, struck).run())
-    except BaseException as error:
-        error.add_note(f"BATON_FAULT_SEED={seed}")
-        raise
-
-
-SEEDS = range(NUM_SCHEDULES)
-if "BATON_FAULT_SEED" in os.environ:
-    SEEDS = range(int(os.environ["BATON_FAULT_SEED"]), int(os.environ["BATON_FAULT_SEED"]) + 1)
+SEEDS = drawn_seeds(NUM_SCHEDULES)
 
 
 @pytest.mark.parametrize("first", SEEDS[::PER_TEST])
@@ -176,7 +167,8 @@ def test_every_request_ends_once_whichever_rank_is_lost(first: int) -> None:
     struck: Counter[str] = Counter()
     seeds = range(first, min(first + PER_TEST, SEEDS.stop))
     for seed in seeds:
-        run_schedule(seed, struck)
+        with named_seed(seed):
+            run_virtually(RankSchedule(seed, struck).run())
     if len(seeds) == PER_TEST:
         assert not [happening for happening in HAPPENS if not struck[happening]], struck
         assert struck["finished"] > 2 * PER_TEST, struck

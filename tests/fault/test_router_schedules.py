@@ -23,14 +23,13 @@ from baton.runner.simulated import expected_prompt_logprobs, expected_tokens
 from baton.testing.faulty_transfer_backend import Faults
 from router.dispatcher import Dispatcher
 from router.flight.flight_table import AttemptCause
+from tests.support.seeds import drawn_seeds, named_seed
 from tests.support.simulated_cluster import SimulatedLimits, simulated_cluster
 from tests.support.simulated_routers import RoutedCluster
 from tests.support.virtual_time import run_virtually
 
 NUM_SCHEDULES = int(os.environ.get("BATON_ROUTER_SCHEDULES", "40"))
-SEEDS = range(NUM_SCHEDULES)
-if "BATON_FAULT_SEED" in os.environ:
-    SEEDS = range(int(os.environ["BATON_FAULT_SEED"]), int(os.environ["BATON_FAULT_SEED"]) + 1)
+SEEDS = drawn_seeds(NUM_SCHEDULES)
 HAPPENING_S = 2.5
 PATIENCE_S = 400.0
 ROUTERS = ("router-a", "router-b")
@@ -142,11 +141,8 @@ class Schedule:
 def test_each_token_comes_once_whichever_router_dies() -> None:
     struck: Counter[str] = Counter()
     for seed in SEEDS:
-        try:
+        with named_seed(seed):
             run_virtually(Schedule(seed, struck).run())
-        except BaseException as error:
-            error.add_note(f"BATON_FAULT_SEED={seed}")
-            raise
     if NUM_SCHEDULES >= 40 and len(SEEDS) > 1:
         for name in ("router killed", "node killed", "link cut", "records lost", "adopted", "moved", "resumed"):
             assert struck[name], struck
@@ -195,11 +191,8 @@ COMPUTE_NOTHING_AGAIN = {AttemptCause.FIRST, AttemptCause.NOT_KEPT}
 def test_links_that_are_cut_while_both_ends_live_cost_no_prompt() -> None:
     struck: Counter[str] = Counter()
     for seed in SEEDS:
-        try:
+        with named_seed(seed):
             run_virtually(Flaps(seed, struck).run())
-        except BaseException as error:
-            error.add_note(f"BATON_FAULT_SEED={seed}")
-            raise
     if NUM_SCHEDULES >= 40 and len(SEEDS) > 1:
         assert struck["links back"] > NUM_SCHEDULES, struck
         assert struck["not kept"] < struck["links back"] / 20, struck

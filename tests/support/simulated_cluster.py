@@ -223,7 +223,7 @@ class _Driver(FakeEngineDriver):
         try:
             self.turn()
         except Exception as error:
-            # As the real driver's thread ends.
+            # The real driver's thread ends here, too.
             self._is_over = True
             self._on_crash(error)
             return

@@ -108,7 +108,7 @@ class Transformer:
         """The dtype of the rows between layers."""
         self.width: int = getattr(model.config, "hidden_size", 0)
         """The width of the rows between layers."""
-        # Of the whole model, since all stages compute the same rows.
+        # The widths are those of the whole model, since all stages compute the same rows.
         self.row_quantum = row_quantum(_widths(model), num_threads)
         self.stage = stages.stage
         self._part = StageModule(model.module, model.config.num_hidden_layers, self.stage, self.dtype)
@@ -385,7 +385,7 @@ def _first_of(reasons: Sequence[str]) -> str:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # As bytes: NaN must equal NaN here.
+    # They are compared as bytes, since NaN must equal NaN here.
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 

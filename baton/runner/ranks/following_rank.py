@@ -25,7 +25,7 @@ class FollowingRank:
     def __init__(self, spec: RankSpec, rank: int, files: RankFiles) -> None:
         self._spec = spec
         self._parts = RankParts(spec, rank, files)
-        # Of each stage behind the first one rank is told of micro-batches; the others wait for it.
+        # One rank of each stage behind the first is told of micro-batches, and the others wait for it.
         leads = not self._parts.stage.is_first and self._parts.shard.rank == 0
         self._ring = StageRing(files.receiving, files.sending) if leads else None
         self._model: LoadedModel | None = None

@@ -27,7 +27,7 @@ def test_running_and_ended_ranks(tmp_path: Path) -> None:
         assert nobody == RankReport(2, 2**22 + 1, is_up=False)
         assert process.stdin is not None
         wait_until_ended([process.pid], process.stdin.close)
-        # It has ended, and its parent has not asked how: it has an entry, and no memory.
+        # The process has ended, and its parent has not asked how: it has an entry, and no memory.
         assert rank_reports([process.pid])[1] == RankReport(1, process.pid, is_up=False)
 
 

@@ -209,9 +209,9 @@ def test_nodes_of_each_shape_have_rates_of_their_own() -> None:
             fleet.add_step("p1", small.any_step(), second)
             fleet.add_step("d1", large.decode_step(), second)
     assert worst_error(fleet.steps("p2", 40), CPU) < 0.15
-    # It was unused for long, and still nobody takes it for one of the small nodes.
+    # The node was unused for long, and still nobody takes it for one of the small nodes.
     assert fleet.steps("d1", 100).sequence_ms == pytest.approx(CPU.sequence_ms / 4, rel=0.15)
-    # It has computed no prompt yet: its ranks are assumed to divide one.
+    # The node has computed no prompt yet: its ranks are assumed to divide one.
     assert fleet.steps("d1", 40).token_ms == pytest.approx(CPU.token_ms / 4, rel=0.15)
 
 

@@ -177,7 +177,7 @@ def test_micro_batches_are_read_as_they_were_written_with_rows_and_results_behin
         pending.append(micro)
         if len(pending) < len(ours):
             continue
-        # As many as there are slots are under way at once.
+        # A batch is under way in each slot.
         expected, slot = pending.pop(0), theirs.next()
         got = slot.read()
         assert got.task is expected.task

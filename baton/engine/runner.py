@@ -105,6 +105,17 @@ class KVLayout:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def part(self, layers: range) -> KVLayout:
+        """The layout of a block in a memory that holds these layers only, which are numbered from 0 on there.
+
+        It has the same groups in the same order; groups with none of these layers are empty.
+        """
+        groups = tuple(
+            LayerGroup(tuple(layer - layers.start for layer in group.layers if layer in layers), group.window)
+            for group in self.groups
+        )
+        return KVLayout(self.block_size, self.layers[layers.start : layers.stop], self.dtype, groups)
+
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each group; None for a group without one."""
@@ -164,7 +175,15 @@ class KVMemory:
     num_probe_blocks: int = 0
     """Number of probe blocks; their ids follow those of the cache."""
     layout: KVLayout | None = None
-    """The shape of a block. None: unknown, so blocks can only be moved whole."""
+    """The shape of a block of all layers. None: unknown, so blocks can only be moved whole."""
+    layers: range | None = None
+    """The layers that this memory holds of each block; None: all of them. The memory of a node whose stages have
+    memories of their own is in several parts, each with the same number of blocks."""
+
+    @property
+    def own_layout(self) -> KVLayout | None:
+        """The shape of a block in this memory."""
+        return self.layout if self.layers is None or self.layout is None else self.layout.part(self.layers)
 
     @property
     def num_all_blocks(self) -> int:

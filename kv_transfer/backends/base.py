@@ -90,6 +90,8 @@ class PeerMemory:
     """Number of probe blocks behind the `num_blocks` of the cache."""
     block_size: int | None = None
     """Tokens in a block; None: as many as in one of the receiver."""
+    layers: range | None = None
+    """The layers that this memory holds of each block; None: all of them."""
 
     @property
     def num_all_blocks(self) -> int:
@@ -109,6 +111,7 @@ class PeerMemory:
             device_id=memory.device_id,
             num_probe_blocks=memory.num_probe_blocks,
             block_size=memory.layout.block_size if memory.layout is not None else None,
+            layers=memory.layers,
         )
 
     def plan_for(self, receiver: KVMemory) -> PiecePlan:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from baton.engine.runner import KVLayout, ModelInfo
 from baton.messages.kv_format import block_sizes_fit
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Version of the link's protocol; nodes of different versions refuse each other."""
 
 

@@ -35,7 +35,7 @@ def description(node_id: str, role: Role, *, run: int = 1, **changes: object) ->
         block_size=4,
         num_blocks=64,
         eos_token_ids=frozenset({2}),
-        link_protocol=6,
+        link_protocol=7,
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 

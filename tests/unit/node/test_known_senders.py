@@ -11,7 +11,7 @@ from baton.messages.node import KVSource
 from baton.registry import NodeRecord
 from decode_node.known_senders import KnownSenders
 
-FORMAT = KVFormat("m-1", "cpu-1", "float32", 16, 6)
+FORMAT = KVFormat("m-1", "cpu-1", "float32", 16, 7)
 P0 = NodeRecord(
     "p0",
     "prefill",
@@ -29,7 +29,7 @@ P0 = NodeRecord(
     max_model_len=1,
     block_size=16,
     num_blocks=1,
-    link_protocol=6,
+    link_protocol=7,
 )
 P1 = replace(P0, name="p1", incarnation="p1.x", address="h:2")
 

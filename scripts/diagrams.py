@@ -12,6 +12,7 @@ from baton.engine.request import ENDS_OF_ALL, REQUEST_TABLE, RequestStatus
 from baton.machine import render_mermaid
 from baton.node.attempts.attempts import ATTEMPT_TABLE, AttemptState
 from baton.node.lifecycle import NODE_TABLE, NodeState
+from kv_transfer.mover.merge_values import MERGE_TABLE, MergeState
 from kv_transfer.receiver.join_probe_machine import PROBE_TABLE, ProbeState
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferState
 from kv_transfer.sender.lease_machine import LEASE_TABLE, LeaseState
@@ -30,6 +31,7 @@ DIAGRAMS = {
     "lease": render_mermaid(LeaseState.UNKNOWN, LEASE_TABLE),
     "probe": render_mermaid(ProbeState.ASKED, PROBE_TABLE),
     "transfer": render_mermaid(TransferState.PLANNED, TRANSFER_TABLE),
+    "divided_read": render_mermaid(MergeState.READING, MERGE_TABLE),
     "node": render_mermaid(NodeState.STARTING, NODE_TABLE),
     "child": render_mermaid(ChildState.STARTING, CHILD_TABLE),
 }

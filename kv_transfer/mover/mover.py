@@ -166,6 +166,10 @@ class Mover:
         if self._start_error is not None:
             raise self._start_error
 
+    def published(self, name: str) -> PeerMemory:
+        """This node's memory as it is published to readers, once the agent, which has that name, is up."""
+        return PeerMemory.of(self._backend.memory, name, self.agent_metadata)
+
     def connect(self, peer: PeerMemory) -> None:
         """Make a peer's blocks readable; answered by Connected or ConnectFailed. Connecting again with equal values
         changes nothing.

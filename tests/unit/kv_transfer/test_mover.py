@@ -1,4 +1,7 @@
-"""The mover over the in-process fake: the order of reads, their answers, and which reads may still write."""
+"""The mover over the in-process fake: the order of reads, their answers, and which reads may still write.
+
+What a node uses is a mover of parts (`PartsMover`). With one part on either side it must be the mover itself.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,11 @@ from kv_transfer.mover.mover_events import (
     ReadStalled,
 )
 from kv_transfer.mover.pacing import LONGEST_PAUSE_S, READER_PUMP_S, SHORTEST_PAUSE_S, pause
+from kv_transfer.mover.part_mover import DeliverEvent
+from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.mover.stuck_reads import MAX_PROBE_INTERVAL_S
 from kv_transfer.mover.window import WindowLimits
+from kv_transfer.peer_node import PeerNode
 from kv_transfer.piece_plan import ReadRange
 from tests.support.transfer_sender import fill, new_memory, pattern
 from tests.support.virtual_time import run_virtually
@@ -100,16 +106,20 @@ class WatchedBackend(FakeTransferBackend):
 
 
 class Bench:
-    """A mover, the fabric it reads over, and its events."""
+    """A mover, alone or as a node's only part, the fabric it reads over, and its events."""
 
-    def __init__(self, faults: Faults | None = None) -> None:
+    def __init__(self, faults: Faults | None = None, in_parts: bool = False) -> None:
         self.fabric = FakeTransferFabric()
         self.local, _ = new_memory(NUM_BLOCKS, BLOCK_BYTES)
         self.events: queue.SimpleQueue[MoverEvent] = queue.SimpleQueue()
         self.clock = SystemClock()
         self.backend = WatchedBackend(self.fabric, "receiver", self.local)
         self.faulty = FaultyTransferBackend(self.backend, faults)
-        self.mover = Mover(lambda: self.faulty if faults else self.backend, self.events.put, self.clock, SMALL)
+
+        def make(deliver: DeliverEvent) -> Mover:
+            return Mover(lambda: self.faulty if faults else self.backend, deliver, self.clock, SMALL)
+
+        self.mover = PartsMover.of_one(None, make, self.events.put) if in_parts else make(self.events.put)
 
     def add_sender(self, name: str) -> PeerMemory:
         memory, buffer = new_memory(NUM_BLOCKS, BLOCK_BYTES)
@@ -117,9 +127,15 @@ class Bench:
         backend = FakeTransferBackend(self.fabric, name, memory)
         return PeerMemory.of(memory, name, backend.agent_metadata())
 
+    def connect(self, peer: PeerMemory) -> None:
+        if isinstance(self.mover, PartsMover):
+            self.mover.connect(PeerNode.of(peer))
+        else:
+            self.mover.connect(peer)
+
     def attach(self, name: str) -> PeerMemory:
         peer = self.add_sender(name)
-        self.mover.connect(peer)
+        self.connect(peer)
         assert self.next() == Connected(name)
         return peer
 
@@ -128,7 +144,7 @@ class Bench:
 
     def round_trip(self, peer: PeerMemory) -> None:
         """Wait until the mover has executed all earlier commands."""
-        self.mover.connect(peer)
+        self.connect(peer)
         assert self.next() == Connected(peer.incarnation)
 
     def block(self, index: int) -> bytes:
@@ -147,20 +163,25 @@ def faults() -> Iterator[queue.SimpleQueue[BackgroundFault]]:
     current_watch.reset(token)
 
 
+@pytest.fixture(params=[False, True], ids=["alone", "in-parts"])
+def in_parts(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    made = Bench()
+def bench(in_parts: bool) -> Iterator[Bench]:
+    made = Bench(in_parts=in_parts)
     made.mover.start()
     yield made
     made.mover.stop()
 
 
 @pytest.fixture
-def faulty() -> Iterator[Callable[[Faults], Bench]]:
+def faulty(in_parts: bool) -> Iterator[Callable[[Faults], Bench]]:
     made: list[Bench] = []
 
     def make(faults: Faults) -> Bench:
-        made.append(Bench(faults))
+        made.append(Bench(faults, in_parts))
         made[-1].mover.start()
         return made[-1]
 
@@ -333,20 +354,20 @@ def test_a_block_that_cant_be_filled_ends_no_mover(bench: Bench, monkeypatch: py
 
 def test_a_connect_that_fails_is_answered_with_the_cause(bench: Bench) -> None:
     peer = bench.add_sender("sender")
-    bench.mover.connect(dataclasses.replace(peer, block_bytes=1))
+    bench.connect(dataclasses.replace(peer, block_bytes=1))
     event = bench.next()
     assert isinstance(event, ConnectFailed)
     assert event.error.cause is TransferCause.LAYOUT_MISMATCH
-    bench.mover.connect(peer)
-    bench.mover.connect(peer)
+    bench.connect(peer)
+    bench.connect(peer)
     assert [bench.next(), bench.next()] == [Connected("sender")] * 2
-    bench.mover.connect(dataclasses.replace(peer, num_blocks=1))
+    bench.connect(dataclasses.replace(peer, num_blocks=1))
     assert isinstance(bench.next(), ConnectFailed)
 
 
 def test_a_backend_that_breaks_on_a_peer_does_not_end_the_mover(bench: Bench) -> None:
     peer = bench.add_sender("sender")
-    bench.mover.connect(dataclasses.replace(peer, num_blocks="many"))  # type: ignore[arg-type]
+    bench.connect(dataclasses.replace(peer, num_blocks="many"))  # type: ignore[arg-type]
     event = bench.next()
     assert isinstance(event, ConnectFailed)
     assert event.error.cause is TransferCause.REFUSED
@@ -420,7 +441,7 @@ def test_a_read_that_may_still_write_is_not_answered_while_its_peer_lives() -> N
     bench = StuckBench()
     bench.backend.break_reads = False
     bench.fabric.thaw("sender")
-    bench.mover.connect(bench.peer)
+    bench.connect(bench.peer)
     assert isinstance(bench.next(), ConnectFailed)
     for _ in range(3):
         bench.probe()
@@ -526,7 +547,7 @@ class SlowBench(Bench):
         self.mover = FakeMover(lambda: self.backend, self.events.put, self.manual, one_block, stall_s=10.0)
         self.mover.start()
         for name in senders:
-            self.mover.connect(self.add_sender(name))
+            self.connect(self.add_sender(name))
             self.turn()
             assert self.next() == Connected(name)
 
@@ -600,7 +621,7 @@ def test_a_call_into_the_agent_that_does_not_return_is_a_fault_and_an_idle_mover
                 run_virtually(self.mover.watch_turns())
             raise SystemExit
 
-    async def watch_for_a_day(mover: Mover) -> None:
+    async def watch_for_a_day(mover: Mover | PartsMover) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(86_400):
                 await mover.watch_turns()
@@ -777,6 +798,7 @@ def test_digests_that_can_not_be_delivered_end_the_process(
             raise ZeroDivisionError("listener")
         digesting.events.put(event)
 
+    assert isinstance(digesting.mover, Mover)
     digesting.mover._digest_queue._deliver = deliver
     digesting.mover.read(1, "stopped", [ReadRange(20, 0, 1)], (20,))
     wait_until(lambda: digesting.mover.reads_in_flight == 1)
@@ -832,7 +854,7 @@ def test_stop_answers_what_is_queued_and_everything_later(bench: Bench) -> None:
     for _ in range(2):
         bench.mover.read(3, "sender", [ReadRange(0, 0, 1)])
         assert failure(bench.next()) == (3, TransferCause.CANCELLED)
-    bench.mover.connect(peer)
+    bench.connect(peer)
     assert isinstance(bench.next(), ConnectFailed)
     bench.mover.stop()
 

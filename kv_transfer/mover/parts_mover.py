@@ -1,0 +1,244 @@
+"""The movers of a node's parts as one. Most nodes have one part, and most peers: then reads go straight through.
+
+What is divided, and how answers are merged, is decided by `parts_merge.py`. Any thread may bring it a call or an event.
+What follows is carried out in order and without a lock, by the thread that came first, so that a part's mover may
+answer while it is told something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from baton.background import current_watch
+from baton.engine.runner import KVLayout
+from baton.errors import ConfigError
+from kv_transfer.mover.merge_values import (
+    CancelPart,
+    ConnectPart,
+    Deliver,
+    DisconnectPart,
+    FillPart,
+    MergeEffect,
+    ReadPart,
+)
+from kv_transfer.mover.mover_events import BlockFilled, Connected, ConnectFailed, FillFailed, MoverEvent
+from kv_transfer.mover.part_mover import DeliverEvent, PartMover
+from kv_transfer.mover.parts_merge import SUB_READS, PartsMerge
+from kv_transfer.peer_node import PeerNode, part_name, parts_problem
+from kv_transfer.piece_plan import ReadRange
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """A part of this node."""
+
+    layers: range
+    make_mover: Callable[[DeliverEvent], PartMover]
+    """Makes its mover, which gives its events to this callable."""
+
+
+class PartsMover:
+    """Reads blocks of peers into the memories of this node's parts. Its calls and events are those of `Mover`."""
+
+    def __init__(self, layout: KVLayout | None, parts: Sequence[OwnPart], deliver: DeliverEvent) -> None:
+        """`layout`: of a block of all layers; None: it is not known, and both this node and its peers have one part.
+
+        Raises ConfigError unless each layer is in one part, in order.
+        """
+        if layout is not None and (problem := parts_problem([part.layers for part in parts], layout.num_layers)):
+            raise ConfigError(f"this node can't read KV: {problem}")
+        self._deliver = deliver
+        self.probe_blocks: Sequence[int] = ()
+        """The ids of this node's probe blocks, once the agents are up."""
+        self._watch = current_watch.get()
+        self._fault: BaseException | None = None
+        self._merge = PartsMerge([part.layers for part in parts], layout)
+        self._lock = threading.Lock()
+        """Guards what follows, and the merge."""
+        self._effects: deque[MergeEffect] = deque()
+        self._is_acting = False
+        """Whether a thread carries effects out."""
+        self.parts: Sequence[PartMover] = [
+            part.make_mover(functools.partial(self._part_said, number)) for number, part in enumerate(parts)
+        ]
+
+    @classmethod
+    def of_one(
+        cls, layout: KVLayout | None, make_mover: Callable[[DeliverEvent], PartMover], deliver: DeliverEvent
+    ) -> PartsMover:
+        """The mover of a node with one part."""
+        return cls(layout, [OwnPart(range(layout.num_layers if layout is not None else 1), make_mover)], deliver)
+
+    @property
+    def merge(self) -> PartsMerge:
+        """What is divided, to be read and not to be changed."""
+        return self._merge
+
+    @property
+    def bytes_arrived(self) -> int:
+        """Bytes that all reads have brought."""
+        return sum(part.bytes_arrived for part in self.parts)
+
+    @property
+    def arrived_at(self) -> float | None:
+        """When the last of them arrived, on the mover's clock; None before."""
+        return max((part.arrived_at for part in self.parts if part.arrived_at is not None), default=None)
+
+    @property
+    def reads_in_flight(self) -> int:
+        """Number of reads that may still write to local blocks; of a divided read each sub-read counts."""
+        return sum(part.reads_in_flight for part in self.parts)
+
+    @property
+    def stuck_reads(self) -> int:
+        """Number of those that make no progress."""
+        return sum(part.stuck_reads for part in self.parts)
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What ended one of the movers, if one has ended by itself."""
+        return self._fault or next((part.fault for part in self.parts if part.fault is not None), None)
+
+    def start(self) -> None:
+        """Make all agents and return when they are up; raises what making one of them raised.
+
+        Raises ConfigError if the parts don't have equally many blocks.
+        """
+        started: list[PartMover] = []
+        try:
+            for part in self.parts:
+                part.start()
+                started.append(part)
+            memories = [part.published("this node") for part in self.parts]
+            counts = sorted({(memory.num_blocks, memory.num_probe_blocks) for memory in memories})
+            if len(counts) > 1:
+                raise ConfigError(f"the parts of this node must have equally many blocks, and have {counts}")
+            self.probe_blocks = range(memories[0].num_blocks, memories[0].num_all_blocks)
+        except BaseException:
+            for part in started:
+                part.stop()
+            raise
+
+    def published(self, incarnation: str) -> PeerNode:
+        """This node as it is published to readers, once the agents are up."""
+        return PeerNode(
+            incarnation, tuple(part.published(part_name(incarnation, n)) for n, part in enumerate(self.parts))
+        )
+
+    def connect(self, peer: PeerNode) -> None:
+        """Make a peer's blocks readable; answered by Connected or ConnectFailed. Connecting again with equal values
+        changes nothing.
+        """
+        self._decide(lambda: self._merge.connect(peer))
+
+    def read(
+        self,
+        read_id: int,
+        incarnation: str,
+        ranges: Sequence[ReadRange],
+        to_digest: Collection[int] = (),
+        digest_parts: int = 1,
+    ) -> None:
+        """Read sub-blocks of a peer, as `Mover.read` does."""
+        if self._merge.divides(incarnation):
+            self._decide(lambda: self._merge.read(read_id, incarnation, ranges, to_digest, digest_parts))
+        else:
+            self.parts[0].read(read_id, incarnation, ranges, to_digest, digest_parts)
+
+    def fill(self, fill_id: int, block: int, seed: str) -> None:
+        """Fill one of this node's blocks with the bytes that belong to a seed, before any read that is ordered later is
+        posted; answered by BlockFilled or FillFailed."""
+        if len(self.parts) > 1:
+            self._decide(lambda: self._merge.fill(fill_id, block, seed))
+        else:
+            self.parts[0].fill(fill_id, block, seed)
+
+    def cancel(self, read_id: int) -> None:
+        """Post no more of a read; it is answered when what is in flight has ended. An unknown read changes nothing."""
+        if self._merge.has_read(read_id):
+            self._decide(lambda: self._merge.cancel(read_id))
+        elif len(self.parts) == 1:
+            self.parts[0].cancel(read_id)
+
+    def disconnect(self, incarnation: str) -> None:
+        """Drop a peer. Its reads fail with CANCELLED when what is in flight has ended. Unknown peers are fine."""
+        self._decide(lambda: self._merge.disconnect(incarnation))
+
+    def set_num_readers(self, num_readers: int) -> None:
+        """Set the number of leases and probes that peers may be reading, on a sender."""
+        for part in self.parts:
+            part.set_num_readers(num_readers)
+
+    def stop(self) -> None:
+        """Stop all movers, as `Mover.stop` does."""
+        if len(self.parts) == 1:
+            self.parts[0].stop()
+            return
+        with ThreadPoolExecutor(len(self.parts), "baton-mover-stop") as stopping:
+            for stopped in [stopping.submit(part.stop) for part in self.parts]:
+                stopped.result()
+
+    async def watch_turns(self) -> None:
+        """Check, on an event loop until cancelled, that all movers go on; raises EngineFault when one hangs."""
+        watching = [asyncio.ensure_future(part.watch_turns()) for part in self.parts]
+        try:
+            await asyncio.gather(*watching)
+        finally:
+            for each in watching:
+                each.cancel()
+
+    def _part_said(self, part: int, event: MoverEvent) -> None:
+        if len(self.parts) == 1 and _is_undivided(event):
+            self._deliver(event)
+        else:
+            self._decide(lambda: self._merge.said(part, event))
+
+    def _decide(self, decide: Callable[[], Sequence[MergeEffect]]) -> None:
+        with self._lock:
+            self._effects.extend(decide())
+            if self._is_acting:
+                return
+            self._is_acting = True
+        while (effect := self._next_effect()) is not None:
+            try:
+                self._carry_out(effect)
+            except BaseException as error:
+                # Somebody waits for the event that was lost.
+                self._fault = self._fault or error
+                self._watch.failed("mover", error)
+
+    def _next_effect(self) -> MergeEffect | None:
+        with self._lock:
+            self._is_acting = bool(self._effects)
+            return self._effects.popleft() if self._effects else None
+
+    def _carry_out(self, effect: MergeEffect) -> None:
+        match effect:
+            case Deliver(event):
+                self._deliver(event)
+            case ReadPart(part, read_id, agent, ranges, to_digest, digest_parts):
+                self.parts[part].read(read_id, agent, ranges, to_digest, digest_parts)
+            case CancelPart(part, read_id):
+                self.parts[part].cancel(read_id)
+            case ConnectPart(part, peer):
+                self.parts[part].connect(peer)
+            case DisconnectPart(part, agent):
+                self.parts[part].disconnect(agent)
+            case FillPart(part, fill_id, block, seed):
+                self.parts[part].fill(fill_id, block, seed)
+
+
+def _is_undivided(event: MoverEvent) -> bool:
+    """Whether a node's only part reports what went straight through."""
+    match event:
+        case Connected() | ConnectFailed():
+            return False
+        case BlockFilled() | FillFailed():
+            return True
+    return abs(event.read_id) < SUB_READS

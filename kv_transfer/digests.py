@@ -93,9 +93,9 @@ class OfferedDigests:
     def _compute(self, blocks: Mapping[int, BlockName], parts: int) -> dict[int, Sequence[int]]:
         """The `parts` digests of each of these blocks, of what they hold now."""
         found: dict[int, Sequence[int]] = {}
-        # What a block's parts are depends on its group of layers.
-        for group in {name.group if parts > 1 else 0 for name in blocks.values()}:
-            some = [block_id for block_id, name in blocks.items() if parts == 1 or name.group == group]
+        # Which bytes of a block are digested depends on its group of layers.
+        for group in {name.group for name in blocks.values()}:
+            some = [block_id for block_id, name in blocks.items() if name.group == group]
             ids = [block * parts + part for block in some for part in range(parts)]
             digests = self._digests(ids, Division(parts, group))
             found.update((block, digests[at * parts : (at + 1) * parts]) for at, block in enumerate(some))

@@ -2,8 +2,9 @@
 
 Reads count sub-blocks, whose size is that of the smaller of the two block sizes (`baton/messages/kv_format.py`): on the
 side of the larger blocks a sub-block is a part of a block, on the other side a whole one. Between equal sizes both
-sides have whole blocks, and a range of neighbouring blocks is one piece. Otherwise a sub-block has a piece for each
-head of each tensor, since in the larger block the tokens of other sub-blocks lie between them.
+sides have whole blocks, and neighbouring blocks are one piece, whichever groups of layers they hold. Otherwise a
+sub-block has a piece for each head of each tensor, since in the larger block the tokens of other sub-blocks lie between
+them.
 
 A plan could also take only some of the rows: those of some layers or heads.
 """
@@ -31,7 +32,7 @@ class ReadRange:
     remote_block: int
     count: int
     group: int = 0
-    """The group of layers whose KV they hold. Of no meaning between equal block sizes."""
+    """The group of layers whose KV they hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,17 @@ class _GroupRows:
     local: SubBlockRows
     remote: SubBlockRows
 
+    @property
+    def num_pieces(self) -> int:
+        return len(self.local.starts)
+
 
 @dataclass(frozen=True, slots=True)
 class PiecePlan:
     """The plan of one pair of nodes."""
 
     sub_block_bytes: int
+    """Bytes that are moved of a sub-block; of the group of which most are."""
     local_parts: int
     """Sub-blocks in a block of the reader."""
     remote_parts: int
@@ -65,6 +71,8 @@ class PiecePlan:
     remote_block_bytes: int
     _rows: Sequence[_GroupRows] = ()
     """By group; empty between equal sizes."""
+    _group_bytes: Sequence[int] = ()
+    """Bytes that are moved of a sub-block of each group; empty between equal sizes."""
 
     @classmethod
     def of_equal_blocks(cls, block_bytes: int) -> PiecePlan:
@@ -91,14 +99,14 @@ class PiecePlan:
             )
             for group in range(len(reader.groups))
         ]
-        return cls(
-            rows[0].local.num_bytes, local_parts, remote_parts, reader.block_bytes, sender.block_bytes, tuple(rows)
-        )
+        sizes = tuple(each.local.num_bytes for each in rows)
+        blocks = (reader.block_bytes, sender.block_bytes)
+        return cls(max(sizes), local_parts, remote_parts, *blocks, tuple(rows), sizes)
 
     @property
     def max_pieces(self) -> int:
         """The most pieces of a sub-block."""
-        return max((len(rows.local.starts) for rows in self._rows), default=1)
+        return max((rows.num_pieces for rows in self._rows), default=1)
 
     def count_sub_blocks(self, num_local_blocks: int, num_remote_blocks: int) -> tuple[int, int]:
         """How many sub-blocks so many blocks of the reader and of the sender have."""
@@ -107,15 +115,21 @@ class PiecePlan:
     def count_pieces(self, ranges: Sequence[ReadRange]) -> int:
         """How many pieces these ranges have."""
         if not self._rows:
-            return len(ranges)
-        return sum(r.count * len(self._rows[r.group].local.starts) for r in ranges)
+            return len(_merged(ranges))
+        return sum(r.count * self._rows[r.group].num_pieces for r in ranges)
+
+    def num_bytes(self, ranges: Sequence[ReadRange]) -> int:
+        """How many bytes are moved for these ranges."""
+        if not self._rows:
+            return self.sub_block_bytes * sum(r.count for r in ranges)
+        return sum(r.count * self._group_bytes[r.group] for r in ranges)
 
     def pieces(self, ranges: Sequence[ReadRange]) -> Pieces:
-        """The pieces of these ranges. Each byte of a sub-block is in one piece."""
-        table = np.array([(r.local_block, r.remote_block, r.count, r.group) for r in ranges], np.int64).reshape(-1, 4)
+        """The pieces of these ranges. Each byte of a sub-block's layers is in one piece."""
         if not self._rows:
-            local, remote, lengths, _ = (table * self.sub_block_bytes).T
+            local, remote, lengths = (np.array(_merged(ranges), np.int64).reshape(-1, 3) * self.sub_block_bytes).T
             return Pieces(local, remote, lengths)
+        table = np.array([(r.local_block, r.remote_block, r.count, r.group) for r in ranges], np.int64).reshape(-1, 4)
         # One row for each sub-block.
         counts = table[:, 2]
         table, steps = np.repeat(table, counts, axis=0), np.arange(counts.sum())
@@ -136,3 +150,19 @@ class PiecePlan:
             rows.remote.offsets(remote, self.remote_parts, self.remote_block_bytes).ravel(),
             np.tile(rows.local.lengths, len(local)),
         )
+
+
+def _merged(ranges: Sequence[ReadRange]) -> list[tuple[int, int, int]]:
+    """The local block, the remote block and the count of each range, or of several that follow each other.
+
+    Blocks of different groups are in ranges of their own; as bytes they may still be neighbours.
+    """
+    found: list[tuple[int, int, int]] = []
+    for r in ranges:
+        if found:
+            local, remote, count = found[-1]
+            if (local + count, remote + count) == (r.local_block, r.remote_block):
+                found[-1] = (local, remote, count + r.count)
+                continue
+        found.append((r.local_block, r.remote_block, r.count))
+    return found

@@ -237,7 +237,7 @@ class FaultyTransferBackend:
     def _flip_a_bit(self, read: _Read) -> None:
         each, plan = self._rng.choice(read.ranges), self._peers[read.incarnation].plan
         one = replace(each, local_block=each.local_block + self._rng.randrange(each.count), count=1)
-        pieces, at = plan.pieces([one]), self._rng.randrange(plan.sub_block_bytes)
+        pieces, at = plan.pieces([one]), self._rng.randrange(plan.num_bytes([one]))
         piece = int(np.searchsorted(np.cumsum(pieces.lengths), at, side="right"))
         address = self.memory.base_address + int(pieces.local[piece]) + at - int(pieces.lengths[:piece].sum())
         ctypes.c_ubyte.from_address(address).value ^= 1 << self._rng.randrange(8)

@@ -361,7 +361,7 @@ class Mover:
             read_id,
             incarnation,
             blocks_left=num_blocks,
-            num_bytes=num_blocks * plan.sub_block_bytes,
+            num_bytes=plan.num_bytes(ranges),
             called_at=called_at,
             moved_at=called_at,
             to_digest=frozenset(to_digest),
@@ -478,7 +478,7 @@ class Mover:
                     self._piece_failed(read, failure)
                 else:
                     read.blocks_left -= piece.num_blocks
-                    self.bytes_arrived += piece.num_blocks * peer.plan.sub_block_bytes
+                    self.bytes_arrived += peer.plan.num_bytes(piece.ranges)
                     self.arrived_at = now
                     self._queue_digests(read, piece, read.digest_parts // peer.plan.local_parts)
                     self._answer_if_over(read)
@@ -508,8 +508,7 @@ class Mover:
         wanted: defaultdict[int, list[int]] = defaultdict(list)
         for r in piece.ranges:
             span = range(r.local_block * digests_each, (r.local_block + r.count) * digests_each)
-            # The groups of whole blocks make no difference.
-            wanted[r.group if read.digest_parts > 1 else 0] += [block for block in span if block in read.to_digest]
+            wanted[r.group] += [block for block in span if block in read.to_digest]
         for group, blocks in wanted.items():
             if blocks:
                 self._digest_queue.add(read.read_id, blocks, Division(read.digest_parts, group))

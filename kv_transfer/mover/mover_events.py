@@ -34,7 +34,7 @@ class ReadDone:
     total_s: float
     """Seconds from the call of `read` on."""
     num_descriptors: int
-    """Number of ranges that were posted; a long read is posted in pieces, which may cut a range."""
+    """Number of descriptors that were posted; a long read is posted in pieces, which may cut a range."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,16 +101,12 @@ class SenderBlocks:
         places = self.local[first * parts : end * parts]
         return [any(places[at : at + parts]) for at in range(0, len(places), parts)]
 
-    def reads(self, first: int, remote_blocks: Sequence[int], digest_parts: int = 1) -> Sequence[tuple[int, int, int]]:
+    def reads(self, first: int, remote_blocks: Sequence[int]) -> Sequence[tuple[int, int, int]]:
         """What is wanted of the entries from `first` on, which are in these blocks of the sender.
 
-        For each sub-block: its number here, its number at the sender, and its group of layers. While all blocks are
-        moved and digested whole, their groups make no difference, and all are in group 0.
+        For each sub-block: its number here, its number at the sender, and its group of layers.
         """
         parts, groups = self.sizes.sender_parts, len(self.sizes.windows)
-        if parts == digest_parts == self.sizes.reader_parts == 1:
-            pairs = zip(self.local[first : first + len(remote_blocks)], remote_blocks, strict=True)
-            return [(local, remote, 0) for local, remote in pairs if local != NULL_BLOCK]
         return [
             (local, remote * parts + part, entry % groups)
             for entry, remote in enumerate(remote_blocks, first)

@@ -401,7 +401,7 @@ class TransferBook:
         attempt = transfer.plan.attempt
         transfer.machine.feed(TransferEvent.OFFER)
         effects: list[TransferEffect] = [Recorded("offer_received", attempt, len(offer.block_ids))]
-        reads = transfer.blocks.reads(offer.first_block, offer.block_ids, offer.digest_parts)
+        reads = transfer.blocks.reads(offer.first_block, offer.block_ids)
         transfer.next_block = end
         transfer.closing = offer.closing
         transfer.digest_parts = offer.digest_parts

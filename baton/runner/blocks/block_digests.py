@@ -1,7 +1,11 @@
-"""Digests of KV blocks and of sub-blocks: 64-bit XXH3 over their bytes.
+"""Digests of KV blocks and of sub-blocks: the sum over their layers of 64-bit XXH3 of a layer's bytes.
 
-The digest of a sub-block is that of a whole block with these bytes, on a node whose blocks have so few tokens. Digests
-detect accidents (a torn read, an overwritten block, a fault of memory or transport), not attacks.
+Each layer counts `2 * index + 1` times, modulo 2**64, by its index in the whole model: layers that were exchanged give
+another sum. So digests of layers that lie in several memories add up to the digest of all of them. The digest of a
+sub-block is that of a whole block with these bytes, on a node whose blocks have so few tokens. Bytes that a group with
+few layers leaves unused are in no digest.
+
+Digests detect accidents (a torn read, an overwritten block, a fault of memory or transport), not attacks.
 """
 
 from __future__ import annotations
@@ -10,24 +14,27 @@ import ctypes
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from baton.engine.runner import KVLayout, KVMemory
+from baton.engine.runner import KVMemory
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable, open_kernels
-from baton.runner.blocks.sub_blocks import WHOLE, Division, sub_block_rows
+from baton.runner.blocks.sub_blocks import WHOLE, Division, SubBlockRows, sub_block_rows
 
 
 class BlockDigests(Protocol):
     """Computes digests. May be called from any thread."""
 
     def __call__(self, ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
-        """The digests of these sub-blocks, or whole blocks, each 0 to 2**64 - 1.
+        """The digests of these sub-blocks, or whole blocks, each 0 to 2**64 - 1; 0 where none of the layers is here.
 
-        Raises ValueError for sub-blocks of a memory whose layout is not known, and for blocks that can't be divided so.
+        A block of a memory whose layout is not known is digested as one layer with index 0. Raises ValueError for
+        sub-blocks of such a memory, and for blocks that can't be divided so.
         """
         ...
 
@@ -35,6 +42,7 @@ class BlockDigests(Protocol):
 _log = logging.getLogger(__name__)
 
 _COPIED_AT_ONCE = 16
+_MASK = (1 << 64) - 1
 _SHORT = 240
 """Up to this size XXH3 uses other algorithms, which the kernels do not implement."""
 
@@ -45,42 +53,82 @@ def block_digests(memory: KVMemory) -> BlockDigests:
         from baton.runner.blocks.device_blocks import copied_to_host
 
         return _of_copies(copied_to_host(memory))
-    if memory.block_bytes > _SHORT:
-        try:
-            return _by_kernels(memory)
-        except KernelsUnavailable as reason:
-            # The node has said already that it has no kernels, and what to do.
-            _log.debug("digests of KV blocks keep the interpreter to themselves (the xxhash package): %s", reason)
+    try:
+        return _by_kernels(memory)
+    except KernelsUnavailable as reason:
+        # The node has said already that it has no kernels, and what to do.
+        _log.debug("digests of KV blocks keep the interpreter to themselves (the xxhash package): %s", reason)
     return _by_library(memory)
+
+
+def digest_of(block: memoryview | bytes, rows: SubBlockRows, index: int = 0) -> int:
+    """The digest of a block's sub-block `index`, which has these rows, by the xxhash package."""
+    found = zip(rows.layers, rows.gather(block, index), strict=True)
+    return sum(_weight(layer) * xxhash.xxh3_64_intdigest(content) for layer, content in found) & _MASK
+
+
+def digested_rows(memory: KVMemory, division: Division) -> SubBlockRows:
+    """The rows whose layers have digests, for a division of a memory's blocks. Raises ValueError as a digest does."""
+    if memory.layout is None:
+        if division.parts > 1:
+            raise ValueError("the layout of this memory is not known, so its blocks have no parts")
+        return SubBlockRows.of_bytes(memory.block_bytes)
+    rows = sub_block_rows(memory.layout, division, memory.layers)
+    return rows.of_whole_layers() if division.parts == 1 else rows
+
+
+def _weight(layer: int) -> int:
+    return 2 * layer + 1
 
 
 def _by_kernels(memory: KVMemory) -> BlockDigests:
     """Digests by the C kernels, which release the interpreter lock: no other thread has to wait meanwhile."""
-    of_blocks, of_parts, by_library = _kernel("blocks"), _kernel("parts"), _by_library(memory)
-    size = ctypes.c_size_t
+    kernel, by_library = _kernel(), _by_library(memory)
+    base, block_bytes = ctypes.c_void_p(memory.base_address), ctypes.c_size_t(memory.block_bytes)
+
+    @lru_cache(maxsize=64)
+    def layers_of(division: Division) -> _DigestedLayers:
+        return _DigestedLayers.of(digested_rows(memory, division), division.parts)
 
     # The closure keeps `memory` and with it the memory's owner alive.
     def digests(ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
+        layers = layers_of(division)
+        if layers.are_short:
+            return by_library(ids, division)
         asked, found = np.array(ids, np.uint64), np.empty(len(ids), np.uint64)
-        base, block_bytes, count = ctypes.c_void_p(memory.base_address), size(memory.block_bytes), size(len(ids))
-        if division.parts == 1:
-            of_blocks(base, block_bytes, _address(asked), count, _address(found))
-        else:
-            rows = sub_block_rows(_layout(memory), division)
-            if rows.num_bytes <= _SHORT:
-                return by_library(ids, division)
-            scratch = np.empty(rows.num_bytes, np.uint8)
-            arrays = (rows.starts, rows.lengths)
-            where = (*map(_address, arrays), size(len(rows.starts)), _address(scratch), _address(found))
-            of_parts(base, block_bytes, _address(asked), count, size(division.parts), *where)
+        # Taking an array's address takes as long as digesting 20 KiB.
+        scratch = np.empty(layers.num_scratch_bytes, np.uint8) if layers.num_scratch_bytes else None
+        blocks = (base, block_bytes, layers.parts, _address(asked), ctypes.c_size_t(len(ids)))
+        kernel(*blocks, *layers.arguments, _address(scratch) if scratch is not None else None, _address(found))
         result: list[int] = found.tolist()
         return result
 
     return digests
 
 
-def _kernel(name: str) -> Any:
-    kernel = getattr(open_kernels(), f"baton_digest_{name}", None)
+@dataclass(frozen=True, slots=True)
+class _DigestedLayers:
+    """What the kernel needs to know of the layers of a sub-block."""
+
+    arrays: Sequence[npt.NDArray[Any]]
+    arguments: Sequence[Any]
+    """The addresses of these arrays, and the number of layers."""
+    parts: ctypes.c_size_t
+    num_scratch_bytes: int
+    are_short: bool
+    """Whether there is no layer, or one that is too short for the kernel."""
+
+    @classmethod
+    def of(cls, rows: SubBlockRows, parts: int) -> _DigestedLayers:
+        weights = np.array([_weight(layer) for layer in rows.layers], np.uint64)
+        arrays = (rows.starts, rows.lengths, rows.ends, weights)
+        arguments = (*map(_address, arrays), ctypes.c_size_t(len(rows.layers)))
+        are_short = not rows.layers or int(rows.layer_bytes.min()) <= _SHORT
+        return cls(arrays, arguments, ctypes.c_size_t(parts), rows.num_bytes if parts > 1 else 0, are_short)
+
+
+def _kernel() -> Any:
+    kernel = getattr(open_kernels(), "baton_digest_layers", None)
     if kernel is None:
         raise KernelsUnavailable("the kernel library was built from an older source: run `pip install -e .` again")
     kernel.restype = None
@@ -91,27 +139,15 @@ def _address(array: npt.NDArray[Any]) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def _layout(memory: KVMemory) -> KVLayout:
-    if memory.layout is None:
-        raise ValueError("the layout of this memory is not known, so its blocks have no parts")
-    return memory.layout
-
-
 def _by_library(memory: KVMemory) -> BlockDigests:
     """Digests by the xxhash package, which holds the interpreter lock while it computes."""
 
     def digests(ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
-        block_bytes, parts = memory.block_bytes, division.parts
-        blocks = [
+        rows, parts, block_bytes = digested_rows(memory, division), division.parts, memory.block_bytes
+        blocks = (
             (ctypes.c_char * block_bytes).from_address(memory.base_address + i // parts * block_bytes) for i in ids
-        ]
-        if parts == 1:
-            return [xxhash.xxh3_64_intdigest(block) for block in blocks]
-        rows = sub_block_rows(_layout(memory), division)
-        return [
-            xxhash.xxh3_64_intdigest(rows.gather(memoryview(block).cast("B"), i % parts))
-            for i, block in zip(ids, blocks, strict=True)
-        ]
+        )
+        return [digest_of(memoryview(block).cast("B"), rows, i % parts) for i, block in zip(ids, blocks, strict=True)]
 
     return digests
 

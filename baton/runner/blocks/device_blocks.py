@@ -22,7 +22,8 @@ def copied_to_host(memory: KVMemory) -> Callable[[Sequence[int]], KVMemory]:
     def copied(block_ids: Sequence[int]) -> KVMemory:
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             blocks = rows[torch.tensor(block_ids, dtype=torch.int64, device=rows.device)].cpu()
-        return KVMemory(blocks.data_ptr(), len(block_ids), memory.block_bytes, "DRAM", 0, blocks, layout=memory.layout)
+        address, size, layout = blocks.data_ptr(), memory.block_bytes, memory.layout
+        return KVMemory(address, len(block_ids), size, "DRAM", 0, blocks, layout=layout, layers=memory.layers)
 
     return copied
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 
 import numpy as np
-import xxhash
 
 from baton.engine.runner import KVMemory
-from baton.runner.blocks.sub_blocks import Division, sub_block_rows
+from baton.runner.blocks.block_digests import digest_of, digested_rows
+from baton.runner.blocks.sub_blocks import Division
 
 FillBlock = Callable[[int, str], Mapping[int, int]]
 """Fills a block with the bytes that belong to a seed. Returns digests as `block_digests` would find them, by the number
 of equal parts into which the block's tokens can be divided: of the last part, and so by 1 of the whole block. The parts
-are those of a block of the first group of layers."""
+are those of a block of the first group of layers, of the layers that the memory holds."""
 
 
 def block_filler(memory: KVMemory) -> FillBlock:
@@ -32,15 +32,15 @@ def block_filler(memory: KVMemory) -> FillBlock:
 
         write = write_from_host(memory)
 
+    # Parts that were exchanged must be noticed, so each has bytes of its own.
+    suffix = "" if memory.layers is None else f"/{memory.layers.start}"
+    tokens = memory.layout.block_size if memory.layout is not None else 1
+    divisions = [Division(parts) for parts in range(1, tokens + 1) if tokens % parts == 0]
+
     def fill(block: int, seed: str) -> Mapping[int, int]:
-        content = known_bytes(seed, memory.block_bytes)
+        content = known_bytes(seed + suffix, memory.block_bytes)
         write(block, content)
-        digests, layout = {1: xxhash.xxh3_64_intdigest(content)}, memory.layout
-        tokens = layout.block_size if layout is not None else 1
-        for parts in (parts for parts in range(2, tokens + 1) if layout is not None and tokens % parts == 0):
-            last = sub_block_rows(layout, Division(parts)).gather(content, parts - 1)
-            digests[parts] = xxhash.xxh3_64_intdigest(last)
-        return digests
+        return {d.parts: digest_of(content, digested_rows(memory, d), d.parts - 1) for d in divisions}
 
     return fill
 

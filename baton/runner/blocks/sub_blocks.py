@@ -7,6 +7,7 @@ nodes that divide blocks of different sizes into sub-blocks of the same size hav
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -25,7 +26,9 @@ class Division(NamedTuple):
     parts: int = 1
     """Sub-blocks of a block."""
     group: int = 0
-    """Index of the group, whose layers the blocks hold. Of no meaning for whole blocks."""
+    """Index of the group, whose layers the blocks hold."""
+    layers: range | None = None
+    """The layers that are meant, by their indices in the whole model; None: all that the memory holds."""
 
 
 WHOLE = Division()
@@ -40,16 +43,46 @@ class SubBlockRows:
 
     starts: Int64Array
     lengths: Int64Array
+    layers: Sequence[int]
+    """The layers that the rows are of, in order, by their indices in the whole model; those without bytes are not
+    among them."""
+    ends: Int64Array
+    """For each of these layers, the number of rows up to its end."""
+
+    @classmethod
+    def of_bytes(cls, num_bytes: int) -> SubBlockRows:
+        """The single row of a block whose shape is not known, as if it had one layer."""
+        return cls(np.zeros(1, np.int64), np.array([num_bytes]), (0,), np.ones(1, np.int64))
 
     @property
     def num_bytes(self) -> int:
         """Size of a sub-block."""
         return int(self.lengths.sum())
 
-    def gather(self, block: memoryview | bytes, index: int) -> bytes:
-        """The bytes of the block's sub-block `index`, in their own order."""
-        rows = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
-        return b"".join(block[start + index * length : start + (index + 1) * length] for start, length in rows)
+    @property
+    def layer_bytes(self) -> Int64Array:
+        """Size of each layer in a sub-block."""
+        return np.add.reduceat(self.lengths, self._firsts) if len(self.layers) else np.empty(0, np.int64)
+
+    @property
+    def _firsts(self) -> Int64Array:
+        """For each layer, the index of its first row."""
+        return np.concatenate((np.zeros(1, np.int64), self.ends))[:-1]
+
+    def of_whole_layers(self) -> SubBlockRows:
+        """The rows of a whole block, in which those of a layer follow each other, as one for each layer."""
+        ends = np.arange(1, len(self.layers) + 1)
+        return SubBlockRows(self.starts[self._firsts], self.layer_bytes, self.layers, ends)
+
+    def gather(self, block: memoryview | bytes, index: int) -> Iterator[memoryview | bytes]:
+        """Yield the bytes of each layer of the block's sub-block `index`, in their own order."""
+        starts, lengths = self.starts.tolist(), self.lengths.tolist()
+        for first, end in zip(self._firsts.tolist(), self.ends.tolist(), strict=True):
+            rows = [
+                block[starts[row] + index * lengths[row] : starts[row] + (index + 1) * lengths[row]]
+                for row in range(first, end)
+            ]
+            yield rows[0] if len(rows) == 1 else b"".join(rows)
 
     def offsets(self, sub_blocks: Int64Array, parts: int, block_bytes: int) -> Int64Array:
         """The offsets in memory of all rows of these sub-blocks: [sub-blocks, rows]."""
@@ -58,23 +91,38 @@ class SubBlockRows:
 
 
 @lru_cache(maxsize=64)
-def sub_block_rows(layout: KVLayout, division: Division) -> SubBlockRows:
-    """The rows of a sub-block of this layout. Raises ValueError if the tokens of a block can't be divided so.
+def sub_block_rows(layout: KVLayout, division: Division, held: range | None = None) -> SubBlockRows:
+    """The rows of a sub-block of the whole model's layout, in a memory that holds the layers `held` (None: all).
 
-    Bytes that a group with few layers leaves unused at the end of its blocks are a row, too: each byte of a block
-    belongs to one sub-block.
+    Layers that are meant and not held have no rows. Nor have bytes that a group with few layers leaves unused at the
+    end of its blocks. Raises ValueError if the tokens of a block can't be divided so.
     """
     tokens, rest = divmod(layout.block_size, division.parts)
     if rest:
         raise ValueError(f"a block of {layout.block_size} tokens has no {division.parts} equal parts")
-    element, bytes_per_token = ELEMENT_BYTES[layout.dtype], list[int]()
+    at, starts, lengths, layers, ends = 0, list[int](), list[int](), list[int](), list[int]()
     for layer in layout.groups[division.group].layers:
-        geometry = layout.layers[layer]
-        for width in (geometry.key_dim, geometry.value_dim):
-            bytes_per_token += [width * element] * geometry.num_kv_heads
-        if layout.has_scales:
-            bytes_per_token += [SCALE_BYTES] * (2 * geometry.num_kv_heads)
-    unused = layout.block_bytes // layout.block_size - sum(bytes_per_token)
-    of_token = np.array([size for size in (*bytes_per_token, unused) if size], np.int64)
-    starts = np.concatenate(([0], np.cumsum(of_token * layout.block_size)[:-1]))
-    return SubBlockRows(starts, of_token * tokens)
+        if held is not None and layer not in held:
+            continue
+        is_meant = division.layers is None or layer in division.layers
+        for of_token in _token_rows(layout, layer):
+            if is_meant:
+                starts.append(at)
+                lengths.append(of_token * tokens)
+            at += of_token * layout.block_size
+        if len(starts) > (ends[-1] if ends else 0):
+            layers.append(layer)
+            ends.append(len(starts))
+    return SubBlockRows(
+        np.array(starts, np.int64), np.array(lengths, np.int64), tuple(layers), np.array(ends, np.int64)
+    )
+
+
+def _token_rows(layout: KVLayout, layer: int) -> list[int]:
+    """The bytes that a token has in each row of a layer that has bytes."""
+    element, geometry, rows = ELEMENT_BYTES[layout.dtype], layout.layers[layer], list[int]()
+    for width in (geometry.key_dim, geometry.value_dim):
+        rows += [width * element] * geometry.num_kv_heads
+    if layout.has_scales:
+        rows += [SCALE_BYTES] * (2 * geometry.num_kv_heads)
+    return [size for size in rows if size]

@@ -203,6 +203,31 @@ def test_of_several_groups_each_block_has_its_own() -> None:
 
 
 @pytest.mark.parametrize("with_kernels", [True, False], ids=["kernels", "library"])
+@pytest.mark.parametrize("heads", [1, 40])
+def test_a_digest_is_the_sum_over_the_layers_of_a_blocks_group(
+    with_kernels: bool, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not with_kernels:
+        monkeypatch.setattr(block_digests_module, "open_kernels", no_kernels)
+    layers = (LayerGeometry(heads, 2, 3), LayerGeometry(heads, 4, 0), LayerGeometry(heads, 2, 3))
+    layout = KVLayout(4, layers, "bfloat16", (LayerGroup((0, 2)), LayerGroup((1,), 8)))
+    size = 4 * heads * 5 * 2
+    assert layout.block_bytes == 2 * size
+    content = Random(heads).randbytes(3 * layout.block_bytes)
+    digests = block_digests(replace(memory_of(content, layout.block_bytes), layout=layout))
+    blocks = [content[at : at + 2 * size] for at in range(0, len(content), 2 * size)]
+    xxh3, short = xxhash.xxh3_64_intdigest, 4 * heads * 4 * 2
+    assert digests([2, 0]) == [(xxh3(b[:size]) + 5 * xxh3(b[size:])) % (1 << 64) for b in (blocks[2], blocks[0])]
+    # The end of a block of the smaller group is in no digest.
+    assert digests([1], Division(1, 1)) == [3 * xxh3(blocks[1][:short]) % (1 << 64)]
+    assert digests([1], Division(1, 0, range(1, 3))) == [5 * xxh3(blocks[1][size:]) % (1 << 64)]
+    assert digests([1, 2], Division(1, 1, range(2, 3))) == [0, 0]
+    exchanged = b"".join(block[size:] + block[:size] for block in blocks)
+    others = block_digests(replace(memory_of(exchanged, layout.block_bytes), layout=layout))
+    assert not set(others([0, 1, 2])) & set(digests([0, 1, 2]))
+
+
+@pytest.mark.parametrize("with_kernels", [True, False], ids=["kernels", "library"])
 @pytest.mark.parametrize("parts", [2, 8])
 @pytest.mark.parametrize("heads", [1, 40])
 def test_a_part_has_the_digest_of_a_whole_block_of_so_few_tokens(
@@ -221,7 +246,8 @@ def test_a_part_has_the_digest_of_a_whole_block_of_so_few_tokens(
         moved = bytearray(len(content))
         for to, at, length in zip(pieces.local, pieces.remote, pieces.lengths, strict=True):
             moved[to : to + length] = content[at : at + length]
-        expected_digests = block_digests(memory_of(bytes(moved), small.block_bytes))(range(3 * parts))
+        of_small = replace(memory_of(bytes(moved), small.block_bytes), layout=small)
+        expected_digests = block_digests(of_small)(range(3 * parts), Division(1, group))
         asked = [2 * parts + 1, 0, *range(3 * parts)]
         found = block_digests(memory)(asked, Division(parts, group))
         assert found == [expected_digests[each] for each in asked]
@@ -240,7 +266,7 @@ def test_parts_are_digested_by_group_and_again_for_more_parts() -> None:
     offered, cached = OfferedDigests(digest), request_with_keys(10, 2, num_cached_tokens=8)
     names = block_names(cached, layout, 0, 4)
     assert offered.digests_of((5, 6, 0, 7), names, 2) == [10, 11, 1012, 1013, 0, 0, 1014, 1015]
-    assert sorted(asked) == [((10, 11), (2, 0)), ((12, 13, 14, 15), (2, 1))]
+    assert sorted(asked) == [((10, 11), Division(2, 0)), ((12, 13, 14, 15), Division(2, 1))]
     asked.clear()
     assert offered.digests_of((5, 6, 0, 7), names, 2) == [10, 11, 1012, 1013, 0, 0, 1014, 1015]
     assert asked == []

@@ -127,6 +127,7 @@ def test_every_byte_of_every_token_is_moved_once_to_its_place(
     to_read, pair = coalesce(local, remote, group_of), PiecePlan.between(layout, sender_size)
     pieces = pair.pieces(to_read)
     assert pair.count_pieces(to_read) == len(pieces)
+    assert pair.num_bytes(to_read) == pieces.lengths.sum()
     written = np.zeros(len(reader.memory), np.int64)
     rows = zip(pieces.local.tolist(), pieces.remote.tolist(), pieces.lengths.tolist(), strict=True)
     for to, at, length in rows:
@@ -163,24 +164,37 @@ def test_between_equal_sizes_a_range_is_one_piece() -> None:
     size = layout.block_bytes
     plan = PiecePlan.between(layout, 16)
     assert (plan.sub_block_bytes, plan.max_pieces, plan.local_parts, plan.remote_parts) == (size, 1, 1, 1)
-    pieces = plan.pieces([ReadRange(3, 7, 5), ReadRange(1, 2, 1, group=1)])
+    ranges = [ReadRange(3, 7, 5), ReadRange(1, 2, 1, group=1)]
+    pieces = plan.pieces(ranges)
     assert pieces.local.tolist() == [3 * size, size]
     assert pieces.remote.tolist() == [7 * size, 2 * size]
     assert pieces.lengths.tolist() == [5 * size, size]
+    assert (plan.count_pieces(ranges), plan.num_bytes(ranges)) == (2, 6 * size)
+
+
+def test_between_equal_sizes_neighbours_of_different_groups_are_one_piece() -> None:
+    plan = PiecePlan.between(layouts(16)[1], 16)
+    ranges = coalesce([4, 5, 6, 7, 9], [14, 15, 16, 18, 20], [0, 1, 0, 1, 0])
+    assert len(ranges) == 5
+    pieces = plan.pieces(ranges)
+    assert (pieces.lengths // plan.sub_block_bytes).tolist() == [3, 1, 1]
+    assert plan.count_pieces(ranges) == 3
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 16])
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_the_sub_blocks_of_a_block_have_each_of_its_bytes_once(which: int, parts: int) -> None:
     layout = layouts(16)[which]
-    for group in range(len(layout.groups)):
+    element = (4, 2, 1)[which]
+    for group, layers in enumerate(layout.groups):
         rows = sub_block_rows(layout, Division(parts, group))
-        assert rows.num_bytes * parts == layout.block_bytes
+        num_bytes = sum(layout.layer_elements(layer) for layer in layers.layers) * element
+        assert rows.num_bytes * parts == num_bytes
         offsets = rows.offsets(np.arange(parts), parts, layout.block_bytes)
         spans = [
             range(at, at + length) for each in offsets.tolist() for at, length in zip(each, rows.lengths, strict=True)
         ]
-        assert sorted(at for span in spans for at in span) == list(range(layout.block_bytes))
+        assert sorted(at for span in spans for at in span) == list(range(num_bytes))
         # In the order of a whole block of so few tokens.
         small = sub_block_rows(replace(layout, block_size=16 // parts), Division(1, group))
         assert small.lengths.tolist() == rows.lengths.tolist()

@@ -1,4 +1,4 @@
-/* XXH3 with 64 bits (Yann Collet, https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md) of blocks longer than 240 bytes,
+/* XXH3 with 64 bits (Yann Collet, https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md) of layers longer than 240 bytes,
  * without a seed. Python's xxhash package holds the interpreter's lock (GIL) while it computes; a call of this function does not.
  */
 #include <string.h>
@@ -79,24 +79,54 @@ static uint64_t digest(const unsigned char *input, size_t size) {
     return result ^ result >> 32;
 }
 
-/* Computes the digests of `count` blocks of a memory; a block must be longer than 240 bytes. */
-void baton_digest_blocks(const unsigned char *memory, size_t block_bytes, const uint64_t *blocks, size_t count, uint64_t *digests) {
-    for (size_t i = 0; i < count; i++)
-        digests[i] = digest(memory + blocks[i] * block_bytes, block_bytes);
+/* The layers of a sub-block: layer `i` has the rows from `ends[i - 1]` on up to `ends[i]`, and counts `weights[i]` times. */
+struct digested_layers {
+    const int64_t *starts, *lengths, *ends;
+    const uint64_t *weights;
+    size_t count;
+};
+
+/* The digest of layers that each have one row, whose bytes are where `bytes` leads. */
+static uint64_t digest_of_rows(const unsigned char *bytes, const struct digested_layers *layers) {
+    uint64_t sum = 0;
+    for (size_t i = 0; i < layers->count; i++)
+        sum += digest(bytes + layers->starts[i], layers->lengths[i]) * layers->weights[i];
+    return sum;
 }
 
-/* Computes the digests of `count` blocks' parts, which are longer than 240 bytes: the bytes of part `p` of block `b` are, for each of
- * `rows`, `lengths[row]` bytes from `starts[row] + p * lengths[row]` of the block on. `scratch` has room for one part.
+/* The digest of a block's part `part`, whose rows are gathered in `scratch` first: all of them, because waiting for memory is shorter
+ * for many rows than for those of a layer at a time.
  */
-void baton_digest_parts(const unsigned char *memory, size_t block_bytes, const uint64_t *sub_blocks, size_t count, size_t parts,
-                        const int64_t *starts, const int64_t *lengths, size_t rows, unsigned char *scratch, uint64_t *digests) {
+static uint64_t digest_of_part(const unsigned char *block, size_t part, const struct digested_layers *layers, unsigned char *scratch) {
+    int64_t rows = layers->ends[layers->count - 1];
+    unsigned char *end = scratch;
+    for (int64_t row = 0; row < rows; row++) {
+        size_t length = layers->lengths[row];
+        memcpy(end, block + layers->starts[row] + part * length, length);
+        end += length;
+    }
+    uint64_t sum = 0;
+    int64_t row = 0;
+    for (size_t i = 0; i < layers->count; i++) {
+        size_t size = 0;
+        for (; row < layers->ends[i]; row++)
+            size += layers->lengths[row];
+        sum += digest(scratch, size) * layers->weights[i];
+        scratch += size;
+    }
+    return sum;
+}
+
+/* Computes the digests of `count` sub-blocks, of which each block of the memory has `parts`: the sum of the digests of their layers,
+ * which must be longer than 240 bytes. The bytes of a layer are those of its rows; row `i` of part `p` of a block has `lengths[i]` bytes
+ * from `starts[i] + p * lengths[i]` of the block on. `scratch` has room for a sub-block, if `parts` is not 1.
+ */
+void baton_digest_layers(const unsigned char *memory, size_t block_bytes, size_t parts, const uint64_t *sub_blocks, size_t count,
+                         const int64_t *starts, const int64_t *lengths, const int64_t *ends, const uint64_t *weights, size_t layer_count,
+                         unsigned char *scratch, uint64_t *digests) {
+    struct digested_layers layers = {starts, lengths, ends, weights, layer_count};
     for (size_t i = 0; i < count; i++) {
         const unsigned char *block = memory + sub_blocks[i] / parts * block_bytes;
-        size_t part = sub_blocks[i] % parts, size = 0;
-        for (size_t row = 0; row < rows; row++) {
-            memcpy(scratch + size, block + starts[row] + part * lengths[row], lengths[row]);
-            size += lengths[row];
-        }
-        digests[i] = digest(scratch, size);
+        digests[i] = parts == 1 ? digest_of_rows(block, &layers) : digest_of_part(block, sub_blocks[i] % parts, &layers, scratch);
     }
 }

@@ -369,7 +369,13 @@ class Transformer:
 
 
 def on_host(rows: torch.Tensor, copy: bool = False) -> npt.NDArray[np.float32]:
-    """Rows in float32 in the host's memory; with `copy` not in that of the rows, wherever they are."""
+    """Rows in float32 in the host's memory; with `copy` not in that of the rows, wherever they are.
+
+    On return a GPU has computed all that was started before, also where there are no rows: what a step wrote to the
+    cache is then read on other streams, and by other processes.
+    """
+    if rows.device.type == "cuda" and rows.numel() == 0:
+        torch.cuda.current_stream(rows.device).synchronize()  # a copy of nothing waits for nothing
     # A GPU copies into pinned memory without a detour; torch keeps such memory for later steps.
     host = torch.empty(rows.shape, pin_memory=True).copy_(rows) if rows.device.type == "cuda" else rows
     wide: npt.NDArray[np.float32] = host.to(torch.float32, copy=copy and host is rows).numpy()

@@ -145,6 +145,8 @@ def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operation
     reason: str | None = None
     for rows in operations.rows_to_try:
         operations.rows_per_call = rows
+        if transformer.decode_graphs is not None:
+            transformer.decode_graphs.forget()
         reason = why_not_bit_exact(loaded, transformer)
         if reason is None:
             break

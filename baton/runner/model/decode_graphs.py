@@ -71,6 +71,10 @@ class DecodeGraphs:
         """Batch sizes that have a graph for steps with sharers."""
         return sorted(size for size, shares in self._sized if shares)
 
+    def forget(self) -> None:
+        """Forget all graphs: how the operations compute has changed, and a replay would not know."""
+        self._sized.clear()
+
     def fits(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64]) -> bool:
         """Whether a graph can compute this step: one token of each of a few sequences, and logits of all in order."""
         size = batch.seq_lens.size

@@ -160,6 +160,26 @@ def test_graphs_share_memory_and_results_are_copied_before_the_next_replay(
         np.testing.assert_array_equal(one, other)
 
 
+def test_graphs_of_other_products_are_not_replayed(tmp_path: Path) -> None:
+    """The check at start tries several numbers of rows, and a graph holds products of the number that it has seen."""
+    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+    recorder, seen = FakeRecorder(), []
+
+    class DependsOnTheBatch(CudaOperations):
+        def paged_attention(self, query: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+            out = super().paged_attention(query, *arguments, **keywords)
+            return out * (1.0 + 1e-3 * query.shape[0]) if self.rows_per_call == 128 else out
+
+    def record(compute: Any) -> Any:
+        seen.append(operations.rows_per_call)
+        return recorder(compute)
+
+    operations = DependsOnTheBatch(CPU, fake_paged_attention, record)
+    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
+    assert runner.model.bit_exact
+    assert (seen, graphs_of(runner).sizes) == ([128, 256], [2])
+
+
 def test_a_lone_token_in_the_middle_of_a_prompt_is_no_decode(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     outputs = []

@@ -1,10 +1,13 @@
-"""The operations on a GPU: torch's products in calls of one number of rows, and attention in kernels of our own.
+"""The operations on a GPU: torch's products in calls of one number of rows, attention and norms in kernels of our own.
 
 There are two ways to compute attention. For every kind of layer the first one is tried on random input, and taken if it
 runs, gives the plain one's result, and gives a row the same bits alone and in a batch. Rows attend to blocks that they
 share together (shared_splits.py) only if that gives the same bits, too:
   triton     kernels that follow the block tables (triton_attention.py)
   plain      row by row, as in TorchOperations: exact and slow
+
+The kernel for norms (triton_norm.py) is tried in the same way. Without it torch computes them, whose bits depend on the
+number of rows, so that the model is hardly bit-exact.
 """
 
 from __future__ import annotations
@@ -67,14 +70,32 @@ def _triton_attention(*arguments: Any, **keywords: Any) -> torch.Tensor:
     return triton_attention(*arguments, **keywords)
 
 
+Norm = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float, bool], tuple[torch.Tensor, torch.Tensor]]
+"""Computes x + residual, if there is one, and its `Operations.rms_norm`, from x, residual, weight, eps and plus_one, in
+one order of summation for every row. Implemented by `triton_norm.triton_norm`."""
+
+
+def _triton_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, plus_one: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from baton.runner.backends.cuda.triton_norm import triton_norm
+
+    return triton_norm(x, residual, weight, eps, plus_one)
+
+
 class CudaOperations(TorchOperations):
     """The operations on one GPU. Called from one thread."""
 
     packs_quantized = False  # quantised weights are dequantised when they are loaded: there is no kernel for them here
 
     def __init__(
-        self, device: torch.device, attend: PagedAttention = _triton_attention, record: Record | None = None
+        self,
+        device: torch.device,
+        attend: PagedAttention = _triton_attention,
+        record: Record | None = None,
+        norm: Norm | None = None,
     ) -> None:
+        """`norm`: None for the kernel's on a GPU, and torch's elsewhere."""
         super().__init__(num_threads=1)
         self.rows_per_call = ROWS_PER_CALL[0]
         self.rows_to_try = ROWS_PER_CALL
@@ -82,6 +103,9 @@ class CudaOperations(TorchOperations):
         self._attend = attend
         self.record = GpuRecorder() if record is None and device.type == "cuda" else record
         """Records decode steps as CUDA graphs; None: they are not recorded."""
+        self._norm = _triton_norm if norm is None and device.type == "cuda" else norm
+        self._tried_norms: set[tuple[torch.dtype, int]] = set()
+        """The dtypes and widths with which the kernel for norms has been tried."""
         self._ways: dict[_Kind, str] = {}
         self._together: set[_Kind] = set()
         self.why_plain = ""
@@ -112,7 +136,51 @@ class CudaOperations(TorchOperations):
 
     def numerics(self) -> str:
         ways = "+".join(sorted(self.ways))
-        return f"torch-2-{self.device_name.replace(' ', '-')}-rows-{self.rows_per_call}-{ways}"
+        norms = "torch" if self._norm is None else "triton"
+        return f"torch-3-{self.device_name.replace(' ', '-')}-rows-{self.rows_per_call}-{ways}-norms-{norms}"
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
+        norm = self._norm_for(x)
+        if norm is None:
+            return super().rms_norm(x, weight, eps, plus_one=plus_one)
+        return norm(x, None, weight, eps, plus_one)[1]
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = self._norm_for(x)
+        if norm is None:
+            return super().add_rms_norm(x, residual, weight, eps, plus_one=plus_one)
+        return norm(x, residual, weight, eps, plus_one)
+
+    def _norm_for(self, x: torch.Tensor) -> Norm | None:
+        """The kernel for norms of this dtype and width; None if torch computes them."""
+        tried = (x.dtype, x.shape[-1])
+        if self._norm is not None and tried not in self._tried_norms:
+            self._tried_norms.add(tried)
+            if reason := self._why_no_norm(self._norm, *tried):
+                _log.warning("torch computes norms, whose bits depend on the number of rows: %s", reason)
+                self._norm = None
+        return self._norm
+
+    def _why_no_norm(self, norm: Norm, dtype: torch.dtype, width: int) -> str:
+        """Why a kernel can't compute norms here; empty if it can."""
+        generator = torch.Generator().manual_seed(0)
+        x, residual = torch.randn(2, _SAMPLE_NORMS, width, generator=generator).to(self._device, dtype)
+        weight, eps = torch.ones(width, dtype=dtype, device=self._device), 1e-6
+        try:
+            together = norm(x, residual, weight, eps, False)
+            alone = norm(x[-1:], residual[-1:], weight, eps, False)
+        except Exception as error:  # of Triton's compiler or of the driver
+            return f"Triton's kernel fails with {type(error).__name__} ({(str(error).splitlines() or [''])[0]:.200})"
+        expected = super().add_rms_norm(x, residual, weight, eps)
+        tolerance = _TOLERANCE[dtype]
+        for one, other, lone in zip(together, expected, alone, strict=True):
+            if not torch.allclose(one.float(), other.float(), atol=tolerance, rtol=tolerance):
+                return "the result of Triton's kernel differs from torch's"
+            if not torch.equal(one[-1:], lone):
+                return "Triton's kernel gives a row other bits alone than in a batch"
+        return ""
 
     def _float32_product(self, rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         # On a GPU torch returns the float32 sums of narrower operands, which need not be widened.
@@ -201,6 +269,8 @@ class CudaOperations(TorchOperations):
         return False
 
 
+_SAMPLE_NORMS = 19
+"""The rows of which a sample of norms is computed."""
 _SAMPLE_LENGTHS, _SAMPLE_QUERIES = (3, 40, 1100), (3, 1, 18)
 """The keys and the queries of the sample's sequences. Those of the last one fill more than one tile, and see keys of
 three splits (triton_attention.py)."""

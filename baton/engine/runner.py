@@ -196,6 +196,15 @@ class KVMemory:
         return self.num_all_blocks * self.block_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class RemotePart:
+    """A part of a runner's KV cache in another process, which holds some layers of each block."""
+
+    layers: range
+    socket: Any
+    """The connected stream socket over which its blocks are moved."""
+
+
 class RunnerLost(BatonError):
     """The runner can't compute this step nor any later one: the engine ends, and its requests go on at other nodes."""
 
@@ -219,6 +228,11 @@ class ModelRunner(Protocol):
 
     @property
     def memory(self) -> KVMemory: ...
+
+    @property
+    def remote_parts(self) -> Sequence[RemotePart]:
+        """The other parts of the KV cache, in the order of their layers; empty where `memory` is all of it."""
+        ...
 
     @property
     def num_host_blocks(self) -> int:

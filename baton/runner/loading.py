@@ -22,13 +22,20 @@ from baton.runner.model import attention, layers
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.quantization.quantize import Quantization
 from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.stage import Stage
 from baton.runner.model.transformer import Transformer, elementwise_threads
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.numerics import numerics_of
 from baton.runner.pipelined_runner import PipelinedModelRunner
 from baton.runner.ranks.first_rank import FirstRank, StartRanks
+from baton.runner.ranks.pipelined_transformer import PipelinedTransformer
 from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.remote_stages.first_stage import FirstStage
+from baton.runner.remote_stages.leading_stage import LeadingStage
+from baton.runner.remote_stages.stage_spec import StageSpec
+from baton.runner.remote_stages.stages_here import StartStages, start_stages_here
 from baton.runner.self_check import why_not_bit_exact
 from baton.runner.spec import CacheSpec, DraftSpec
 
@@ -52,33 +59,57 @@ def load_runner(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     start_ranks: StartRanks = RankGroup,
+    stages: FirstStage | None = None,
+    start_stages: StartStages = start_stages_here,
 ) -> TorchModelRunner:
     """Load a model directory with a cache of `num_blocks` blocks or `cache_bytes` bytes (exactly one of them).
 
     `cache_dtype` is auto, int8 or fp8; `device` is auto, cpu, cuda or cuda:N. `num_threads` is set for the whole
     process. `operations` replaces the machine's kernels (tests). `quantization`, `dequantize`, `draft`,
-    `tensor_parallel` and `pipeline_parallel`: see TorchSpec; `start_ranks` starts the ranks behind the first. Raises
-    ConfigError.
+    `tensor_parallel` and `pipeline_parallel`: see TorchSpec; `start_ranks` starts the ranks behind the first on a CPU,
+    and `start_stages` the stages behind the first on GPUs. `stages`: those of other hosts, which the runner ends, as it
+    does if this raises. Raises ConfigError.
     """
     where = resolve_device(device)
-    num_ranks = tensor_parallel * pipeline_parallel
-    if num_ranks > 1 and where.type != "cpu":
-        raise ConfigError(
-            "a model on a GPU can't be divided among ranks so far; leave --tp and --pp out, or use --device cpu"
-        )
-    torch.set_num_threads(elementwise_threads(num_threads))
-    attention.register()
-    layers.register()
-    whole = choose_operations(num_threads, where) if operations is None else operations
-    loaded = load_model_for(whole, model_dir, dtype, where, quantization, dequantize=dequantize)
-    drafting = LoadedDraftModel.load(draft, loaded, whole, block_size, num_threads) if draft is not None else None
-    cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
-    if drafting is not None:
-        bytes_beside = drafting.transformer.layout.block_bytes
-        cache = replace(cache, block_bytes_beside=bytes_beside, num_blocks_beside=drafting.num_scratch_blocks)
     with _named_errors(model_dir), ExitStack() as on_failure:
-        first_rank = None
-        if num_ranks > 1:
+        if stages is not None:
+            on_failure.callback(stages.close)
+        own_caches = stages is not None or (where.type != "cpu" and pipeline_parallel > 1)
+        _check_ranks(tensor_parallel, pipeline_parallel, where, stages)
+        torch.set_num_threads(elementwise_threads(num_threads))
+        attention.register()
+        layers.register()
+        whole = choose_operations(num_threads, where) if operations is None else operations
+        loaded = load_model_for(whole, model_dir, dtype, where, quantization, dequantize=dequantize)
+        drafting = LoadedDraftModel.load(draft, loaded, whole, block_size, num_threads) if draft is not None else None
+        cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
+        if drafting is not None:
+            bytes_beside = drafting.transformer.layout.block_bytes
+            cache = replace(cache, block_bytes_beside=bytes_beside, num_blocks_beside=drafting.num_scratch_blocks)
+        leader: FirstRank | FirstStage | None = None
+        leading: PipelinedTransformer | None = None
+        if own_caches:
+            Stage(0, pipeline_parallel).layers(loaded.config.num_hidden_layers)
+            if stages is None:
+                stages = start_stages(model_dir, pipeline_parallel, num_threads, where)
+                on_failure.callback(stages.close)
+            stage_spec = StageSpec(
+                index=0,
+                count=pipeline_parallel,
+                fingerprint=loaded.fingerprint,
+                dtype=loaded.dtype,
+                block_size=block_size,
+                cache=cache,
+                host_cache_bytes=host_cache_bytes,
+                torch_threads=elementwise_threads(num_threads),
+                quantization=quantization,
+                dequantize=dequantize,
+            )
+            stages.load(stage_spec)
+            leading = LeadingStage(loaded, whole, block_size, cache, num_threads, stages)
+            stages.wait_until_ready(numerics_of(loaded, whole, leading), leading.layout.num_layers)
+            leader = stages
+        elif tensor_parallel * pipeline_parallel > 1:
             spec = RankSpec(
                 model_dir=str(model_dir),
                 dtype=loaded.dtype,
@@ -90,26 +121,37 @@ def load_runner(
                 quantization=quantization,
                 dequantize=dequantize,
             )
-            first_rank = _start_first_rank(spec, loaded, start_ranks)
+            leader = first_rank = _start_first_rank(spec, loaded, start_ranks)
             on_failure.callback(first_rank.close)
             torch.set_num_threads(elementwise_threads(spec.least_threads))
             leading = first_rank.transformer(loaded)
-            transformer: Transformer = leading
-        else:
-            transformer = Transformer(loaded, whole, block_size, cache, num_threads)
+        transformer = leading or Transformer(loaded, whole, block_size, cache, num_threads)
         info = _model_info(loaded, transformer, whole, name or model_dir.resolve().name)
-        if first_rank is not None:
-            info = replace(info, compute_paths=(*info.compute_paths, first_rank.path))
+        if leader is not None:
+            info = replace(info, compute_paths=(*info.compute_paths, leader.path))
         draft_model = None
         if drafting is not None:
             info = replace(info, compute_paths=(*info.compute_paths, drafting.path(transformer)))
             draft_model = drafting.start(transformer, info)
-        if first_rank is not None and pipeline_parallel > 1:
-            runner: TorchModelRunner = PipelinedModelRunner(info, leading, host_cache_bytes, draft_model, first_rank)
+        if leading is not None and leader is not None and pipeline_parallel > 1:
+            runner: TorchModelRunner = PipelinedModelRunner(info, leading, host_cache_bytes, draft_model, leader)
         else:
-            runner = TorchModelRunner(info, transformer, host_cache_bytes, draft_model, first_rank)
+            runner = TorchModelRunner(info, transformer, host_cache_bytes, draft_model, leader)
         on_failure.pop_all()
         return runner
+
+
+def _check_ranks(tensor_parallel: int, pipeline_parallel: int, where: torch.device, stages: FirstStage | None) -> None:
+    """Raise ConfigError for ranks and stages that can't compute together."""
+    if stages is not None and pipeline_parallel != stages.stage.count:
+        raise ConfigError(
+            f"{stages.stage.count} hosts compute a model in as many stages, one each, and not in {pipeline_parallel}: "
+            f"give --pp {stages.stage.count}"
+        )
+    if tensor_parallel > 1 and (stages is not None or where.type != "cpu"):
+        raise ConfigError(
+            "on GPUs and across hosts a model can be divided in stages (--pp), each of one rank so far; leave --tp out"
+        )
 
 
 def _start_first_rank(spec: RankSpec, loaded: LoadedModel, start_ranks: StartRanks) -> FirstRank:
@@ -144,9 +186,7 @@ def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operation
         return why_not_bit_exact(loaded, transformer)
     reason: str | None = None
     for rows in operations.rows_to_try:
-        operations.rows_per_call = rows
-        if transformer.decode_graphs is not None:
-            transformer.decode_graphs.forget()
+        transformer.set_rows_per_call(rows)
         reason = why_not_bit_exact(loaded, transformer)
         if reason is None:
             break
@@ -161,7 +201,7 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         fingerprint=loaded.fingerprint,
         architecture=loaded.architecture,
         dtype=loaded.dtype,
-        numerics=_numerics(loaded, operations, transformer),
+        numerics=numerics_of(loaded, operations, transformer),
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,
         eos_token_ids=loaded.checkpoint.eos_token_ids,
@@ -171,14 +211,3 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         compute_paths=compute_paths(operations, transformer, loaded.weights, loaded.dtype),
         weight_bytes=loaded.weights.num_bytes,
     )
-
-
-def _numerics(loaded: LoadedModel, operations: Operations, transformer: Transformer) -> str:
-    """A name for everything that decides the bits, beside the files of the model."""
-    numerics = f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
-    if loaded.weights.treatment:
-        numerics += f"/{loaded.weights.treatment}"
-    if transformer.layout.has_scales:
-        # A stream must not move between decode nodes whose caches round differently.
-        numerics += f"/kv-{transformer.layout.dtype}"
-    return numerics

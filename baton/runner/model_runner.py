@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo
+from baton.engine.runner import KVLayout, KVMemory, ModelInfo, RemotePart
 from baton.errors import InvalidRequest
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
@@ -22,7 +22,7 @@ from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.execution.verification import sample_and_verify
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
-from baton.runner.ranks.first_rank import FirstRank
+from baton.runner.ranks.rank_leader import RankLeader
 
 _log = logging.getLogger(__name__)
 
@@ -40,29 +40,19 @@ class TorchModelRunner:
         transformer: Transformer,
         host_cache_bytes: int = 0,
         draft_model: DraftModel | None = None,
-        first_rank: FirstRank | None = None,
+        leader: RankLeader | None = None,
     ) -> None:
-        """`first_rank`: of a model that several ranks compute; the runner ends them."""
+        """`leader`: of a model that several processes compute; the runner ends them."""
         self._model = model
         self._drafter = draft_model
-        self._first_rank = first_rank
+        self._leader = leader
         self._num_draft_faults = 0
         """Faults of the draft model one after the other."""
         self._num_steps_without_drafts = 0
         """After a fault, how many steps go by before the draft model is asked again."""
         self._transformer = transformer
-        cache = transformer.kv_cache
-        self._memory = KVMemory(
-            base_address=cache.data_ptr(),
-            num_blocks=transformer.num_blocks,
-            block_bytes=transformer.layout.block_bytes,
-            kind="DRAM" if cache.device.type == "cpu" else "VRAM",
-            device_id=cache.device.index or 0,
-            owner=transformer.kv_memory,
-            num_probe_blocks=PROBE_BLOCKS,
-            layout=transformer.layout,
-        )
-        self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.layout.block_bytes))
+        self._memory = transformer.memory
+        self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.largest_block_bytes))
         self._masks = TokenMasks(model.vocab_size)
         self._requests = RequestTable(transformer.layout, transformer.num_blocks, model.vocab_size, model.max_model_len)
 
@@ -79,22 +69,26 @@ class TorchModelRunner:
         return self._memory
 
     @property
+    def remote_parts(self) -> Sequence[RemotePart]:
+        return () if self._leader is None else self._leader.remote_parts
+
+    @property
     def num_host_blocks(self) -> int:
         return self._host.num_blocks
 
     @property
     def rank_pids(self) -> Sequence[int]:
-        return () if self._first_rank is None else self._first_rank.followers.pids
+        return () if self._leader is None else self._leader.followers.pids
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Call `callback` with the reason, from any thread, once one of the other ranks is lost."""
-        if self._first_rank is not None:
-            self._first_rank.followers.on_lost(callback)
+        if self._leader is not None:
+            self._leader.followers.on_lost(callback)
 
     def close(self) -> None:
         """End the processes that compute beside this one; idempotent. No step may be computed afterwards."""
-        if self._first_rank is not None:
-            self._first_rank.close()
+        if self._leader is not None:
+            self._leader.close()
 
     @property
     def num_requests(self) -> int:
@@ -120,6 +114,8 @@ class TorchModelRunner:
     def _begin(self, scheduler_output: SchedulerOutput) -> StepResults:
         """Make the copies of a step, and take over its news of requests."""
         started = time.perf_counter()
+        if self._leader is not None:
+            self._leader.announce_copies(scheduler_output)
         num_copied = self._host.execute(scheduler_output)
         copied = time.perf_counter()
         self._requests.update(scheduler_output)

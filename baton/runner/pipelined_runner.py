@@ -20,9 +20,9 @@ from baton.runner.execution.draft_model import DraftModel
 from baton.runner.execution.micro_batches import divide
 from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.ranks.first_rank import FirstRank
-from baton.runner.ranks.leading_transformer import LeadingTransformer
-from baton.runner.ranks.micro_batch_slot import Task
+from baton.runner.ranks.micro_batch import Task
+from baton.runner.ranks.pipelined_transformer import PipelinedTransformer
+from baton.runner.ranks.rank_leader import RankLeader
 
 
 @dataclass(slots=True)
@@ -47,12 +47,12 @@ class PipelinedModelRunner(TorchModelRunner):
     def __init__(
         self,
         model: ModelInfo,
-        transformer: LeadingTransformer,
+        transformer: PipelinedTransformer,
         host_cache_bytes: int,
         draft_model: DraftModel | None,
-        first_rank: FirstRank,
+        leader: RankLeader,
     ) -> None:
-        super().__init__(model, transformer, host_cache_bytes, draft_model, first_rank)
+        super().__init__(model, transformer, host_cache_bytes, draft_model, leader)
         self._leading = transformer
         self._executing = threading.Lock()
         """Held while a step is executed."""
@@ -117,8 +117,8 @@ class PipelinedModelRunner(TorchModelRunner):
             self._news_end.close()
 
     def _end_ranks(self) -> None:
-        if self._first_rank is not None:
-            self._first_rank.end_ranks()
+        if self._leader is not None:
+            self._leader.end_ranks()
 
     def _void_all(self) -> None:
         """Forget the micro-batches that are computed, once they are, and the steps that they are of."""

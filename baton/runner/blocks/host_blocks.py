@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from baton.engine.batch import SchedulerOutput
+from baton.engine.batch import BlockCopy
+
+
+class Swaps(Protocol):
+    """The copies between cache and host tier before a step computes, as in `SchedulerOutput`."""
+
+    @property
+    def blocks_to_swap_out(self) -> Sequence[BlockCopy]: ...
+
+    @property
+    def blocks_to_swap_in(self) -> Sequence[BlockCopy]: ...
 
 
 def host_blocks_in(num_bytes: int, block_bytes: int) -> int:
@@ -24,7 +35,7 @@ class HostBlocks:
     def num_blocks(self) -> int:
         return len(self._blocks)
 
-    def execute(self, output: SchedulerOutput) -> int:
+    def execute(self, output: Swaps) -> int:
         """Make a step's copies: first all copies out, then all copies in. Returns how many blocks were copied."""
         for copy in output.blocks_to_swap_out:
             self._blocks[copy.destination] = self._cache[copy.source]

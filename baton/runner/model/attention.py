@@ -115,11 +115,15 @@ def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> list[Ca
 class PagedAttention:
     """Stores a step's keys and values in the cache, and attends over the cache."""
 
-    def __init__(self, operations: Operations, memory: torch.Tensor, layout: KVLayout) -> None:
-        """`memory`: the cache, flat, [num_blocks * block_elements]."""
+    def __init__(self, operations: Operations, memory: torch.Tensor, layout: KVLayout, first_layer: int = 0) -> None:
+        """`memory`: the cache, flat, [num_blocks * block_elements]. `first_layer`: the model's layer that is the first
+        one in `layout`."""
         self._operations = operations
-        self._caches = cache_views(memory, layout, operations.ranks.shard)
-        self._groups = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
+        views = cache_views(memory, layout, operations.ranks.shard)
+        self._caches = dict(enumerate(views, first_layer))
+        self._groups = {
+            first_layer + layer: index for index, group in enumerate(layout.groups) for layer in group.layers
+        }
         self.layout: StepLayout | None = None
         """The step that is being computed; None between steps."""
 

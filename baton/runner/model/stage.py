@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from baton.engine.runner import LayerGeometry
@@ -65,6 +66,22 @@ class StageReport:
     num_logits: int
     """The width of the head's output; 0: another stage has the head."""
 
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes | bytearray) -> StageReport:
+        """The report that `to_json` wrote. Raises ValueError."""
+        try:
+            read = json.loads(text)
+            layers = {
+                int(index): LayerReport(LayerGeometry(**layer["geometry"]), layer["window"])
+                for index, layer in read.pop("layers").items()
+            }
+            return cls(layers=layers, **read)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"this is no report of a stage ({error!r})") from error
+
 
 class Stages(Protocol):
     """One stage's view of all stages of a model."""
@@ -72,6 +89,11 @@ class Stages(Protocol):
     @property
     def stage(self) -> Stage:
         """This stage."""
+        ...
+
+    @property
+    def has_own_cache(self) -> bool:
+        """Whether this stage's cache holds its own layers only; otherwise all stages share one with all layers."""
         ...
 
     def exchange(self, own: StageReport) -> list[StageReport]:
@@ -83,6 +105,7 @@ class OneStage:
     """The only stage of a model."""
 
     stage = Stage()
+    has_own_cache = False
 
     def exchange(self, own: StageReport) -> list[StageReport]:
         return [own]

@@ -57,7 +57,7 @@ class NoEmbedding(nn.Module):
         self._dtype = dtype
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(*token_ids.shape, self._width, dtype=self._dtype)
+        return torch.zeros(*token_ids.shape, self._width, dtype=self._dtype, device=token_ids.device)
 
 
 class NoHead(nn.Module):

@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.runner import PROBE_BLOCKS, KVLayout
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory
 from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.shared_splits import Int32Array, find_in_groups
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.ranks.ranks import Ranks
+from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.model.attention import (
@@ -34,7 +35,7 @@ from baton.runner.model.mapped_files import MappedFiles
 from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.quantized_layers import widths_of
 from baton.runner.model.recognition import fuse
-from baton.runner.model.stage import ONE_STAGE, LayerReport, StageReport, Stages
+from baton.runner.model.stage import ONE_STAGE, LayerReport, Stage, StageReport, Stages
 from baton.runner.model.stage_module import StageModule
 from baton.runner.model.weights import DTYPES, LoadedModel
 from baton.runner.spec import CacheSpec
@@ -111,6 +112,8 @@ class Transformer:
         # The widths are those of the whole model, since all stages compute the same rows.
         self.row_quantum = row_quantum(_widths(model), num_threads)
         self.stage = stages.stage
+        self.has_own_cache = stages.has_own_cache
+        """Whether the cache holds this stage's layers only, and other stages have caches of their own."""
         self._part = StageModule(model.module, model.config.num_hidden_layers, self.stage, self.dtype)
         mapped = MappedFiles(model.checkpoint.weight_files)
         self._why_not_recognised = fuse(model.module, operations, mapped.release)
@@ -146,24 +149,56 @@ class Transformer:
             raise ConfigError(
                 f"a KV cache in 8 bits ({self.layout.dtype}) is for CPUs so far; leave out --kv-cache-dtype"
             )
+        self.cache_layout = self.layout.part(self.own_layers) if self.has_own_cache else self.layout
+        """The layout of a block in this stage's cache."""
         self.max_model_len: int = model.config.max_position_embeddings
         if cache is not None:
-            self.allocate_cache(cache.blocks(self.layout.block_bytes))
+            self.allocate_cache(cache.blocks(self.largest_block_bytes))
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache; called once. Raises ConfigError when there is no memory for it."""
         self.num_blocks = num_blocks
         memory_dtype = torch.int8 if self.layout.has_scales else self.dtype
-        block_elements, ranks = self.layout.block_elements, self._operations.ranks
+        block_elements, ranks = self.cache_layout.block_elements, self._operations.ranks
         self.kv_memory = _cache_memory((num_blocks + PROBE_BLOCKS) * block_elements, memory_dtype, self.device, ranks)
         self.kv_cache = self.kv_memory[: num_blocks * block_elements]
-        self._attention = PagedAttention(self._operations, self.kv_cache, self.layout)
+        first_layer = self.own_layers.start if self.has_own_cache else 0
+        self._attention = PagedAttention(self._operations, self.kv_cache, self.cache_layout, first_layer)
         bind(self._module, self._attention, ranks)
         if not self._why_not_fused:
             self.row_quantum = 1
         if self._decoder is not None:
             self._decoder.record(self._operations, self._attention)
         self.decode_graphs = self._graphs_of(self.max_model_len)
+
+    @property
+    def memory(self) -> KVMemory:
+        """The memory of the cache."""
+        cache = self.kv_cache
+        return KVMemory(
+            base_address=cache.data_ptr(),
+            num_blocks=self.num_blocks,
+            block_bytes=self.cache_layout.block_bytes,
+            kind="DRAM" if cache.device.type == "cpu" else "VRAM",
+            device_id=cache.device.index or 0,
+            owner=self.kv_memory,
+            num_probe_blocks=PROBE_BLOCKS,
+            layout=self.layout,
+            layers=self.own_layers if self.has_own_cache else None,
+        )
+
+    @property
+    def own_layers(self) -> range:
+        """The layers of this stage."""
+        return self._part.own_layers
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """Bytes of a block in the cache of the stage that needs the most, by which all stages count the same blocks."""
+        if not self.has_own_cache:
+            return self.layout.block_bytes
+        stages = (Stage(index, self.stage.count) for index in range(self.stage.count))
+        return max(self.layout.part(stage.layers(self.layout.num_layers)).block_bytes for stage in stages)
 
     @property
     def why_no_own_loop(self) -> str:
@@ -253,6 +288,13 @@ class Transformer:
             batch.block_tables, batch.seq_lens, batch.query_start, self.layout.block_size, self.layout.windows
         )
 
+    def set_rows_per_call(self, rows: int) -> None:
+        """Make torch's products take so many rows in one call, before anything is computed that counts."""
+        assert isinstance(self._operations, TorchOperations)
+        self._operations.rows_per_call = rows
+        if self.decode_graphs is not None:
+            self.decode_graphs.forget()
+
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         """Copy whole blocks within the cache."""
         with torch.inference_mode():
@@ -264,11 +306,11 @@ class Transformer:
 
     def host_blocks(self, num_blocks: int) -> HostBlocks:
         """A host tier of `num_blocks` blocks; raises ConfigError when there is no memory for it."""
-        shape = (num_blocks, self.layout.block_elements)
+        shape = (num_blocks, self.cache_layout.block_elements)
         try:
             blocks = torch.empty(shape, dtype=self.kv_cache.dtype, pin_memory=self.device.type == "cuda")
         except RuntimeError as error:
-            size = num_blocks * self.layout.block_bytes
+            size = num_blocks * self.cache_layout.block_bytes
             raise ConfigError(
                 f"this machine has no memory for a host tier of {size} bytes; make the host tier smaller"
             ) from error
@@ -307,7 +349,7 @@ class Transformer:
         if self.stage.is_first:
             return None
         rows = torch.randn(num_rows, self.width, generator=torch.Generator().manual_seed(0))
-        return rows.to(self.dtype)
+        return rows.to(self.device, self.dtype)
 
     def _probe_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], torch.Tensor]:
         positions = np.arange(_PROBE_ROWS * self.row_quantum)
@@ -341,6 +383,8 @@ class Transformer:
         operations = self._operations
         if self._decoder is None or not isinstance(operations, CudaOperations) or operations.record is None:
             return None
+        if self.stage.count > 1:
+            return None  # a graph is recorded of all layers
         return DecodeGraphs(operations, self._attention, self._decoder.forward, max_model_len, self.layout.block_size)
 
     def _forward(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from baton.engine.batch import SchedulerOutput
+from baton.engine.runner import RemotePart
 from baton.messages.node_report import ComputePath
 from baton.runner.backends.cpu.kernels.barrier import Barrier
 from baton.runner.backends.ranks.shared_memory import SharedMemory
@@ -63,6 +65,13 @@ class FirstRank:
     def transformer(self, model: LoadedModel) -> LeadingTransformer:
         """This rank's part of the model, which all ranks load at the same time. Raises RankLost if one does not."""
         return LeadingTransformer(model, self._spec, self._parts, self._ring, self.followers)
+
+    @property
+    def remote_parts(self) -> Sequence[RemotePart]:
+        return ()
+
+    def announce_copies(self, decided: SchedulerOutput) -> None:
+        """The KV cache is one memory of all ranks, in which the first one copies."""
 
     def end_ranks(self) -> None:
         """End the other ranks, and with RankLost a step that is being computed; idempotent."""

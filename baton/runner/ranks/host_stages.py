@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
-from baton.engine.runner import LayerGeometry
 from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels.barrier import Barrier, BarrierTag
 from baton.runner.backends.ranks.shared_memory import SharedMemory
-from baton.runner.model.stage import LayerReport, Stage, StageReport
+from baton.runner.model.stage import Stage, StageReport
 
 _REPORT_BYTES = 1 << 20
 """The most bytes of a stage's report: a layer takes less than 150."""
@@ -17,7 +13,9 @@ _LENGTH_BYTES = 8
 
 
 class HostStages:
-    """One rank's view of the stages of its host (`Stages`)."""
+    """One rank's view of the stages of its host (`Stages`), which share one cache."""
+
+    has_own_cache = False
 
     def __init__(self, stage: Stage, reports: int, barrier: Barrier, *, writes: bool) -> None:
         """`reports`: descriptor of shared memory; `barrier`: of all ranks; `writes`: for one rank of each stage."""
@@ -29,7 +27,7 @@ class HostStages:
     def exchange(self, own: StageReport) -> list[StageReport]:
         memory = self._memory.exactly(self.stage.count * _REPORT_BYTES).numpy()
         if self._writes:
-            text = json.dumps(asdict(own)).encode()
+            text = own.to_json()
             if len(text) + _LENGTH_BYTES > _REPORT_BYTES:
                 raise ConfigError(f"a model with so many layers can't be divided in stages ({len(text)} bytes)")
             start = self.stage.index * _REPORT_BYTES
@@ -41,9 +39,4 @@ class HostStages:
 
 def _read(memory: memoryview) -> StageReport:
     length = int.from_bytes(memory[:_LENGTH_BYTES], "little")
-    read = json.loads(bytes(memory[_LENGTH_BYTES : _LENGTH_BYTES + length]))
-    layers = {
-        int(index): LayerReport(LayerGeometry(**layer["geometry"]), layer["window"])
-        for index, layer in read.pop("layers").items()
-    }
-    return StageReport(layers=layers, **read)
+    return StageReport.from_json(bytes(memory[_LENGTH_BYTES : _LENGTH_BYTES + length]))

@@ -17,21 +17,20 @@ from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.model.decoder import ModelOutput
-from baton.runner.model.transformer import HiddenAndLogits, Transformer, on_host
+from baton.runner.model.transformer import HiddenAndLogits, on_host
 from baton.runner.model.weights import LoadedModel
 from baton.runner.ranks.following_ranks import FollowingRanks
-from baton.runner.ranks.micro_batch_slot import MicroBatch, MicroBatchSlot, Task
+from baton.runner.ranks.micro_batch import MicroBatch, Task
+from baton.runner.ranks.micro_batch_slot import MicroBatchSlot
+from baton.runner.ranks.pipelined_transformer import PipelinedTransformer
 from baton.runner.ranks.rank_parts import RankParts
 from baton.runner.ranks.rank_spec import RankSpec
 from baton.runner.ranks.stage_part import compute_part, results_in
 from baton.runner.ranks.stage_ring import StageRing
 
 
-class LeadingTransformer(Transformer):
-    """The first rank's part of the model, and the KV cache. Raises RankLost once another rank has ended.
-
-    Several micro-batches may be computed at once, each at another stage: they begin and end in the same order.
-    """
+class LeadingTransformer(PipelinedTransformer):
+    """The first rank's part of the model, and the KV cache of all ranks."""
 
     def __init__(
         self, model: LoadedModel, spec: RankSpec, parts: RankParts, ring: StageRing, followers: FollowingRanks
@@ -49,11 +48,9 @@ class LeadingTransformer(Transformer):
 
     @property
     def can_begin(self) -> bool:
-        """Whether one more micro-batch may begin: there is a slot for it."""
         return len(self._begun) < len(self._parts.slots)
 
     def begin(self, task: Task, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None) -> None:
-        """Compute the first stage of a micro-batch, and pass it on to the next one. Call it if `can_begin`."""
         parts, micro = self._parts, MicroBatch(task, batch, logits_rows)
         with self._losing_all_on_failure():
             slot = parts.slots.next()
@@ -68,14 +65,9 @@ class LeadingTransformer(Transformer):
             self._begun.append((slot, micro, out))
 
     def wait(self, other: socket.socket | None = None, timeout: float | None = None) -> bool:
-        """Wait until `end` would return at once, or `other` can be read; returns whether `end` would."""
         return self.stage.count == 1 or self._ring.wait(other, timeout)
 
     def end(self) -> HiddenAndLogits:
-        """Wait for the micro-batch that has begun first; returns hidden states only if its task has them.
-
-        With several stages the results are valid until as many micro-batches have begun as there are slots.
-        """
         slot, micro, out = self._begun.popleft()
         if self.stage.count > 1:
             with self._losing_all_on_failure():
@@ -83,18 +75,6 @@ class LeadingTransformer(Transformer):
             out = results_in(self, slot, micro)
         hidden = out.hidden if micro.task is Task.LOGITS_AND_HIDDEN else out.hidden[:0]
         return HiddenAndLogits(on_host(hidden), on_host(out.logits))
-
-    def compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
-        self.begin(Task.LOGITS, batch, logits_rows)
-        logits = self.end().logits
-        return logits.copy() if self.stage.count > 1 else logits
-
-    def compute_with_hidden(
-        self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None
-    ) -> HiddenAndLogits:
-        self.begin(Task.LOGITS_AND_HIDDEN, batch, logits_rows)
-        computed = self.end()
-        return HiddenAndLogits(*(rows.copy() for rows in computed)) if self.stage.count > 1 else computed
 
     @contextmanager
     def _losing_all_on_failure(self) -> Iterator[None]:

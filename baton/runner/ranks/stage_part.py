@@ -5,7 +5,8 @@ from __future__ import annotations
 from baton.runner.backends.ranks.shard import Shard
 from baton.runner.model.decoder import ModelOutput
 from baton.runner.model.transformer import Transformer
-from baton.runner.ranks.micro_batch_slot import MicroBatch, MicroBatchSlot, Task
+from baton.runner.ranks.micro_batch import MicroBatch, Task
+from baton.runner.ranks.micro_batch_slot import MicroBatchSlot
 
 
 def compute_part(transformer: Transformer, shard: Shard, slot: MicroBatchSlot, micro: MicroBatch) -> ModelOutput:

@@ -32,7 +32,7 @@ from baton.runner.model.transformer import HiddenAndLogits, Transformer
 from baton.runner.model.weights import load_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.pipelined_runner import PipelinedModelRunner
-from baton.runner.ranks.micro_batch_slot import Task
+from baton.runner.ranks.micro_batch import Task
 from baton.runner.spec import CacheSpec
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_rank_group import FakeRankGroup

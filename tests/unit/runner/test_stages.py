@@ -25,7 +25,8 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stage import LayerReport, Stage, StageReport
 from baton.runner.ranks.group_files import GroupFiles, RankFiles
 from baton.runner.ranks.host_stages import HostStages
-from baton.runner.ranks.micro_batch_slot import MicroBatch, SlotsInTurns, Task
+from baton.runner.ranks.micro_batch import MicroBatch, Task
+from baton.runner.ranks.micro_batch_slot import SlotsInTurns
 from baton.runner.ranks.stage_ring import StageRing
 from baton.testing.fake_rank_group import FakeRankGroup
 from tests.support.tiny_models import TINY_MODELS

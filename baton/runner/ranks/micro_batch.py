@@ -1,0 +1,116 @@
+"""A micro-batch, and the bytes in which ranks and stages tell each other its numbers.
+
+A micro-batch is a step, or a part of one, that goes through the stages at once.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.runner.execution.input_batch import FlatBatch
+
+Array = npt.NDArray[Any]
+
+_WORD = 8
+_HEADER_WORDS = 128
+_MOST_DIMENSIONS = 3
+"""The most dimensions of an array."""
+_FIELDS = tuple(field.name for field in fields(FlatBatch))
+_DTYPES = (np.dtype(np.int64), np.dtype(np.int32))
+_ALIGNMENT = 64
+_MOST_BYTES = 1 << 40
+
+
+class Task(enum.IntEnum):
+    """What of a micro-batch is wanted."""
+
+    LOGITS = 1
+    LOGITS_AND_HIDDEN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What all stages compute together."""
+
+    task: Task
+    batch: FlatBatch
+    logits_rows: Array | None
+    """The rows that give logits; None: those that sample."""
+
+    @property
+    def num_results(self) -> int:
+        """Number of rows that give logits."""
+        return (self.batch.logits_rows if self.logits_rows is None else self.logits_rows).size
+
+
+class ReadNumbers(NamedTuple):
+    """A micro-batch that was read, and where its numbers ended."""
+
+    micro: MicroBatch
+    end: int
+
+
+def write_numbers(micro: MicroBatch, memory_of: Callable[[int], npt.NDArray[np.uint8]]) -> int:
+    """Write the numbers of a micro-batch; returns where they end.
+
+    `memory_of` is called once with a number of bytes, and returns at least so many.
+    """
+    arrays = [getattr(micro.batch, name) for name in _FIELDS]
+    if micro.logits_rows is not None:
+        arrays.append(micro.logits_rows)
+    header = np.zeros(_HEADER_WORDS, dtype=np.int64)
+    header[:2] = micro.task, len(arrays)
+    end, word = _HEADER_WORDS * _WORD, 3
+    places = []
+    for array in arrays:
+        header[word : word + 2] = _DTYPES.index(array.dtype), array.ndim
+        header[word + 2 : word + 2 + array.ndim] = array.shape
+        word += 2 + _MOST_DIMENSIONS
+        places.append(end)
+        end = aligned_behind(end, array.nbytes)
+    header[2] = end
+    memory = memory_of(end)
+    memory[: header.nbytes] = header.view(np.uint8)
+    for place, array in zip(places, arrays, strict=True):
+        memory[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return end
+
+
+def read_numbers(memory_of: Callable[[int], npt.NDArray[np.uint8]]) -> ReadNumbers:
+    """Read a micro-batch that `write_numbers` wrote, with copies of its numbers.
+
+    `memory_of` is called with numbers of bytes, and returns at least so many. Raises ValueError for other bytes.
+    """
+    size = _HEADER_WORDS * _WORD
+    header = memory_of(size)[:size].view(np.int64)
+    task, count, end = Task(int(header[0])), int(header[1]), int(header[2])
+    if count not in (len(_FIELDS), len(_FIELDS) + 1) or not size <= end <= _MOST_BYTES:
+        raise ValueError(f"{count} arrays in {end} bytes are no micro-batch")
+    memory = memory_of(end)
+    arrays: list[Array] = []
+    start, word = size, 3
+    for _ in range(count):
+        dtype, ndim = int(header[word]), int(header[word + 1])
+        shape = header[word + 2 : word + 2 + min(ndim, _MOST_DIMENSIONS)].tolist()
+        if not (0 <= dtype < len(_DTYPES) and 0 <= ndim <= _MOST_DIMENSIONS and all(0 <= n <= end for n in shape)):
+            raise ValueError(f"an array of type {dtype} with {ndim} dimensions {shape} is not of a micro-batch")
+        num_bytes = math.prod(shape) * _DTYPES[dtype].itemsize
+        if start + num_bytes > end:
+            raise ValueError(f"an array of {num_bytes} bytes does not lie in the {end} bytes of its micro-batch")
+        arrays.append(memory[start : start + num_bytes].view(_DTYPES[dtype]).reshape(shape).copy())
+        start = aligned_behind(start, num_bytes)
+        word += 2 + _MOST_DIMENSIONS
+    rows = arrays[len(_FIELDS)] if len(arrays) > len(_FIELDS) else None
+    return ReadNumbers(MicroBatch(task, FlatBatch(*arrays[: len(_FIELDS)]), rows), end)
+
+
+def aligned_behind(start: int, num_bytes: int) -> int:
+    """The next aligned place behind `num_bytes` bytes from `start` on."""
+    return -(-(start + num_bytes) // _ALIGNMENT) * _ALIGNMENT

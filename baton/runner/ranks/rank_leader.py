@@ -1,0 +1,36 @@
+"""The interface of what leads the processes that compute beside a runner's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from baton.engine.batch import SchedulerOutput
+from baton.engine.runner import RemotePart
+from baton.runner.ranks.following_ranks import FollowingRanks
+
+
+class RankLeader(Protocol):
+    """Leads the other ranks or stages of a model until `close`."""
+
+    @property
+    def followers(self) -> FollowingRanks:
+        """The others."""
+        ...
+
+    @property
+    def remote_parts(self) -> Sequence[RemotePart]:
+        """The parts of the KV cache that the others have; empty if they share one."""
+        ...
+
+    def announce_copies(self, decided: SchedulerOutput) -> None:
+        """Make those with parts of the KV cache copy the blocks that a step copies. None may be computing."""
+        ...
+
+    def end_ranks(self) -> None:
+        """End the others, and with RankLost a step that is being computed; idempotent."""
+        ...
+
+    def close(self) -> None:
+        """End the others, and close what they shared; idempotent. No step may be computed now."""
+        ...

@@ -1,0 +1,249 @@
+"""The first stage's side of stages with memories of their own: their connections, watched until one is lost.
+
+A stage that ends or falls silent can't be replaced: its layers of the KV cache are lost with it. Then all stages are
+lost: all waiting ends with RankLost, the connections are cut, at which the other stages end, and whoever asked is told.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from baton.engine.batch import SchedulerOutput
+from baton.engine.runner import RemotePart
+from baton.errors import ConfigError
+from baton.messages.node_report import ComputePath
+from baton.runner.backends.cpu.kernels.errors import RankLost
+from baton.runner.model.stage import Stage, StageReport
+from baton.runner.remote_stages.frames import MISSED_HEARTBEATS, Frame, FrameKind, FrameReader, FrameWriter
+from baton.runner.remote_stages.stage_links import StageLinks
+from baton.runner.remote_stages.stage_process import StageProcess
+from baton.runner.remote_stages.stage_spec import StageReady, StageSpec, StepCopies
+
+_MOST_TEXT = 4096
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _OtherStage:
+    links: StageLinks
+    writer: FrameWriter
+    reader: FrameReader
+    process: StageProcess | None
+    answers: queue.SimpleQueue[Frame | None] = field(default_factory=queue.SimpleQueue)
+    """Its answers while it loads; None: it is lost."""
+    thread: threading.Thread | None = None
+
+
+class FirstStage:
+    """The stages behind the first one, in its hands until `close`; it is what the first stage knows of all stages."""
+
+    has_own_cache = True
+
+    def __init__(self, links: Sequence[StageLinks], processes: Sequence[StageProcess] = ()) -> None:
+        """`links`: this end of the connections to the other stages, in order; it closes them. `processes`: those of
+        the other stages, in order, if this process has started them; it ends them."""
+        self.stage = Stage(0, len(links) + 1)
+        self.why_lost = ""
+        self.results: deque[bytearray] = deque()
+        """The results of micro-batches that have ended, in the order in which they began."""
+        self._callback: Callable[[str], None] | None = None
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._layers: Sequence[range] = ()
+        self._news, self._news_end = socket.socketpair()
+        """Can be read while there are results, one byte for each, and once the stages are lost."""
+        self._others = [
+            _OtherStage(
+                each,
+                FrameWriter(each.down, f"to-stage-{index}", lambda why, name=each.name: self.lose(f"{name} {why}")),  # type: ignore[misc]
+                FrameReader(each.up),
+                processes[index - 1] if processes else None,
+            )
+            for index, each in enumerate(links, 1)
+        ]
+        for index, other in enumerate(self._others, 1):
+            other.thread = threading.Thread(
+                target=self._listen, args=(other, index), name=f"baton-from-stage-{index}", daemon=True
+            )
+            other.thread.start()
+
+    # What a model that is being loaded needs.
+
+    def load(self, spec: StageSpec) -> None:
+        """Make the other stages load their parts of a model; `spec` is the first stage's."""
+        for index, other in enumerate(self._others, 1):
+            other.writer.send(FrameKind.SPEC, replace(spec, index=index).to_json())
+
+    def exchange(self, own: StageReport) -> list[StageReport]:
+        reports = [own]
+        for other in self._others:
+            frame = self._answer(other, FrameKind.REPORT)
+            try:
+                reports.append(StageReport.from_json(frame.payload))
+            except ValueError as error:
+                raise RankLost(self._lost_by(other, str(error))) from error
+        text = json.dumps([json.loads(report.to_json()) for report in reports]).encode()
+        for other in self._others:
+            other.writer.send(FrameKind.REPORTS, text)
+        return reports
+
+    def wait_until_ready(self, numerics: str, num_layers: int) -> None:
+        """Wait until all stages have loaded their parts. `numerics`: the first stage's.
+
+        Raises ConfigError for a stage that computes with other kernels, and RankLost.
+        """
+        for other in self._others:
+            frame = self._answer(other, FrameKind.READY)
+            try:
+                ready = StageReady.from_json(frame.payload)
+            except ValueError as error:
+                raise RankLost(self._lost_by(other, str(error))) from error
+            if ready.numerics != numerics:
+                raise ConfigError(
+                    f"{other.links.name} computes with {ready.numerics}, and the first stage with {numerics}: tokens "
+                    "would depend on where a layer is computed; use equal processors and versions for all stages"
+                )
+            other.reader.silence_allowed = MISSED_HEARTBEATS
+        self._layers = [Stage(index, self.stage.count).layers(num_layers) for index in range(self.stage.count)]
+
+    @property
+    def remote_parts(self) -> Sequence[RemotePart]:
+        """The parts of the KV cache in the other stages, once they are ready."""
+        return [
+            RemotePart(layers, other.links.moves) for layers, other in zip(self._layers[1:], self._others, strict=False)
+        ]
+
+    @property
+    def path(self) -> ComputePath:
+        """What computes beside this process, for operators."""
+        return ComputePath("stages", f"{self.stage.count} stages with memories of their own")
+
+    # What steps need.
+
+    def send(self, index: int, kind: FrameKind, payload: bytes | bytearray | memoryview) -> None:
+        """Send a frame to a stage behind the first, by its index; the bytes must not change any more."""
+        self._others[index - 1].writer.send(kind, payload)
+
+    def send_all(self, kind: FrameKind, payload: bytes | bytearray | memoryview) -> None:
+        """Send a frame to all stages behind the first."""
+        for other in self._others:
+            other.writer.send(kind, payload)
+
+    def announce_copies(self, decided: SchedulerOutput) -> None:
+        """Make the other stages copy the blocks that a step copies, before they compute its micro-batches.
+
+        No micro-batch may be on its way between the stages.
+        """
+        if copies := StepCopies.of(decided):
+            self.send_all(FrameKind.COPIES, copies.to_json())
+
+    @property
+    def news(self) -> socket.socket:
+        """Can be read while `take_results` returns at once."""
+        return self._news
+
+    def take_results(self) -> bytearray:
+        """Wait for the results of the micro-batch that has begun first. Raises RankLost."""
+        if not self._news.recv(1) or not self.results:
+            raise RankLost(self.why_lost or "the stages were ended")
+        return self.results.popleft()
+
+    # The stages' end.
+
+    @property
+    def followers(self) -> FirstStage:
+        return self
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return [other.process.pid for other in self._others if other.process is not None]
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        with self._lock:
+            self._callback = callback
+            lost = self.why_lost
+        if lost:
+            callback(lost)
+
+    def lose(self, reason: str) -> None:
+        with self._lock:
+            if self._is_closing or self.why_lost:
+                return
+            self.why_lost, callback = reason, self._callback
+        _log.error("%s: the stages of this model are lost", reason)
+        self._cut()
+        for other in self._others:
+            if other.process is not None:
+                other.process.kill()
+        if callback is not None:
+            callback(reason)
+
+    def end_ranks(self) -> None:
+        """End the other stages, and with RankLost a step that is being computed; idempotent."""
+        with self._lock:
+            self._is_closing = True
+        self._cut()
+        for other in self._others:
+            if other.process is not None:
+                other.process.end()
+
+    def close(self) -> None:
+        """End the other stages, and close the connections; idempotent. No step may be computed now."""
+        self.end_ranks()
+        for other in self._others:
+            other.writer.close()
+            if other.thread is not None and other.thread is not threading.current_thread():
+                other.thread.join()
+            other.links.close()
+        self._news.close()
+        self._news_end.close()
+
+    def _cut(self) -> None:
+        for other in self._others:
+            other.links.cut()
+            other.answers.put(None)
+        try:
+            self._news_end.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it is shut down or closed already
+            return
+
+    def _answer(self, other: _OtherStage, kind: FrameKind) -> Frame:
+        frame = other.answers.get()
+        if frame is None:
+            raise RankLost(self.why_lost or "the stages were ended")
+        if frame.kind is not kind:
+            raise RankLost(self._lost_by(other, f"sent {frame.kind.name} where {kind.name} was expected"))
+        return frame
+
+    def _lost_by(self, other: _OtherStage, why: str) -> str:
+        self.lose(f"{other.links.name} {why}")
+        return self.why_lost
+
+    def _listen(self, other: _OtherStage, index: int) -> None:
+        is_last = index == self.stage.count - 1
+        try:
+            while True:
+                frame = other.reader.read()
+                match frame.kind:
+                    case FrameKind.REPORT | FrameKind.READY:
+                        other.answers.put(frame)
+                    case FrameKind.ROWS if not is_last:
+                        self.send(index + 1, FrameKind.ROWS, frame.payload)
+                    case FrameKind.RESULTS if is_last:
+                        self.results.append(frame.payload)
+                        self._news_end.send(b"\0")
+                    case FrameKind.FAILED:
+                        raise RankLost(f"has failed: {frame.payload[:_MOST_TEXT].decode(errors='replace')}")
+                    case _:
+                        raise RankLost(f"sent {frame.kind.name}, which only the first stage sends")
+        except (RankLost, OSError) as error:
+            ended = other.process.how_it_ended() if other.process is not None else ""
+            self.lose(f"{other.links.name} {ended or error}")

@@ -1,0 +1,156 @@
+"""Frames between the first stage and another one, over connections that each carry frames one way.
+
+A frame is a kind (1 byte), a length (8 bytes, little-endian) and so many bytes. Whoever sends also sends a heartbeat
+when there was nothing else for a while, so that an end that has vanished is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from baton.runner.backends.cpu.kernels.errors import RankLost
+
+INTERVAL_S = 0.5
+"""Seconds without a frame after which a heartbeat is sent."""
+MISSED_HEARTBEATS = 10
+"""So many intervals without a byte mean that the other end is lost. They are counted and not timed, since this process
+may have been stopped itself."""
+LOADING_HEARTBEATS = 240
+"""The same while a model is loaded: an interpreter may be busy."""
+_HEADER = struct.Struct("<BQ")
+_MOST_BYTES = 1 << 34
+_CHUNK_BYTES = 1 << 24
+"""Memory for a frame is taken as its bytes arrive."""
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame is."""
+
+    HEARTBEAT = 0
+    SPEC = 1
+    """To a stage: what it loads (`StageSpec`)."""
+    REPORT = 2
+    """From a stage: its `StageReport`."""
+    REPORTS = 3
+    """To a stage: those of all stages."""
+    READY = 4
+    """From a stage: its model is loaded (`StageReady`)."""
+    FAILED = 5
+    """From a stage: why it can't go on; it ends."""
+    ROWS_PER_CALL = 6
+    """To a stage: how many rows torch's products take in one call."""
+    COPIES = 7
+    """To a stage: blocks to be copied before the next micro-batch (`StepCopies`)."""
+    NUMBERS = 8
+    """To a stage: the next micro-batch, whose rows follow."""
+    ROWS = 9
+    """The rows between two stages: from a stage, and to the next one."""
+    RESULTS = 10
+    """From the last stage: logits, and hidden states if they are wanted."""
+
+
+class Frame(NamedTuple):
+    """One frame that has arrived."""
+
+    kind: FrameKind
+    payload: bytearray
+
+
+class FrameReader:
+    """Reads frames in one thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._connection.settimeout(INTERVAL_S)
+        self.silence_allowed = LOADING_HEARTBEATS
+        """Intervals without a byte after which the other end is lost."""
+
+    def read(self) -> Frame:
+        """The next frame that is no heartbeat. Raises RankLost once the other end is gone, silent or not to be
+        understood."""
+        while True:
+            kind, length = _HEADER.unpack(self._exactly(_HEADER.size))
+            try:
+                known = FrameKind(kind)
+            except ValueError:
+                raise RankLost(f"sent a frame of the unknown kind {kind}") from None
+            if length > _MOST_BYTES:
+                raise RankLost(f"sent a frame of {length} bytes; at most {_MOST_BYTES} are allowed")
+            payload = self._exactly(length)
+            if known is not FrameKind.HEARTBEAT:
+                return Frame(known, payload)
+
+    def _exactly(self, length: int) -> bytearray:
+        received, silence = bytearray(min(length, _CHUNK_BYTES)), 0
+        at = 0
+        while at < length:
+            if at == len(received):
+                received += bytes(min(len(received), length - at))
+            try:
+                with memoryview(received) as view:
+                    count = self._connection.recv_into(view[at:])
+            except TimeoutError:
+                silence += 1
+                if silence > self.silence_allowed:
+                    raise RankLost("sends no heartbeats") from None
+                continue
+            except OSError as error:
+                raise RankLost(f"has lost its connection ({error})") from error
+            if not count:
+                raise RankLost("has closed its connection")
+            at, silence = at + count, 0
+        return received
+
+
+class FrameWriter:
+    """Sends frames from a thread of its own, in the order of `send`, and heartbeats between them."""
+
+    def __init__(self, connection: socket.socket, name: str, on_lost: Callable[[str], None]) -> None:
+        """`on_lost` is called once with the reason, in the writer's thread, when the connection fails."""
+        self._connection = connection
+        # Between two processes a frame may wait as long as the other end computes: whoever reads notices its end.
+        self._connection.settimeout(None)
+        self._frames: queue.SimpleQueue[tuple[FrameKind, bytes | bytearray | memoryview] | None] = queue.SimpleQueue()
+        self._on_lost = on_lost
+        self._thread = threading.Thread(target=self._run, name=f"baton-{name}", daemon=True)
+        self._thread.start()
+
+    def send(self, kind: FrameKind, payload: bytes | bytearray | memoryview = b"") -> None:
+        """Queue a frame; its bytes must not change any more. Called from any thread."""
+        self._frames.put((kind, payload))
+
+    def close(self) -> None:
+        """End the thread when what was queued is sent; idempotent. `cut` the connection to end it at once."""
+        self._frames.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    frame = self._frames.get(timeout=INTERVAL_S)
+                except queue.Empty:
+                    frame = (FrameKind.HEARTBEAT, b"")
+                if frame is None:
+                    return
+                kind, payload = frame
+                self._connection.sendall(_HEADER.pack(kind, len(payload)))
+                if payload:
+                    self._connection.sendall(payload)
+        except OSError as error:
+            self._on_lost(f"has lost its connection ({error})")
+
+
+def cut(connection: socket.socket) -> None:
+    """Make all reading and writing of a connection end, in every thread; idempotent."""
+    with contextlib.suppress(OSError):  # it is cut or closed already
+        # Not unwrapped where it is TLS: the other end may not answer.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -1,0 +1,46 @@
+"""The connections between the first stage and another one."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from baton.runner.remote_stages.frames import cut
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageLinks:
+    """One end of the connections between the first stage and another one. Each carries frames one way, so that no two
+    threads use a TLS connection at once; `moves` belongs to the thread that moves blocks."""
+
+    name: str
+    """The other end, for messages: `stage 1 at 10.0.0.2`."""
+    down: socket.socket
+    """From the first stage to the other one."""
+    up: socket.socket
+    """From the other stage to the first one."""
+    moves: socket.socket
+    """Between the first stage's and the other stage's transfers of KV blocks; both ways."""
+
+    @classmethod
+    def pair(cls, index: int) -> tuple[StageLinks, StageLinks]:
+        """The first stage's end and that of stage `index`, within one machine."""
+        downs, ups, moves = (socket.socketpair() for _ in range(3))
+        ends = zip(downs, ups, moves, strict=True)
+        names = (f"stage {index}", "the first stage")
+        first, other = (cls(name, *end) for name, end in zip(names, ends, strict=True))
+        return first, other
+
+    @property
+    def sockets(self) -> tuple[socket.socket, socket.socket, socket.socket]:
+        return self.down, self.up, self.moves
+
+    def cut(self) -> None:
+        """End everything that waits at a connection, here and at the other end; idempotent."""
+        for connection in self.sockets:
+            cut(connection)
+
+    def close(self) -> None:
+        """Close this end; idempotent. No thread may use it any more."""
+        for connection in self.sockets:
+            connection.close()

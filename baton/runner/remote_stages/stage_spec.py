@@ -1,0 +1,108 @@
+"""What the first stage tells another one to load, what that answers, and the copies of a step, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from baton.engine.batch import BlockCopy, SchedulerOutput
+from baton.runner.model.stage import Stage
+from baton.runner.spec import CacheSpec
+
+PROTOCOL = 1
+"""Version of the frames between stages. All stages of a model must have the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """What a stage loads from its own copy of the model, and how it computes."""
+
+    index: int
+    count: int
+    fingerprint: str
+    """The model's, which every stage checks: other weights would give other tokens without anybody noticing."""
+    dtype: str
+    block_size: int
+    cache: CacheSpec
+    """The cache of each stage."""
+    host_cache_bytes: int
+    """The host tier of each stage."""
+    torch_threads: int
+    """Torch's own threads, for which all stages pad rows."""
+    quantization: Literal["int8", "int4"] | None = None
+    dequantize: bool = False
+    protocol: int = PROTOCOL
+
+    @property
+    def stage(self) -> Stage:
+        return Stage(self.index, self.count)
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes | bytearray) -> StageSpec:
+        """The specification that `to_json` wrote. Raises ValueError."""
+        read = _object(text)
+        if read.get("protocol") != PROTOCOL:
+            raise ValueError(f"the first stage speaks version {read.get('protocol')}, and this one {PROTOCOL}")
+        try:
+            return cls(**{**read, "cache": CacheSpec(**read["cache"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"the first stage sent something else than what to load ({error})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class StageReady:
+    """A stage's answer when its model is loaded."""
+
+    numerics: str
+    """Names the kernels of the stage. With other kernels than the first stage's it would give other bits."""
+    weight_bytes: int
+    pid: int
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes | bytearray) -> StageReady:
+        """The answer that `to_json` wrote. Raises ValueError."""
+        try:
+            return cls(**_object(text))
+        except TypeError as error:
+            raise ValueError(f"it sent something else than that it is ready ({error})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class StepCopies:
+    """The blocks that a step copies before it computes, of which every stage has its layers."""
+
+    blocks_to_swap_out: Sequence[BlockCopy] = ()
+    blocks_to_swap_in: Sequence[BlockCopy] = ()
+    blocks_to_copy: Sequence[BlockCopy] = ()
+
+    @classmethod
+    def of(cls, decided: SchedulerOutput) -> StepCopies:
+        """The copies of a step."""
+        return cls(decided.blocks_to_swap_out, decided.blocks_to_swap_in, decided.blocks_to_copy)
+
+    def __bool__(self) -> bool:
+        return bool(self.blocks_to_swap_out or self.blocks_to_swap_in or self.blocks_to_copy)
+
+    def to_json(self) -> bytes:
+        lists = (self.blocks_to_swap_out, self.blocks_to_swap_in, self.blocks_to_copy)
+        return json.dumps([[(copy.source, copy.destination) for copy in copies] for copies in lists]).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes | bytearray) -> StepCopies:
+        """The copies that `to_json` wrote."""
+        return cls(*([BlockCopy(source, destination) for source, destination in pairs] for pairs in json.loads(text)))
+
+
+def _object(text: bytes | bytearray) -> dict[str, object]:
+    read = json.loads(text)
+    if not isinstance(read, dict):
+        raise ValueError("it sent no JSON object")
+    return read

@@ -1,0 +1,181 @@
+"""A stage behind the first: it loads its layers, and computes the micro-batches whose numbers and rows arrive."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.engine.runner import KVMemory
+from baton.errors import BatonError, ConfigError
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError, RankLost
+from baton.runner.backends.device import resolve_device
+from baton.runner.backends.kernel_choice import choose_operations
+from baton.runner.blocks.host_blocks import host_blocks_in
+from baton.runner.model import attention, layers
+from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.stage import StageReport
+from baton.runner.model.transformer import Transformer
+from baton.runner.model.weights import load_model_for
+from baton.runner.numerics import numerics_of
+from baton.runner.ranks.micro_batch import MicroBatch, Task, read_numbers
+from baton.runner.remote_stages.frames import MISSED_HEARTBEATS, Frame, FrameKind, FrameReader, FrameWriter
+from baton.runner.remote_stages.rows import bytes_of, tensor_of
+from baton.runner.remote_stages.stage_links import StageLinks
+from baton.runner.remote_stages.stage_spec import StageReady, StageSpec, StepCopies
+
+_MOST_FRAMES = 64
+"""The most frames that wait for being computed."""
+
+
+class StageWorker:
+    """One stage behind the first. `load`, then `follow`, in one thread."""
+
+    has_own_cache = True
+
+    def __init__(self, links: StageLinks, model_dir: Path, num_threads: int, device: str) -> None:
+        """`links`: this end of the connections; the caller closes them. `model_dir`: this stage's copy of the model."""
+        self._links = links
+        self._model_dir = model_dir
+        self._num_threads = num_threads
+        self._device = device
+        self._reader = FrameReader(links.down)
+        self._writer = FrameWriter(links.up, "to-first-stage", self._lost)
+        self._frames: queue.Queue[Frame | RankLost] = queue.Queue(_MOST_FRAMES)
+        """What has arrived. It arrives while the stage computes, too."""
+        threading.Thread(target=self._listen, name="baton-from-first-stage", daemon=True).start()
+        self._transformer: Transformer
+
+    def load(self) -> None:
+        """Load what the first stage asks for. Raises RankLost, and ConfigError, which the first stage is told."""
+        frame = self._next()
+        if frame.kind is not FrameKind.SPEC:
+            raise RankLost(f"the first stage sent {frame.kind.name}, and not what to load")
+        try:
+            self._load(StageSpec.from_json(frame.payload))
+        except (BatonError, ValueError) as error:
+            if isinstance(error, RankLost):
+                raise
+            self.fail(str(error))
+            raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+
+    def _load(self, spec: StageSpec) -> None:
+        device = resolve_device(self._device)
+        torch.set_num_threads(spec.torch_threads)
+        attention.register()
+        layers.register()
+        self.stage = spec.stage
+        self._operations = choose_operations(self._num_threads, device)
+        loaded = load_model_for(
+            self._operations, self._model_dir, spec.dtype, device, spec.quantization, dequantize=spec.dequantize
+        )
+        if loaded.fingerprint != spec.fingerprint:
+            raise ConfigError(
+                f"the model in {self._model_dir} has the fingerprint {loaded.fingerprint}, and the first stage's "
+                f"{spec.fingerprint}: give all hosts the same files"
+            )
+        weight_bytes = loaded.weights.num_bytes
+        try:
+            self._transformer = Transformer(
+                loaded, self._operations, spec.block_size, spec.cache, spec.torch_threads, self
+            )
+        except (UnusableWeight, KernelArgumentError) as error:
+            raise ConfigError(f"the model in {self._model_dir} can't be used: {error}") from error
+        host_blocks = host_blocks_in(spec.host_cache_bytes, self._transformer.largest_block_bytes)
+        self._host = self._transformer.host_blocks(host_blocks)
+        numerics = numerics_of(loaded, self._operations, self._transformer)
+        self._writer.send(FrameKind.READY, StageReady(numerics, weight_bytes, os.getpid()).to_json())
+        self._reader.silence_allowed = MISSED_HEARTBEATS
+
+    def exchange(self, own: StageReport) -> list[StageReport]:
+        self._writer.send(FrameKind.REPORT, own.to_json())
+        frame = self._next()
+        if frame.kind is not FrameKind.REPORTS:
+            raise RankLost(f"the first stage sent {frame.kind.name} while the model was loading")
+        return [StageReport.from_json(json.dumps(report).encode()) for report in json.loads(frame.payload)]
+
+    @property
+    def memory(self) -> KVMemory:
+        """The memory of this stage's part of the KV cache, once the model is loaded."""
+        return self._transformer.memory
+
+    def follow(self) -> None:
+        """Compute what the first stage sends until it is lost; raises RankLost then."""
+        waiting: list[MicroBatch] = []
+        while True:
+            frame = self._next()
+            match frame.kind:
+                case FrameKind.NUMBERS:
+                    waiting.append(read_numbers(_reading(frame.payload)).micro)
+                case FrameKind.ROWS if waiting:
+                    self._compute(waiting.pop(0), frame.payload)
+                case FrameKind.COPIES:
+                    self._copy(StepCopies.from_json(frame.payload))
+                case FrameKind.ROWS_PER_CALL:
+                    self._transformer.set_rows_per_call(int.from_bytes(frame.payload, "little"))
+                case _:
+                    raise RankLost(f"the first stage sent {frame.kind.name}, which no stage expects now")
+
+    def fail(self, reason: str) -> None:
+        """Tell the first stage why this one ends."""
+        self._writer.send(FrameKind.FAILED, reason.encode())
+
+    def close(self) -> None:
+        """Send what was said, and cut the connections; idempotent."""
+        self._writer.close()
+        self._links.cut()
+
+    def _compute(self, micro: MicroBatch, payload: bytearray) -> None:
+        transformer = self._transformer
+        rows = tensor_of(payload, transformer.dtype, micro.batch.token_ids.size)
+        if rows.shape[1] != transformer.width:
+            raise RankLost(f"the stage before sent rows of {rows.shape[1]}, not of {transformer.width}")
+        out = transformer.compute_stage(micro.batch, micro.logits_rows, rows.to(transformer.device))
+        if not self.stage.is_last:
+            self._writer.send(FrameKind.ROWS, bytes_of(out.hidden))
+            return
+        results = bytearray(bytes_of(out.logits.to(torch.float32)))
+        if micro.task is Task.LOGITS_AND_HIDDEN:
+            results += bytes_of(out.hidden.to(transformer.dtype))
+        self._writer.send(FrameKind.RESULTS, results)
+
+    def _copy(self, copies: StepCopies) -> None:
+        self._host.execute(copies)
+        if copies.blocks_to_copy:
+            self._transformer.copy_blocks(
+                [copy.source for copy in copies.blocks_to_copy], [copy.destination for copy in copies.blocks_to_copy]
+            )
+
+    def _next(self) -> Frame:
+        found = self._frames.get()
+        if isinstance(found, RankLost):
+            raise found
+        return found
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._frames.put(self._reader.read())
+        except RankLost as error:
+            self._frames.put(RankLost(f"the first stage {error}"))
+
+    def _lost(self, why: str) -> None:
+        self._links.cut()
+
+
+def _reading(payload: bytearray) -> Callable[[int], npt.NDArray[np.uint8]]:
+    """What `read_numbers` reads from."""
+
+    def memory_of(size: int) -> npt.NDArray[np.uint8]:
+        if size > len(payload):
+            raise ValueError(f"{len(payload)} bytes are too few for a micro-batch")
+        return np.frombuffer(payload, np.uint8)
+
+    return memory_of

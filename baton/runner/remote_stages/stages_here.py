@@ -1,0 +1,89 @@
+"""Starts the stages behind the first one on this machine, each in a process of its own on the next GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from baton.errors import ConfigError
+from baton.runner.remote_stages.first_stage import FirstStage
+from baton.runner.remote_stages.stage_links import StageLinks
+
+StartStages = Callable[[Path, int, int, torch.device], FirstStage]
+"""Starts the stages behind the first one: directory of the model, number of stages, threads of all stages together,
+device of the first stage."""
+
+STAGE_PROGRAM = "baton.stage"
+"""The module of a stage's process. It stands above this folder, since it also moves blocks."""
+_END_S = 10.0
+_WAIT_S = 1.0
+
+
+def start_stages_here(model_dir: Path, count: int, num_threads: int, first_device: torch.device) -> FirstStage:
+    """Start the stages behind the first on the GPUs behind its own. Raises ConfigError where there are too few."""
+    first = first_device.index or 0
+    if first + count > (there := torch.cuda.device_count()):
+        raise ConfigError(
+            f"{count} stages need {count} GPUs from cuda:{first} on, and this machine has {there}; give a smaller --pp"
+        )
+    return start_on([f"cuda:{first + index}" for index in range(1, count)], model_dir, max(1, num_threads // count))
+
+
+def start_on(devices: Sequence[str], model_dir: Path, num_threads: int) -> FirstStage:
+    """Start a stage behind the first on each of these devices, with so many threads."""
+    links, processes = [], list[LocalStage]()
+    try:
+        for index, device in enumerate(devices, 1):
+            ours, theirs = StageLinks.pair(index)
+            links.append(ours)
+            try:
+                processes.append(LocalStage(theirs, model_dir, num_threads, device))
+            finally:
+                theirs.close()
+        return FirstStage(links, processes)
+    except BaseException:
+        for each in links:
+            each.close()
+        for process in processes:
+            process.kill()
+        raise
+
+
+class LocalStage:
+    """The process of a stage on this machine (`StageProcess`)."""
+
+    def __init__(self, links: StageLinks, model_dir: Path, num_threads: int, device: str) -> None:
+        """`links`: the stage's end of the connections, of which its process gets copies."""
+        descriptors = [connection.fileno() for connection in links.sockets]
+        what = {"model_dir": str(model_dir), "num_threads": num_threads, "device": device, "descriptors": descriptors}
+        self._process = subprocess.Popen(  # the interpreter that runs this, and arguments of our own
+            [sys.executable, "-m", STAGE_PROGRAM, json.dumps(what)], pass_fds=descriptors, stdin=subprocess.DEVNULL
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(_WAIT_S)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+            return
+        self._process.kill()
+        self._process.wait()

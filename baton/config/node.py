@@ -175,6 +175,21 @@ class NodeConfig(NodeSettings, ProcessSettings):
     node_id: Name = Field(..., min_length=1, description="Name of the node, unique in the cluster.")
     port: Port = Field(0, description="Port to listen on; 0: a free one.")
     advertise: HostPort = Field("", description="HOST:PORT at which others reach the node. Default: where it listens.")
+    hosts: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="Hosts that compute this node's model, one stage each: every one runs `baton node` with the same "
+        "settings, a copy of the model, and its own `host_rank`. The tokens are the same.",
+    )
+    host_rank: Annotated[int, Field(ge=0, le=63)] = Field(
+        0,
+        description="Number of this host among them. Host 0 has the node's address; the others compute for it, and end "
+        "when it does.",
+    )
+    first_host: HostPort = Field(
+        "",
+        description="HOST:PORT where host 0 waits for the others, which connect to it with their certificates. Needed "
+        "with several hosts.",
+    )
     simulated_step_ms: Milliseconds = Field(0.0, description="Milliseconds of a step of the simulated runner.")
     simulated_prefill_token_ms: Milliseconds = Field(
         0.0, description="Milliseconds that each prompt token adds to a step of the simulated runner."
@@ -187,9 +202,20 @@ class NodeConfig(NodeSettings, ProcessSettings):
     )
 
     @property
+    def num_stages(self) -> int:
+        """Stages that compute the model; each host has one."""
+        return max(self.pp, self.hosts)
+
+    @property
+    def first_host_address(self) -> tuple[str, int]:
+        """Host and port of `first_host`, which is set."""
+        host, _, port = self.first_host.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @property
     def schedules_ahead(self) -> bool:
         """Whether the next step is decided while one is computed."""
-        return self.async_scheduling == "on" or (self.async_scheduling == "auto" and self.pp > 1)
+        return self.async_scheduling == "on" or (self.async_scheduling == "auto" and self.num_stages > 1)
 
     @property
     def num_threads(self) -> int:

@@ -49,5 +49,5 @@ def describe(
         embedding_size=model.embedding_size,
         num_threads=config.num_threads if runner.memory.kind == "DRAM" else 0,
         tp=config.tp,
-        pp=config.pp,
+        pp=config.num_stages,
     )

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -35,6 +36,9 @@ from baton.security.matrix import CallerRole
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.credentials import Dialer
 from baton.wire.forced_end import end_within
+
+if TYPE_CHECKING:
+    from baton.runner.remote_stages.first_stage import FirstStage
 
 _SWITCH_INTERVAL_S = 0.0005
 """How long the event loop may keep the interpreter from an engine that is ready. Python's default of 5 ms is as long as
@@ -65,7 +69,7 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
     configure_failpoints(config.failpoints)
     # Before the model is loaded, which may take minutes.
     role = asyncio.run(_wanted_role(config))
-    runner = load(runner_spec(config))
+    runner = load(runner_spec(config), _other_hosts(config))
     log_slow_paths(runner.model)
     # What is loaded by now stays: a full garbage collection of it would stop event loop and engine for 100 ms.
     gc.collect()
@@ -73,6 +77,22 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
     with closing(runner), asyncio.Runner(loop_factory=ProbedEventLoop) as loop:
         loop.run(_serve(config, runner, role, role_maker))
     return int(ExitCode.OK)
+
+
+def _other_hosts(config: NodeConfig) -> FirstStage | None:
+    """The stages of the node's other hosts, once all have come; None for a node on one host. Raises ConfigError."""
+    if config.hosts == 1:
+        return None
+    if config.runner != "torch" or not config.first_host:
+        raise ConfigError("a node on several hosts needs a model and --first-host HOST:PORT, where host 0 waits")
+    # torch, which it imports, takes seconds.
+    from baton.runner.remote_stages.first_stage import FirstStage
+    from baton.wire.stage_hosts import StageListener
+
+    tls = config.tls.live() if config.tls is not None else None
+    _, port = config.first_host_address
+    with closing(StageListener(config.host, port, node_id=config.node_id, cluster=config.cluster, tls=tls)) as hosts:
+        return FirstStage(hosts.accept(config.hosts))
 
 
 def log_slow_paths(model: ModelInfo) -> None:

@@ -33,11 +33,11 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
             quantization=None if config.quantization == "off" else config.quantization,
             dequantize=config.dequantize,
             tensor_parallel=config.tp,
-            pipeline_parallel=config.pp,
+            pipeline_parallel=config.num_stages,
             draft=draft_spec(_speculation(config), config.model),
         )
-    if config.tp > 1 or config.pp > 1:
-        raise ConfigError("the simulated runner computes in one process: leave --tp and --pp out")
+    if config.tp > 1 or config.num_stages > 1:
+        raise ConfigError("the simulated runner computes in one process: leave --tp, --pp and --hosts out")
     shape = SimulatedSpec()
     step_time = StepTime(
         per_step=config.simulated_step_ms / 1e3,

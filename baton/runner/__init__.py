@@ -5,14 +5,22 @@ Only this package imports torch and transformers. Importing it is cheap; `load` 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from baton.engine.runner import ModelRunner
 from baton.runner.spec import DraftSpec, RunnerSpec, SimulatedSpec, StepTime, TorchSpec
+
+if TYPE_CHECKING:
+    from baton.runner.remote_stages.first_stage import FirstStage
 
 __all__ = ["DraftSpec", "ModelRunner", "RunnerSpec", "SimulatedSpec", "StepTime", "TorchSpec", "load"]
 
 
-def load(spec: RunnerSpec) -> ModelRunner:
-    """Load a model and allocate its KV cache; raises ConfigError when this machine can't run the specification."""
+def load(spec: RunnerSpec, stages: FirstStage | None = None) -> ModelRunner:
+    """Load a model and allocate its KV cache; raises ConfigError when this machine can't run the specification.
+
+    `stages`: those of a model that several hosts compute, one stage each; the runner ends them.
+    """
     if isinstance(spec, SimulatedSpec):
         from baton.runner.simulated import SimulatedRunner
 
@@ -35,4 +43,5 @@ def load(spec: RunnerSpec) -> ModelRunner:
         draft=spec.draft,
         tensor_parallel=spec.tensor_parallel,
         pipeline_parallel=spec.pipeline_parallel,
+        stages=stages,
     )

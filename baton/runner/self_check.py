@@ -69,7 +69,7 @@ def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> s
         if parts.num_computed_tokens == length:
             break
     same_kv = bool((_kv(transformer, whole) == _kv(transformer, parts)).all())
-    transformer.kv_cache.view(transformer.num_blocks, -1)[: 1 + 2 * blocks + mate_blocks].zero_()
+    transformer.clear_blocks(1 + 2 * blocks + mate_blocks)
     if not same_kv or not np.array_equal(expected.view(np.uint32), logits.view(np.uint32)):
         return "the check at start found different bits for a sequence computed at once and in chunks"
     return None

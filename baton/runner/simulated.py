@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, RemotePart
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.blocks.host_blocks import HostBlocks
@@ -204,6 +204,10 @@ class SimulatedRunner:
     def num_requests(self) -> int:
         """Requests that the runner has not forgotten."""
         return len(self._requests)
+
+    @property
+    def remote_parts(self) -> Sequence[RemotePart]:
+        return ()
 
     @property
     def rank_pids(self) -> Sequence[int]:

@@ -114,6 +114,24 @@ class TlsBytes:
                 context.load_cert_chain(cert, key)
         return context
 
+    def peer_context(self) -> ssl.SSLContext:
+        """The context of a server for processes of the cluster, which must show a certificate of this authority.
+
+        Raises OSError.
+        """
+        import ssl
+
+        assert self.cert is not None
+        assert self.key is not None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.verify_mode = ssl.CERT_REQUIRED
+        with _as_file(self.ca) as ca, _as_file(self.cert) as cert, _as_file(self.key) as key:
+            context.load_verify_locations(cafile=ca)
+            context.load_cert_chain(cert, key)
+        return context
+
 
 class LiveTls:
     """The contents of files that are read again when they have changed. Thread-safe."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo, RemotePart
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.blocks.host_blocks import HostBlocks
@@ -189,6 +189,10 @@ class FakeRunner:
             place = self._slot(block_ids, position, group)
             if place >= self.layout.block_size:
                 self._slots[place] = value
+
+    @property
+    def remote_parts(self) -> Sequence[RemotePart]:
+        return ()
 
     @property
     def rank_pids(self) -> Sequence[int]:

@@ -12,15 +12,25 @@ from baton.runner.remote_stages.stage_links import StageLinks
 from baton.runner.remote_stages.stage_worker import StageWorker
 
 
-def fake_stages(count: int, model_dir: Path, num_threads: int = 1) -> FirstStage:
-    """The first stage's side of `count` stages, of which the others are threads here."""
-    links = []
-    for index in range(1, count):
-        ours, theirs = StageLinks.pair(index)
-        links.append(ours)
-        worker = StageWorker(theirs, model_dir, num_threads, "cpu")
-        threading.Thread(target=_run, args=(worker, theirs), name=f"stage-{index}", daemon=True).start()
-    return FirstStage(links)
+class FakeStages(FirstStage):
+    """The first stage's side of stages with caches of their own, of which the others are threads here."""
+
+    def __init__(self, count: int, model_dir: Path, num_threads: int = 1) -> None:
+        """`count`: number of all stages."""
+        ends = [StageLinks.pair(index) for index in range(1, count)]
+        self.workers = [StageWorker(theirs, model_dir, num_threads, "cpu") for _, theirs in ends]
+        self._threads = [
+            threading.Thread(target=_run, args=(worker, theirs), daemon=True)
+            for worker, (_, theirs) in zip(self.workers, ends, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+        super().__init__([ours for ours, _ in ends])
+
+    def close(self) -> None:
+        super().close()
+        for thread in self._threads:
+            thread.join()
 
 
 def _run(worker: StageWorker, links: StageLinks) -> None:

@@ -14,7 +14,7 @@ import typer
 from baton.cli.cluster.supervisor.parent import end_with_parent
 from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
 from baton.config import Loaded, NodeConfig, RouterConfig
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.models.resolve import with_model_directory
 
 if TYPE_CHECKING:
@@ -58,6 +58,15 @@ def _node(
 
             # This check is fast and importing torch is slow, so a wrong path is reported first.
             check_model_dir(resolved.model)
+        if resolved.host_rank >= resolved.hosts:
+            raise ConfigError(
+                f"host_rank is {resolved.host_rank}, but the hosts of this node are 0 to {resolved.hosts - 1}: give "
+                "--hosts"
+            )
+        if resolved.host_rank > 0:
+            from baton.stage.host import run_stage_host
+
+            return run_stage_host(resolved)
         from baton.node.process import run_node
 
         return run_node(resolved, _role_maker)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import KVLayout, KVMemory, ModelInfo, ModelRunner
+from baton.engine.runner import KVLayout, KVMemory, ModelInfo, ModelRunner, RemotePart
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.timed_operations import StepSplit, TimedOperations
 from baton.runner.spec import TorchSpec
@@ -56,6 +56,10 @@ class TimedRunner:
         output = self._runner.execute_model(scheduler_output)
         self._step_end = time.perf_counter()
         return output
+
+    @property
+    def remote_parts(self) -> Sequence[RemotePart]:
+        return self._runner.remote_parts
 
     @property
     def rank_pids(self) -> Sequence[int]:

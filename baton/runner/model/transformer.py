@@ -295,6 +295,10 @@ class Transformer:
         if self.decode_graphs is not None:
             self.decode_graphs.forget()
 
+    def clear_blocks(self, count: int) -> None:
+        """Fill the first blocks of the cache with zeros, as they were at first."""
+        self.kv_cache.view(self.num_blocks, -1)[:count].zero_()
+
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         """Copy whole blocks within the cache."""
         with torch.inference_mode():

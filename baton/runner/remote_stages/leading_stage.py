@@ -73,19 +73,23 @@ class LeadingStage(PipelinedTransformer):
 
     def end(self) -> HiddenAndLogits:
         micro, results = self._begun.popleft(), self._stages.take_results()
-        wants_hidden = micro.task is Task.LOGITS_AND_HIDDEN
+        num_hidden = micro.num_results if micro.task is Task.LOGITS_AND_HIDDEN else 0
         of_logits = micro.num_results * self.num_logits * torch.float32.itemsize
-        of_hidden = micro.num_results * self.embedding_size * self.dtype.itemsize if wants_hidden else 0
-        if len(results) != of_logits + of_hidden:
-            self._stages.lose(f"the last stage sent {len(results)} bytes of results, not {of_logits + of_hidden}")
-            raise RankLost(self._stages.why_lost)
-        logits = tensor_of(memoryview(results)[:of_logits], torch.float32, micro.num_results)
-        hidden = tensor_of(memoryview(results)[of_logits:], self.dtype, micro.num_results if wants_hidden else 0)
+        try:
+            logits = tensor_of(memoryview(results)[:of_logits], torch.float32, micro.num_results, self.num_logits)
+            hidden = tensor_of(memoryview(results)[of_logits:], self.dtype, num_hidden, self.embedding_size)
+        except ValueError as error:
+            self._stages.lose(f"the last stage sent other results than those of its micro-batch: {error}")
+            raise RankLost(self._stages.why_lost) from error
         return HiddenAndLogits(on_host(hidden), on_host(logits))
 
     def set_rows_per_call(self, rows: int) -> None:
         super().set_rows_per_call(rows)
         self._stages.send_all(FrameKind.ROWS_PER_CALL, rows.to_bytes(8, "little"))
+
+    def clear_blocks(self, count: int) -> None:
+        super().clear_blocks(count)
+        self._stages.send_all(FrameKind.CLEAR, count.to_bytes(8, "little"))
 
 
 def _numbers_of(micro: MicroBatch) -> bytearray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from baton.engine.batch import BlockCopy, SchedulerOutput
 from baton.runner.model.stage import Stage
@@ -101,7 +101,7 @@ class StepCopies:
         return cls(*([BlockCopy(source, destination) for source, destination in pairs] for pairs in json.loads(text)))
 
 
-def _object(text: bytes | bytearray) -> dict[str, object]:
+def _object(text: bytes | bytearray) -> dict[str, Any]:
     read = json.loads(text)
     if not isinstance(read, dict):
         raise ValueError("it sent no JSON object")

@@ -120,6 +120,8 @@ class StageWorker:
                     self._copy(StepCopies.from_json(frame.payload))
                 case FrameKind.ROWS_PER_CALL:
                     self._transformer.set_rows_per_call(int.from_bytes(frame.payload, "little"))
+                case FrameKind.CLEAR:
+                    self._transformer.clear_blocks(int.from_bytes(frame.payload, "little"))
                 case _:
                     raise RankLost(f"the first stage sent {frame.kind.name}, which no stage expects now")
 
@@ -134,9 +136,7 @@ class StageWorker:
 
     def _compute(self, micro: MicroBatch, payload: bytearray) -> None:
         transformer = self._transformer
-        rows = tensor_of(payload, transformer.dtype, micro.batch.token_ids.size)
-        if rows.shape[1] != transformer.width:
-            raise RankLost(f"the stage before sent rows of {rows.shape[1]}, not of {transformer.width}")
+        rows = tensor_of(payload, transformer.dtype, micro.batch.token_ids.size, transformer.width)
         out = transformer.compute_stage(micro.batch, micro.logits_rows, rows.to(transformer.device))
         if not self.stage.is_last:
             self._writer.send(FrameKind.ROWS, bytes_of(out.hidden))

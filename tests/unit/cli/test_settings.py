@@ -36,6 +36,7 @@ SPECIAL: dict[str, Any] = {
     "advertise": "host:37",
     "cors_origins": "https://chat.example.org",
     "decode_block_size": 48,
+    "first_host": "host:37",
     "prefill_block_size": 48,
     "preemption_mode": "auto",
     "speculative_config": '{"method": "grammar"}',

@@ -1,0 +1,40 @@
+"""The process of a stage on its node's own host: `python -m baton.stage JSON`.
+
+Only `LocalStage` (`baton/runner/remote_stages/stages_here.py`) starts it, with the connections that it shares.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from baton.errors import BatonError
+
+
+def main(text: str) -> int:
+    """Run the stage; returns the exit code."""
+    # What ends a whole group of processes lets the first stage drain: this one computes for it until it is gone.
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    what = json.loads(text)
+    connections = [socket.socket(fileno=descriptor) for descriptor in what["descriptors"]]
+    # Imported only now, since torch and transformers take seconds.
+    from baton.runner.backends.cpu.kernels.errors import RankLost
+    from baton.runner.remote_stages.stage_links import StageLinks
+    from baton.stage.running import run_stage
+
+    links = StageLinks("the first stage", *connections)
+    try:
+        run_stage(links, Path(what["model_dir"]), what["num_threads"], what["device"])
+    except RankLost:
+        return 0
+    except BatonError:  # the first stage is told, and says it
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

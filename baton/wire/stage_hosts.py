@@ -196,10 +196,18 @@ class FirstHost:
         while not is_stopped():
             try:
                 return self._connect()
-            except OSError as error:
-                if time.monotonic() - said_at >= _SAY_AGAIN_S:
-                    said_at = time.monotonic()
-                    _log.info("waits for the node's first host", address=f"{self.host}:{self.port}", reason=str(error))
+            except ssl.SSLEOFError as error:
+                why: Exception = error
+            except ssl.SSLError as error:
+                raise ConfigError(
+                    f"no connection with certificates of the cluster {self.cluster!r} to the node's first host at "
+                    f"{self.host}:{self.port}: {error}; give both hosts the node's certificate of the same authority"
+                ) from error
+            except (OSError, ValueError) as error:
+                why = error
+            if time.monotonic() - said_at >= _SAY_AGAIN_S:
+                said_at = time.monotonic()
+                _log.info("waits for the node's first host", address=f"{self.host}:{self.port}", reason=str(why))
             time.sleep(_RETRY_S)
         return None
 

@@ -34,8 +34,8 @@ from tests.support.tiny_models import TINY_MODELS
 @contextmanager
 def in_stages(directory: Path, count: int, **settings: Any) -> Iterator[TorchModelRunner]:
     """A runner whose model is divided among so many stages, each with a cache of its own layers."""
-    settings = {"block_size": 16, "num_blocks": 64, "stages": FakeStages(count, directory)} | settings
-    runner = load_runner(directory, pipeline_parallel=count, **settings)
+    made: dict[str, Any] = {"block_size": 16, "num_blocks": 64, "stages": FakeStages(count, directory)}
+    runner = load_runner(directory, pipeline_parallel=count, **(made | settings))
     try:
         yield runner
     finally:
@@ -87,8 +87,8 @@ def test_swapped_requests_have_the_same_bits(tmp_path: Path, name: str) -> None:
     groups = 3 if name in ("gemma3_text", "gpt_oss") else 1
     settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 12 * groups, "host_cache_bytes": 64 << 20}
     runs = []
-    for runner_of in (lambda: loaded(tmp_path, ALONE, **settings), lambda: in_stages(tmp_path, 2, **settings)):
-        with runner_of() as runner:
+    for made in (loaded(tmp_path, ALONE, **settings), in_stages(tmp_path, 2, **settings)):
+        with made as runner:
             limits: dict[str, Any] = {"preemption_mode": "swap", "num_host_blocks": runner.num_host_blocks}
             runs.append(compute(runner, sampling, **limits))
     assert runs[0].num_preemptions > 0

@@ -36,7 +36,8 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Batch sizes that have graphs. Larger batches keep a GPU busy without a graph."""
 
 Layers = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Computes logits [S, vocabulary], in float32, from x [T, hidden], cosines and sines [T, R], and rows that sample."""
+"""Computes logits [S, vocabulary], in float32, from x [T, hidden], cosines and sines [T, R], and rows that sample; in a
+stage before the last one rows [T, hidden]."""
 
 
 class DecodeGraphs:
@@ -95,7 +96,7 @@ class DecodeGraphs:
         batch: FlatBatch,
         sharing: Sequence[Int32Array | None],
     ) -> torch.Tensor | None:
-        """Logits [B, vocabulary], to be read before the next call; None when the step can't be recorded after all.
+        """Logits [B, vocabulary], or rows, to be read before the next call; None when the step can't be recorded after all.
 
         `sharing`: what `find_shared_splits` found for each group of layers.
         """

@@ -136,19 +136,29 @@ class Decoder:
         return ModelOutput(hidden, self._head.rows(hidden))
 
     def embedded(
-        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+        self,
+        token_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        received: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The input of the layers: rows [T, hidden], cosines and sines [T, R]."""
-        return self._embedded(token_ids), *self._rotary.rows(positions)
+        """The input of the layers: rows [T, hidden], cosines and sines [T, R].
+
+        `received`: the rows of the stage before; None in the first one.
+        """
+        x = self._embedded(token_ids) if received is None else received
+        return x, *self._rotary.rows(positions)
 
     def _embedded(self, token_ids: npt.NDArray[np.int64]) -> torch.Tensor:
         rows: torch.Tensor = self._embed(torch.from_numpy(token_ids).to(self._device))
         return rows
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
-        """The logits of the rows that sample, from the output of `embedded`, one call for each operation."""
+        """The logits of the rows that sample, from the output of `embedded`, one call for each operation.
+
+        In a stage without a head: all rows behind its last layer. x may be overwritten.
+        """
         if self._head is None:
-            raise RuntimeError("this stage has no head")
+            return self._loop(x, cos, sin, None)[0]
         return self._head.rows(self._hidden(x, cos, sin, logits_rows, sampling=True))
 
     def _hidden(

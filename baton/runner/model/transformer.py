@@ -243,12 +243,23 @@ class Transformer:
             return HiddenAndLogits(on_host(output.hidden), on_host(output.logits))
 
     def compute_stage(
-        self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None, received: torch.Tensor | None
+        self,
+        batch: FlatBatch,
+        logits_rows: npt.NDArray[np.int64] | None,
+        received: torch.Tensor | None,
+        wants_hidden: bool = True,
     ) -> ModelOutput:
-        """Compute this stage's part of a step, from the rows [T, hidden size] of the stage before."""
+        """Compute this stage's part of a step, from the rows [T, hidden size] of the stage before.
+
+        Without `wants_hidden` the last stage may leave hidden states out. The output is valid until the next call.
+        """
         wanted = batch.logits_rows if logits_rows is None else logits_rows
         with torch.inference_mode():
-            return self._compute(batch, wanted, logits_rows is None, received)
+            recorded = None if wants_hidden else self._compute_recorded(batch, wanted, received)
+            if recorded is None:
+                return self._compute(batch, wanted, logits_rows is None, received)
+            nothing = recorded.new_empty(recorded.shape[0], 0)
+            return ModelOutput(nothing, recorded) if self.stage.is_last else ModelOutput(recorded, nothing)
 
     def _compute(
         self,
@@ -273,12 +284,15 @@ class Transformer:
         finally:
             self._attention.layout = None
 
-    def _compute_recorded(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64]) -> torch.Tensor | None:
-        """The logits of a step that a CUDA graph computes; None for any other step."""
+    def _compute_recorded(
+        self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64], received: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """The logits of a step that a CUDA graph computes, or a stage's rows; None for any other step."""
         graphs, decoder = self.decode_graphs, self._decoder
         if graphs is None or decoder is None or not graphs.fits(batch, logits_rows):
             return None
-        return graphs.compute(*decoder.embedded(batch.token_ids, batch.positions), batch, self._sharing(batch))
+        embedded = decoder.embedded(batch.token_ids, batch.positions, received)
+        return graphs.compute(*embedded, batch, self._sharing(batch))
 
     def _sharing(self, batch: FlatBatch) -> list[Int32Array | None]:
         """Which sequences share leading blocks, for each group of layers; empty for operations that need not know."""
@@ -387,8 +401,6 @@ class Transformer:
         operations = self._operations
         if self._decoder is None or not isinstance(operations, CudaOperations) or operations.record is None:
             return None
-        if self.stage.count > 1:
-            return None  # a graph is recorded of all layers
         return DecodeGraphs(operations, self._attention, self._decoder.forward, max_model_len, self.layout.block_size)
 
     def _forward(

@@ -56,7 +56,7 @@ class LeadingStage(PipelinedTransformer):
         micro = MicroBatch(task, batch, logits_rows)
         self._stages.send_all(FrameKind.NUMBERS, _numbers_of(micro))
         try:
-            out = self.compute_stage(batch, logits_rows, None)
+            out = self.compute_stage(batch, logits_rows, None, wants_hidden=False)
             self._stages.send(1, FrameKind.ROWS, bytes_of(out.hidden))
         except Exception as error:
             # The other stages wait for the rows, and would take the next micro-batch's for them.

@@ -137,7 +137,9 @@ class StageWorker:
     def _compute(self, micro: MicroBatch, payload: bytearray) -> None:
         transformer = self._transformer
         rows = tensor_of(payload, transformer.dtype, micro.batch.token_ids.size, transformer.width)
-        out = transformer.compute_stage(micro.batch, micro.logits_rows, rows.to(transformer.device))
+        wants_hidden = self.stage.is_last and micro.task is Task.LOGITS_AND_HIDDEN
+        received = rows.to(transformer.device)
+        out = transformer.compute_stage(micro.batch, micro.logits_rows, received, wants_hidden)
         if not self.stage.is_last:
             self._writer.send(FrameKind.ROWS, bytes_of(out.hidden))
             return

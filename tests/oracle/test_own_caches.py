@@ -134,7 +134,7 @@ def test_drafts_and_the_logprobs_of_prompts_are_those_of_one_process(tmp_path: P
 
 
 def test_all_stages_count_the_same_blocks_in_the_bytes_of_the_largest_part(tmp_path: Path) -> None:
-    write_random_model(tmp_path, {**TINY_MODELS["llama"], **{"num_hidden_layers": 3}}, seed=5)
+    write_random_model(tmp_path, {**TINY_MODELS["llama"], "num_hidden_layers": 3}, seed=5)
     with in_stages(tmp_path, 2, dtype="float32", num_blocks=None, cache_bytes=1 << 20) as runner:
         first, second = caches_of(runner)
         assert (len(first.own_layers), len(second.own_layers)) == (2, 1)
@@ -184,7 +184,7 @@ def test_a_stage_that_fails_in_a_step_ends_them_all(tmp_path: Path, monkeypatch:
 
 
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
-    write_random_model(tmp_path, {**TINY_MODELS["llama"], **{"num_hidden_layers": 1}}, seed=5)
+    write_random_model(tmp_path, {**TINY_MODELS["llama"], "num_hidden_layers": 1}, seed=5)
     with pytest.raises(ConfigError, match="1 layers can't be divided among 2 stages"):
         load_runner(tmp_path, num_blocks=64, pipeline_parallel=2, stages=FakeStages(2, tmp_path))
     with pytest.raises(ConfigError, match="2 hosts compute a model in as many stages, one each, and not in 3"):

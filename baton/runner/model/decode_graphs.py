@@ -96,9 +96,9 @@ class DecodeGraphs:
         batch: FlatBatch,
         sharing: Sequence[Int32Array | None],
     ) -> torch.Tensor | None:
-        """Logits [B, vocabulary], or rows, to be read before the next call; None when the step can't be recorded after all.
+        """Logits [B, vocabulary], or rows; None when the step can't be recorded after all.
 
-        `sharing`: what `find_shared_splits` found for each group of layers.
+        They must be read before the next call. `sharing`: what `find_shared_splits` found for each group of layers.
         """
         count = batch.seq_lens.size
         key = next(size for size in SIZES if size >= count), any(places is not None for places in sharing)

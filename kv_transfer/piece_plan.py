@@ -1,12 +1,16 @@
-"""Which bytes a read moves where: the plan of pieces between a sender's cache and a reader's. Pure.
+"""Which bytes a read moves where: the plan of pieces between a sender's memory and a reader's. Pure.
 
 Reads count sub-blocks, whose size is that of the smaller of the two block sizes (`baton/messages/kv_format.py`): on the
-side of the larger blocks a sub-block is a part of a block, on the other side a whole one. Between equal sizes both
-sides have whole blocks, and neighbouring blocks are one piece, whichever groups of layers they hold. Otherwise a
-sub-block has a piece for each head of each tensor, since in the larger block the tokens of other sub-blocks lie between
-them.
+side of the larger blocks a sub-block is a part of a block, on the other side a whole one. A memory may hold some layers
+of each block; those that both memories hold are moved.
 
-A plan could also take only some of the rows: those of some layers or heads.
+- Between equal sizes and equal layers both sides have whole blocks, and neighbouring blocks are one piece, whichever
+  groups of layers they hold.
+- Between equal sizes and different layers a block has one piece, since its common layers are neighbours on both sides.
+- Between different sizes a sub-block has a piece for each head of each tensor, since in the larger block the tokens of
+  other sub-blocks lie between them.
+
+A plan could also take only some heads.
 """
 
 from __future__ import annotations
@@ -49,18 +53,38 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class _GroupRows:
-    local: SubBlockRows
-    remote: SubBlockRows
+    """The rows of a sub-block of one group, of the layers that are moved."""
+
+    local_starts: Int64Array
+    """Where they begin in the reader's block, in its first sub-block; those of the others follow, row by row."""
+    remote_starts: Int64Array
+    """The same in the sender's block."""
+    lengths: Int64Array
+
+    @classmethod
+    def of(cls, local: SubBlockRows, remote: SubBlockRows) -> _GroupRows:
+        return cls(local.starts, remote.starts, local.lengths)
+
+    def of_whole_blocks(self) -> _GroupRows:
+        """All rows as one: in a whole block those of neighbouring layers follow each other."""
+        length = self.lengths.sum(keepdims=True)
+        return _GroupRows(self.local_starts[:1], self.remote_starts[:1], length[: len(self.lengths)])
 
     @property
     def num_pieces(self) -> int:
-        return len(self.local.starts)
+        return len(self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class PiecePlan:
-    """The plan of one pair of nodes."""
+    """The plan of one pair of memories, of a sender and a reader."""
 
+    common_layers: range
+    """The layers that are moved, by their indices in the whole model; of blocks whose shape is not known, layer 0."""
     sub_block_bytes: int
     """Bytes that are moved of a sub-block; of the group of which most are."""
     local_parts: int
@@ -70,38 +94,52 @@ class PiecePlan:
     local_block_bytes: int
     remote_block_bytes: int
     _rows: Sequence[_GroupRows] = ()
-    """By group; empty between equal sizes."""
+    """By group; empty where whole blocks are moved."""
     _group_bytes: Sequence[int] = ()
-    """Bytes that are moved of a sub-block of each group; empty between equal sizes."""
+    """Bytes that are moved of a sub-block of each group; empty where whole blocks are moved."""
 
     @classmethod
-    def of_equal_blocks(cls, block_bytes: int) -> PiecePlan:
-        """The plan between two nodes with blocks of the same layout."""
-        return cls(block_bytes, 1, 1, block_bytes, block_bytes)
+    def of_equal_blocks(cls, block_bytes: int, layers: range = range(1)) -> PiecePlan:
+        """The plan between two memories with blocks of the same layout, which hold these layers."""
+        return cls(layers, block_bytes, 1, 1, block_bytes, block_bytes)
 
     @classmethod
-    def between(cls, reader: KVLayout, sender_block_size: int) -> PiecePlan:
+    def between(
+        cls,
+        reader: KVLayout,
+        sender_block_size: int,
+        reader_layers: range | None = None,
+        sender_layers: range | None = None,
+    ) -> PiecePlan:
         """The plan for a sender whose layout differs in nothing but its block size.
 
-        Raises ValueError for sizes that don't fit.
+        The layouts are of all layers; each memory holds some of them, or all (None). Raises ValueError for sizes that
+        don't fit, and for memories that have no layer in common.
         """
-        if sender_block_size == reader.block_size:
-            return cls.of_equal_blocks(reader.block_bytes)
+        ours, theirs = (range(reader.num_layers) if held is None else held for held in (reader_layers, sender_layers))
+        common = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+        if common.start >= common.stop:
+            raise ValueError(f"a memory with {_in_words(theirs)} has none of {_in_words(ours)}")
+        local_bytes = reader.part(ours).block_bytes
+        if sender_block_size == reader.block_size and theirs == ours:
+            return cls.of_equal_blocks(local_bytes, common)
         if not block_sizes_fit(reader.block_size, sender_block_size):
             raise ValueError(f"blocks of {sender_block_size} tokens don't fit those of {reader.block_size}")
         sender = replace(reader, block_size=sender_block_size)
         tokens = min(reader.block_size, sender_block_size)
         local_parts, remote_parts = reader.block_size // tokens, sender_block_size // tokens
         rows = [
-            _GroupRows(
-                sub_block_rows(reader, Division(local_parts, group)),
-                sub_block_rows(sender, Division(remote_parts, group)),
+            _GroupRows.of(
+                sub_block_rows(reader, Division(local_parts, group, common), ours),
+                sub_block_rows(sender, Division(remote_parts, group, common), theirs),
             )
             for group in range(len(reader.groups))
         ]
-        sizes = tuple(each.local.num_bytes for each in rows)
-        blocks = (reader.block_bytes, sender.block_bytes)
-        return cls(max(sizes), local_parts, remote_parts, *blocks, tuple(rows), sizes)
+        if local_parts == remote_parts:
+            rows = [each.of_whole_blocks() for each in rows]
+        sizes = tuple(each.num_bytes for each in rows)
+        blocks = (local_bytes, sender.part(theirs).block_bytes)
+        return cls(common, max(sizes), local_parts, remote_parts, *blocks, tuple(rows), sizes)
 
     @property
     def max_pieces(self) -> int:
@@ -145,10 +183,15 @@ class PiecePlan:
         self, rows: _GroupRows, local: Int64Array, remote: Int64Array
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
         """The pieces of sub-blocks of one group."""
+
+        def offsets(sub_blocks: Int64Array, parts: int, block_bytes: int, starts: Int64Array) -> Int64Array:
+            blocks, index = sub_blocks[:, np.newaxis] // parts, sub_blocks[:, np.newaxis] % parts
+            return (blocks * block_bytes + starts + index * rows.lengths).ravel()
+
         return (
-            rows.local.offsets(local, self.local_parts, self.local_block_bytes).ravel(),
-            rows.remote.offsets(remote, self.remote_parts, self.remote_block_bytes).ravel(),
-            np.tile(rows.local.lengths, len(local)),
+            offsets(local, self.local_parts, self.local_block_bytes, rows.local_starts),
+            offsets(remote, self.remote_parts, self.remote_block_bytes, rows.remote_starts),
+            np.tile(rows.lengths, len(local)),
         )
 
 
@@ -166,3 +209,7 @@ def _merged(ranges: Sequence[ReadRange]) -> list[tuple[int, int, int]]:
                 continue
         found.append((r.local_block, r.remote_block, r.count))
     return found
+
+
+def _in_words(layers: range) -> str:
+    return f"layers {layers.start} to {layers.stop - 1}"

@@ -237,6 +237,8 @@ class FaultyTransferBackend:
     def _flip_a_bit(self, read: _Read) -> None:
         each, plan = self._rng.choice(read.ranges), self._peers[read.incarnation].plan
         one = replace(each, local_block=each.local_block + self._rng.randrange(each.count), count=1)
+        if not plan.num_bytes([one]):
+            return
         pieces, at = plan.pieces([one]), self._rng.randrange(plan.num_bytes([one]))
         piece = int(np.searchsorted(np.cumsum(pieces.lengths), at, side="right"))
         address = self.memory.base_address + int(pieces.local[piece]) + at - int(pieces.lengths[:piece].sum())

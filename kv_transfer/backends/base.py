@@ -117,34 +117,51 @@ class PeerMemory:
     def plan_for(self, receiver: KVMemory) -> PiecePlan:
         """The plan by which a receiver with this memory reads. Raises TransferFailed if it can't use the peer's.
 
-        The cause is LAYOUT_MISMATCH for blocks that don't fit, and REFUSED for values that are out of bounds.
+        The cause is LAYOUT_MISMATCH for blocks that don't fit or that have no layer in common, and REFUSED for values
+        that are out of bounds.
         """
-        plan, block_bytes = self._plan(receiver), self.block_bytes
-        for name, value, low, high in (
+        self._check_bounds(
             ("length of the incarnation", len(self.incarnation), 1, _MAX_NAME),
             ("length of the agent metadata", len(self.agent_metadata), 1, MAX_AGENT_METADATA),
-            ("base address", self.base_address, 1, _ADDRESS_SPACE - 1),
-            ("number of blocks", self.num_blocks, 1, _ADDRESS_SPACE // block_bytes),
+            ("number of tokens in a block", 1 if self.block_size is None else self.block_size, 1, _MAX_BLOCK_TOKENS),
             ("number of probe blocks", self.num_probe_blocks, 0, _MAX_PROBE_BLOCKS),
-            ("end of the memory", self.base_address + self.num_all_blocks * block_bytes, 1, _ADDRESS_SPACE),
-            ("number of tokens in a block", self.block_size or 1, 1, _MAX_BLOCK_TOKENS),
             ("device id", self.device_id, 0, _MAX_DEVICE_ID),
-        ):
-            if not low <= value <= high:
-                detail = f"{name} of {self.incarnation[:_MAX_NAME]!r} is {value}, outside of {low}..{high}"
-                raise TransferFailed(TransferCause.REFUSED, detail)
+        )
+        if self.layers is not None and receiver.layout is not None:
+            num_layers = receiver.layout.num_layers
+            self._check_bounds(
+                ("first layer", self.layers.start, 0, num_layers - 1),
+                ("end of the layers", self.layers.stop, self.layers.start + 1, num_layers),
+                ("step between layers", self.layers.step, 1, 1),
+            )
         if self.kind not in MEMORY_KINDS:
             detail = f"the memory is of the unknown kind {self.kind[:_MAX_NAME]!r}"
             raise TransferFailed(TransferCause.REFUSED, detail)
+        plan = self._plan(receiver)
+        self._check_bounds(
+            ("base address", self.base_address, 1, _ADDRESS_SPACE - 1),
+            ("number of blocks", self.num_blocks, 1, _ADDRESS_SPACE // self.block_bytes),
+            ("end of the memory", self.base_address + self.num_all_blocks * self.block_bytes, 1, _ADDRESS_SPACE),
+        )
         return plan
+
+    def _check_bounds(self, *bounds: tuple[str, int, int, int]) -> None:
+        """Raise TransferFailed unless each value, which has a name, is within its lowest and its highest one."""
+        for name, value, low, high in bounds:
+            if not low <= value <= high:
+                detail = f"{name} of {self.incarnation[:_MAX_NAME]!r} is {value}, outside of {low}..{high}"
+                raise TransferFailed(TransferCause.REFUSED, detail)
 
     def _plan(self, receiver: KVMemory) -> PiecePlan:
         layout = receiver.layout
         try:
-            if layout is None or self.block_size is None:
+            if layout is not None:
+                size = layout.block_size if self.block_size is None else self.block_size
+                plan = PiecePlan.between(layout, size, receiver.layers, self.layers)
+            elif self.layers == receiver.layers:
                 plan = PiecePlan.of_equal_blocks(receiver.block_bytes)
             else:
-                plan = PiecePlan.between(layout, self.block_size)
+                raise ValueError("its memory has other layers than that of this node, whose layout is not known")
         except ValueError as error:
             raise TransferFailed(TransferCause.LAYOUT_MISMATCH, f"{self.incarnation!r}: {error}") from error
         if self.block_bytes != plan.remote_block_bytes:

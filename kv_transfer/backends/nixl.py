@@ -56,6 +56,7 @@ class _Peer:
 @dataclass(slots=True)
 class _Read:
     request: Any
+    """NIXL's; None if there is nothing to move."""
     peer: _Peer
     state: ReadState = ReadState.IN_PROGRESS
     failure: PeerGone | ReadStuck | None = None
@@ -139,6 +140,9 @@ class NixlBackend:
             raise PeerGone(f"{incarnation} is not connected")
         check_ranges(ranges, *peer.plan.count_sub_blocks(self._memory.num_all_blocks, peer.memory.num_all_blocks))
         pieces = peer.plan.pieces(ranges)
+        if not len(pieces):
+            # No layer of these blocks is in both memories, and NIXL takes no empty list.
+            return self._keep(_Read(None, peer, ReadState.DONE))
         try:
             request = self._agent.initialize_xfer(
                 "READ",
@@ -152,11 +156,15 @@ class NixlBackend:
         except self._errors.any as error:
             raise BadRange(f"NIXL refused to read from {incarnation}: {_describe(error)}") from error
         read = _Read(request, peer)
+        handle = self._keep(read)
+        self._advance(read, self._agent.transfer)
+        return handle
+
+    def _keep(self, read: _Read) -> ReadHandle:
         self._last_handle += 1
         handle = ReadHandle(self._last_handle)
         self._reads[handle] = read
-        peer.open_reads += 1
-        self._advance(read, self._agent.transfer)
+        read.peer.open_reads += 1
         return handle
 
     def _descriptors(self, memory: KVMemory | PeerMemory, offsets: Int64Array, lengths: Int64Array) -> Any:
@@ -196,6 +204,8 @@ class NixlBackend:
             raise ReadsInFlight(f"read {handle} of {read.peer.memory.incarnation} may still write")
         del self._reads[handle]
         read.peer.open_reads -= 1
+        if read.request is None:
+            return
         try:
             self._agent.release_xfer_handle(read.request)
         except self._errors.any:

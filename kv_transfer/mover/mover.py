@@ -63,7 +63,7 @@ from kv_transfer.mover.mover_records import ActiveRead, ConnectedPeer
 from kv_transfer.mover.pacing import pause
 from kv_transfer.mover.stuck_reads import StuckReads
 from kv_transfer.mover.window import FairWindow, Piece, WindowLimits
-from kv_transfer.piece_plan import ReadRange
+from kv_transfer.piece_plan import PiecePlan, ReadRange
 
 STUCK_AFTER_S = 1.0
 """A read in flight that has made no progress for so long is counted as stuck."""
@@ -480,7 +480,7 @@ class Mover:
                     read.blocks_left -= piece.num_blocks
                     self.bytes_arrived += peer.plan.num_bytes(piece.ranges)
                     self.arrived_at = now
-                    self._queue_digests(read, piece, read.digest_parts // peer.plan.local_parts)
+                    self._queue_digests(read, piece, peer.plan)
                     self._answer_if_over(read)
                 self._drop_idle(peer)
         if now - self._counted_at > STUCK_AFTER_S / 10 or not self._in_flight:
@@ -503,15 +503,17 @@ class Mover:
             read.is_stalled = True
             self._deliver(ReadStalled(read.read_id, f"{read.incarnation}: {detail}"))
 
-    def _queue_digests(self, read: ActiveRead, piece: Piece, digests_each: int) -> None:
-        """Queue what is to be digested of a piece; `digests_each`: how many digests a sub-block that was read has."""
+    def _queue_digests(self, read: ActiveRead, piece: Piece, plan: PiecePlan) -> None:
+        """Queue what is to be digested of a piece, of the layers that it brought."""
+        # How many digests a sub-block that was read has.
+        digests_each = read.digest_parts // plan.local_parts
         wanted: defaultdict[int, list[int]] = defaultdict(list)
         for r in piece.ranges:
             span = range(r.local_block * digests_each, (r.local_block + r.count) * digests_each)
             wanted[r.group] += [block for block in span if block in read.to_digest]
         for group, blocks in wanted.items():
             if blocks:
-                self._digest_queue.add(read.read_id, blocks, Division(read.digest_parts, group))
+                self._digest_queue.add(read.read_id, blocks, Division(read.digest_parts, group, plan.common_layers))
 
     @property
     def _has_to_move(self) -> bool:

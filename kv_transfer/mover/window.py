@@ -26,7 +26,7 @@ class WindowLimits:
     """The longest piece, which a short read may have to wait for. Over shared memory a piece costs 0.2 ms beside its
     copy, which is a sixth of the bandwidth at 4 MiB and a fourteenth at 16 MiB."""
     descriptors: int = 8192
-    """The most descriptors of a piece of a read between different block sizes, whose sub-blocks have many each."""
+    """The most descriptors of a piece. A sub-block has many between different block sizes."""
 
     def __post_init__(self) -> None:
         if min(self.bytes_in_flight, self.posts_in_flight, self.piece_bytes, self.descriptors) < 1:
@@ -83,9 +83,7 @@ class FairWindow:
         peer = self._peers.get(incarnation)
         if peer is None:
             limits, size = self._limits, plan.sub_block_bytes
-            most = limits.piece_bytes // size
-            if plan.max_pieces > 1:
-                most = min(most, limits.descriptors // plan.max_pieces)
+            most = min(limits.piece_bytes // size, limits.descriptors // plan.max_pieces)
             peer = self._peers[incarnation] = _PeerWindow(max(1, limits.bytes_in_flight // size), max(1, most))
             self._rotation.append(incarnation)
         peer.queue.append(_QueuedRead(read_id, deque(ranges)))

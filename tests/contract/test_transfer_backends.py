@@ -19,8 +19,10 @@ from typing import Protocol
 import pytest
 
 from baton.clock import SystemClock
-from baton.engine.runner import KVMemory
+from baton.engine.runner import KVLayout, KVMemory, LayerGroup
 from baton.errors import TransferCause, TransferFailed
+from baton.runner.blocks.block_digests import block_digests
+from baton.runner.blocks.sub_blocks import Division
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from baton.testing.faulty_transfer_backend import FaultyTransferBackend
 from kv_transfer.backends.base import (
@@ -35,7 +37,7 @@ from kv_transfer.backends.base import (
 )
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.mover.mover import Mover
-from kv_transfer.mover.mover_events import Connected, MoverEvent, ReadDone, ReadFailed
+from kv_transfer.mover.mover_events import BlocksDigested, Connected, MoverEvent, ReadDone, ReadFailed
 from kv_transfer.mover.window import WindowLimits
 from kv_transfer.piece_plan import ReadRange
 from tests.support.transfer_sender import Sender, fill, new_memory, pattern
@@ -421,6 +423,79 @@ def test_a_dead_peer_disturbs_no_other(
     receiver.disconnect(fresh_sender.memory.incarnation)
 
 
+# Memories that hold some layers
+
+LAYOUT = KVLayout.uniform(16, num_layers=4, num_kv_heads=1, head_dim=16, dtype="float32")
+LAYER_BYTES = BLOCK_BYTES // 2
+
+
+def part_of(sender: AnySender, layers: range, block_size: int = 16) -> PeerMemory:
+    """The sender's memory as one whose blocks hold these layers."""
+    return dataclasses.replace(sender.memory, layers=layers, block_size=block_size)
+
+
+@pytest.fixture
+def parts(rig: Rig, shared_sender: AnySender) -> Iterator[tuple[KVMemory, TransferBackend, list[PeerMemory]]]:
+    """A memory of the layers 1 to 3, its agent, and two senders that hold the layers 0 and 1, and 2 and 3."""
+    other = rig.new_sender()
+    memory, _ = new_memory(NUM_BLOCKS, 3 * LAYER_BYTES)
+    memory = dataclasses.replace(memory, layout=LAYOUT, layers=range(1, 4))
+    backend = rig.new_backend(memory)
+    peers = [part_of(shared_sender, range(2)), part_of(other, range(2, 4))]
+    for peer in peers:
+        backend.connect(peer)
+    yield memory, backend, peers
+    backend.close()
+
+
+def test_each_pair_of_parts_moves_the_layers_in_common(
+    parts: tuple[KVMemory, TransferBackend, list[PeerMemory]],
+) -> None:
+    memory, backend, (first, second) = parts
+    handles = [
+        backend.post_read(first.incarnation, [ReadRange(2, 5, 3)]),
+        backend.post_read(second.incarnation, [ReadRange(2, 8, 3), ReadRange(90, 0, 1)]),
+    ]
+    for handle in handles:
+        wait_until_done(backend, handle)
+    blocks = [
+        ctypes.string_at(memory.base_address + at * memory.block_bytes, memory.block_bytes) for at in range(NUM_BLOCKS)
+    ]
+    for at in range(3):
+        assert blocks[2 + at][:LAYER_BYTES] == pattern(5 + at, 1, BLOCK_BYTES)[LAYER_BYTES:]
+        assert blocks[2 + at][LAYER_BYTES:] == pattern(8 + at, 1, BLOCK_BYTES)
+    assert blocks[90] == bytes(LAYER_BYTES) + pattern(0, 1, BLOCK_BYTES)
+    assert all(block == bytes(memory.block_bytes) for at, block in enumerate(blocks) if at not in (2, 3, 4, 90))
+
+
+def test_parts_with_blocks_of_different_sizes_move_the_layers_in_common(rig: Rig, shared_sender: AnySender) -> None:
+    memory, _ = new_memory(NUM_BLOCKS, 2 * LAYER_BYTES)
+    backend = rig.new_backend(dataclasses.replace(memory, layout=LAYOUT, layers=range(2, 4)))
+    peer = part_of(shared_sender, range(3, 4), block_size=32)
+    backend.connect(peer)
+    wait_until_done(backend, backend.post_read(peer.incarnation, [ReadRange(6, 2 * 7 + 1, 1)]))
+    backend.close()
+    keys, values = pattern(7, 1, BLOCK_BYTES)[:LAYER_BYTES], pattern(7, 1, BLOCK_BYTES)[LAYER_BYTES:]
+    half = LAYER_BYTES // 2
+    expected = bytes(13 * LAYER_BYTES) + keys[half:] + values[half:]
+    assert ctypes.string_at(memory.base_address, memory.num_bytes) == expected.ljust(memory.num_bytes, b"\0")
+
+
+def test_a_read_of_a_group_without_common_layers_is_done_at_once(rig: Rig, shared_sender: AnySender) -> None:
+    groups = (LayerGroup((0, 1)), LayerGroup((2, 3), 5))
+    memory, _ = new_memory(NUM_BLOCKS, 2 * LAYER_BYTES)
+    layout = dataclasses.replace(LAYOUT, groups=groups)
+    backend = rig.new_backend(dataclasses.replace(memory, layout=layout, layers=range(3)))
+    peer = part_of(shared_sender, range(2, 4))
+    backend.connect(peer)
+    wait_until_done(backend, backend.post_read(peer.incarnation, [ReadRange(6, 7, 2)]))
+    assert not any(ctypes.string_at(memory.base_address, memory.num_bytes))
+    wait_until_done(backend, backend.post_read(peer.incarnation, [ReadRange(6, 7, 2), ReadRange(1, 2, 1, group=1)]))
+    expected = bytes(2 * LAYER_BYTES) + pattern(2, 1, BLOCK_BYTES)[:LAYER_BYTES]
+    assert ctypes.string_at(memory.base_address, memory.num_bytes) == expected.ljust(memory.num_bytes, b"\0")
+    backend.close()
+
+
 # The mover over each of them
 
 
@@ -500,3 +575,28 @@ def test_reads_of_a_stopped_peer_stay_counted_until_it_dies(
     assert isinstance(answer, ReadFailed)
     assert (answer.read_id, answer.cause) == (1, TransferCause.PEER_GONE)
     assert mover.reads_in_flight == 0
+
+
+def test_the_mover_digests_of_each_pair_the_layers_that_it_brought(
+    rig: Rig, events: queue.SimpleQueue[MoverEvent], shared_sender: AnySender
+) -> None:
+    memory, _ = new_memory(NUM_BLOCKS, 4 * LAYER_BYTES)
+    memory = dataclasses.replace(memory, layout=LAYOUT)
+    digests = block_digests(memory)
+    mover = Mover(lambda: rig.new_backend(memory), events.put, SystemClock(), digests=digests)
+    mover.start()
+    blocks, found = range(4, 20), dict.fromkeys(range(4, 20), 0)
+    for number, sender in enumerate((shared_sender, rig.new_sender())):
+        layers = range(2 * number, 2 * number + 2)
+        mover.connect(part_of(sender, layers))
+        name = sender.memory.incarnation
+        assert events.get(timeout=WITHIN_S) == Connected(name)
+        mover.read(number, name, [ReadRange(blocks.start, 30 + number, len(blocks))], blocks)
+        done, digested = (events.get(timeout=WITHIN_S) for _ in range(2))
+        assert isinstance(done, ReadDone)
+        assert done.num_bytes == len(blocks) * 2 * LAYER_BYTES
+        assert isinstance(digested, BlocksDigested)
+        assert [*digested.digests.values()] == digests(blocks, Division(layers=layers))
+        found = {block: found[block] + digest for block, digest in digested.digests.items()}
+    assert [digest % (1 << 64) for digest in found.values()] == digests(blocks)
+    mover.stop()

@@ -84,11 +84,6 @@ class SubBlockRows:
             ]
             yield rows[0] if len(rows) == 1 else b"".join(rows)
 
-    def offsets(self, sub_blocks: Int64Array, parts: int, block_bytes: int) -> Int64Array:
-        """The offsets in memory of all rows of these sub-blocks: [sub-blocks, rows]."""
-        blocks, index = sub_blocks[:, np.newaxis] // parts, sub_blocks[:, np.newaxis] % parts
-        return blocks * block_bytes + self.starts + index * self.lengths
-
 
 @lru_cache(maxsize=64)
 def sub_block_rows(layout: KVLayout, division: Division, held: range | None = None) -> SubBlockRows:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.runner import ELEMENT_BYTES, KVLayout, KVMemory, LayerGeometry, LayerGroup
+from baton.errors import TransferCause, TransferFailed
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
 from baton.runner.blocks import block_digests as block_digests_module
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.known_bytes import block_filler
 from baton.runner.blocks.sub_blocks import Division
+from kv_transfer.backends.base import PeerMemory, coalesce
+from kv_transfer.piece_plan import PiecePlan, ReadRange
 
 NUM_BLOCKS = 6
 MODULUS = 1 << 64
@@ -60,6 +66,11 @@ class Part:
         address = ctypes.addressof(owner)
         return cls(KVMemory(address, NUM_BLOCKS, size, "DRAM", 0, owner, layout=layout, layers=layers), content)
 
+    @property
+    def layers(self) -> range:
+        assert self.memory.layout is not None
+        return range(self.memory.layout.num_layers) if self.memory.layers is None else self.memory.layers
+
     def place(self, block: int, layer: int) -> slice:
         """By the layout's own words: where a layer lies in the memory, in a block of its group."""
         layout, held = self.memory.layout, self.memory.layers
@@ -69,6 +80,20 @@ class Part:
         before = [each for each in group.layers if each < layer and (held is None or each in held)]
         at = block * self.memory.block_bytes + sum(layout.layer_elements(each) for each in before) * element
         return slice(at, at + layout.layer_elements(layer) * element)
+
+    def sub_block(self, number: int, parts: int, layer: int) -> npt.NDArray[np.int64]:
+        """By the layout's own words: the offsets of the bytes that a sub-block has of a layer, in their own order."""
+        layout, found = self.memory.layout, []
+        assert layout is not None
+        (block, index), tokens = divmod(number, parts), layout.block_size // parts
+        geometry, element, at = layout.layers[layer], ELEMENT_BYTES[layout.dtype], self.place(block, layer).start
+        widths = (geometry.key_dim * element, geometry.value_dim * element, *((2, 2) if layout.has_scales else ()))
+        for width in widths:
+            shape = (geometry.num_kv_heads, layout.block_size, width)
+            offsets = at + np.arange(math.prod(shape)).reshape(shape)
+            found.append(offsets[:, index * tokens : (index + 1) * tokens].ravel())
+            at += math.prod(shape)
+        return np.concatenate(found)
 
 
 def node_of(layout: KVLayout, divided: Sequence[range | None], rng: Random) -> list[Part]:
@@ -85,7 +110,7 @@ def copy_by_layer(source: Sequence[Part], target: Sequence[Part]) -> None:
     assert layout is not None
     for block in range(NUM_BLOCKS):
         for layer in layout.groups[block % len(layout.groups)].layers:
-            [of], [to] = ([p for p in parts if layer in (p.memory.layers or range(99))] for parts in (source, target))
+            (_, of), (_, to) = part_with(layer, source), part_with(layer, target)
             to.content[to.place(block, layer)] = of.content[of.place(block, layer)]
 
 
@@ -145,3 +170,138 @@ def test_known_bytes_of_a_nodes_parts_have_the_digests_that_a_reader_of_all_laye
         assert sum(of[parts] for of in found) % MODULUS == expected
     # Each part has bytes of its own.
     assert len({bytes(part.content[: 8 * 32 * 8]) for part in sender}) == len(divided)
+
+
+# Pieces
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.sampled_from([(16, 16), (16, 32), (32, 16)]), st.integers(0, 2**32))
+def test_the_pieces_of_all_pairs_move_each_byte_of_each_layer_once(
+    data: st.DataObject, sizes: tuple[int, int], seed: int
+) -> None:
+    layout, rng = data.draw(layouts(sizes[0])), Random(seed)
+    reader = node_of(layout, data.draw(divisions(layout.num_layers)), rng)
+    sender = node_of(replace(layout, block_size=sizes[1]), data.draw(divisions(layout.num_layers)), rng)
+    local_parts, remote_parts = sizes[0] // min(sizes), sizes[1] // min(sizes)
+    moves = [
+        (block * local_parts + rng.randrange(local_parts), rng.randrange(NUM_BLOCKS * remote_parts), group)
+        for block, group in ((block, rng.randrange(len(layout.groups))) for block in range(1, NUM_BLOCKS))
+    ]
+    expected = [np.frombuffer(bytes(part.content), np.uint8).copy() for part in reader]
+    to_write = [np.zeros(len(part.content), np.int64) for part in reader]
+    for local, remote, layer in ((to, at, layer) for to, at, group in moves for layer in layout.groups[group].layers):
+        (mine, ours), (_, theirs) = part_with(layer, reader), part_with(layer, sender)
+        source = np.frombuffer(theirs.content, np.uint8)[theirs.sub_block(remote, remote_parts, layer)]
+        expected[mine][ours.sub_block(local, local_parts, layer)] = source
+        to_write[mine][ours.sub_block(local, local_parts, layer)] = 1
+    written = [np.zeros(len(part.content), np.int64) for part in reader]
+    ranges = coalesce(*zip(*moves, strict=True))
+    for (mine, ours), theirs in itertools.product(enumerate(reader), sender):
+        plan = plan_of_pair(ours, theirs)
+        if plan is None:
+            continue
+        pieces = plan.pieces(ranges)
+        assert (plan.count_pieces(ranges), plan.num_bytes(ranges)) == (len(pieces), pieces.lengths.sum())
+        for each in ranges:
+            assert plan.count_pieces([each]) <= each.count * plan.max_pieces
+            assert plan.num_bytes([each]) <= each.count * plan.sub_block_bytes
+        for to, at, length in zip(pieces.local.tolist(), pieces.remote.tolist(), pieces.lengths.tolist(), strict=True):
+            ours.content[to : to + length] = theirs.content[at : at + length]
+            written[mine][to : to + length] += 1
+    for mine, ours in enumerate(reader):
+        is_kv = to_write[mine] > 0
+        assert (np.frombuffer(ours.content, np.uint8) == expected[mine])[is_kv].all()
+        assert (written[mine] == 1)[is_kv].all()
+        if sizes[0] != sizes[1] or ours.layers not in [theirs.layers for theirs in sender]:
+            assert not written[mine][~is_kv].any()
+        else:
+            # Whole blocks, with what their groups don't use.
+            assert written[mine].sum() == (NUM_BLOCKS - 1) * ours.memory.block_bytes
+
+
+def part_with(layer: int, node: Sequence[Part]) -> tuple[int, Part]:
+    """The number of the part that holds a layer, and that part."""
+    [found] = [(number, part) for number, part in enumerate(node) if layer in part.layers]
+    return found
+
+
+def plan_of_pair(ours: Part, theirs: Part) -> PiecePlan | None:
+    """How a part reads from another; None where they have no layer in common, which must be refused."""
+    peer = PeerMemory.of(theirs.memory, "sender", b"agent")
+    common = [layer for layer in ours.layers if layer in theirs.layers]
+    if common:
+        plan = peer.plan_for(ours.memory)
+        assert list(plan.common_layers) == common
+        return plan
+    with pytest.raises(TransferFailed, match="has none of layers") as caught:
+        peer.plan_for(ours.memory)
+    assert caught.value.cause is TransferCause.LAYOUT_MISMATCH
+    return None
+
+
+def test_between_equal_sizes_a_block_is_one_piece_of_the_layers_in_common() -> None:
+    layout = KVLayout(16, (LayerGeometry(2, 8, 8),) * 6, "float32", (LayerGroup((0, 2, 4)), LayerGroup((1, 3, 5), 5)))
+    each = layout.layer_elements(0) * 4
+    plan = PiecePlan.between(layout, 16, range(2, 6), range(4))
+    assert (plan.common_layers, plan.sub_block_bytes, plan.max_pieces) == (range(2, 4), each, 1)
+    ranges = [ReadRange(1, 5, 2), ReadRange(3, 1, 1, group=1)]
+    pieces = plan.pieces(ranges)
+    assert pieces.local.tolist() == [2 * each, 4 * each, 6 * each]
+    assert pieces.remote.tolist() == [(2 * 5 + 1) * each, (2 * 6 + 1) * each, (2 * 1 + 1) * each]
+    assert pieces.lengths.tolist() == [each] * 3
+    assert (plan.count_pieces(ranges), plan.num_bytes(ranges)) == (3, 3 * each)
+
+
+def test_equal_parts_move_whole_blocks() -> None:
+    layout = KVLayout.uniform(16, num_layers=6, num_kv_heads=2, head_dim=8, dtype="float32")
+    plan = PiecePlan.between(layout, 16, range(2, 5), range(2, 5))
+    size = layout.block_bytes // 2
+    assert plan == PiecePlan.of_equal_blocks(size, range(2, 5))
+    assert plan.pieces([ReadRange(1, 4, 3)]).lengths.tolist() == [3 * size]
+
+
+@pytest.mark.parametrize("sender_size", [16, 32])
+def test_of_a_group_without_common_layers_nothing_is_moved(sender_size: int) -> None:
+    layout = KVLayout(16, (LayerGeometry(2, 8, 8),) * 4, "float32", (LayerGroup((0, 1)), LayerGroup((2, 3), 5)))
+    plan = PiecePlan.between(layout, sender_size, range(3), range(2, 4))
+    ranges = [ReadRange(3, 4, 2)]
+    assert (plan.count_pieces(ranges), plan.num_bytes(ranges), len(plan.pieces(ranges))) == (0, 0, 0)
+    both = [*ranges, ReadRange(5, 6, 1, group=1)]
+    assert plan.num_bytes(both) == plan.pieces(both).lengths.sum() == layout.layer_elements(2) * 4
+
+
+@pytest.mark.parametrize(
+    ("layers", "cause"),
+    [
+        (range(-1, 2), TransferCause.REFUSED),
+        (range(5), TransferCause.REFUSED),
+        (range(4, 5), TransferCause.REFUSED),
+        (range(2, 2), TransferCause.REFUSED),
+        (range(3, 1), TransferCause.REFUSED),
+        (range(0, 4, 2), TransferCause.REFUSED),
+        (range(3, 0, -1), TransferCause.REFUSED),
+        (range(10**30), TransferCause.REFUSED),
+        (range(2), TransferCause.LAYOUT_MISMATCH),
+        # Its blocks have the size of two layers.
+        (range(2, 3), TransferCause.LAYOUT_MISMATCH),
+        (None, TransferCause.LAYOUT_MISMATCH),
+    ],
+)
+def test_layers_that_a_peer_can_not_have_are_refused(layers: range | None, cause: TransferCause) -> None:
+    layout = KVLayout.uniform(16, num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32")
+    ours = Part.new(layout, range(2, 4))
+    peer = PeerMemory.of(ours.memory, "sender", b"agent")
+    assert peer.plan_for(ours.memory).common_layers == range(2, 4)
+    with pytest.raises(TransferFailed) as caught:
+        replace(peer, layers=layers).plan_for(ours.memory)
+    assert caught.value.cause is cause
+
+
+def test_without_a_layout_only_equal_layers_can_be_read() -> None:
+    ours = replace(Part.new(KVLayout.uniform(16, 4, 2, 8, "float32"), None).memory, layout=None)
+    peer = PeerMemory.of(ours, "sender", b"agent")
+    assert peer.plan_for(ours).common_layers == range(1)
+    with pytest.raises(TransferFailed, match="layout is not known") as caught:
+        replace(peer, layers=range(2)).plan_for(ours)
+    assert caught.value.cause is TransferCause.LAYOUT_MISMATCH

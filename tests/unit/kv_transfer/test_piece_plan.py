@@ -190,9 +190,10 @@ def test_the_sub_blocks_of_a_block_have_each_of_its_bytes_once(which: int, parts
         rows = sub_block_rows(layout, Division(parts, group))
         num_bytes = sum(layout.layer_elements(layer) for layer in layers.layers) * element
         assert rows.num_bytes * parts == num_bytes
-        offsets = rows.offsets(np.arange(parts), parts, layout.block_bytes)
         spans = [
-            range(at, at + length) for each in offsets.tolist() for at, length in zip(each, rows.lengths, strict=True)
+            range(at + index * length, at + (index + 1) * length)
+            for index in range(parts)
+            for at, length in zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)
         ]
         assert sorted(at for span in spans for at in span) == list(range(num_bytes))
         # In the order of a whole block of so few tokens.

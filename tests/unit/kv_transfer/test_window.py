@@ -176,3 +176,13 @@ def test_a_piece_between_different_block_sizes_has_a_bounded_number_of_descripto
     pieces = pop_all(w)
     assert [piece.num_blocks for piece in pieces] == [6, 6, 6, 2]
     assert max(len(plan.pieces(piece.ranges)) for piece in pieces) == 96
+
+
+def test_a_piece_between_different_layers_has_a_bounded_number_of_descriptors() -> None:
+    layout = KVLayout.uniform(16, num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32")
+    plan = PiecePlan.between(layout, 16, range(3), range(1, 4))
+    w = FairWindow(WindowLimits(descriptors=8))
+    w.submit(1, "a", [ReadRange(0, 0, 20)], plan)
+    pieces = pop_all(w)
+    assert [piece.num_blocks for piece in pieces] == [8, 8, 4]
+    assert [plan.count_pieces(piece.ranges) for piece in pieces] == [8, 8, 4]

@@ -84,7 +84,7 @@ def test_a_stage_on_a_gpu_that_is_killed_is_noticed(tmp_path: Path) -> None:
         engine = make_engine(runner)
         engine.add_request(Request("first", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
         engine.step()
-        os.kill(runner.rank_pids[0], signal.SIGKILL)
+        os.kill(runner.rank_reports()[1].pid, signal.SIGKILL)
         engine.add_request(Request("later", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
         with pytest.raises(RunnerLost, match="stage 1 was ended by SIGKILL"):
             engine.step()

@@ -29,6 +29,7 @@ from baton.runner.remote_stages.stage_process import StageProcess
 from baton.runner.remote_stages.stage_spec import StageReady, StageSpec, StepCopies, figures_from_json
 
 _MOST_TEXT = 4096
+_SAID_ITSELF = "has failed"
 
 _log = logging.getLogger(__name__)
 
@@ -259,9 +260,15 @@ class FirstStage:
                     case FrameKind.FIGURES:
                         other.figures = figures_from_json(frame.payload, index, other.links.host)
                     case FrameKind.FAILED:
-                        raise RankLost(f"has failed: {frame.payload[:_MOST_TEXT].decode(errors='replace')}")
+                        raise RankLost(f"{_SAID_ITSELF}: {frame.payload[:_MOST_TEXT].decode(errors='replace')}")
                     case _:
                         raise RankLost(f"sent {frame.kind.name}, which only the first stage sends")
         except (RankLost, OSError, ValueError) as error:
-            ended = other.process.how_it_ended() if other.process is not None else ""
-            self.lose(f"{other.links.name} {ended or error}")
+            self.lose(_who_and_why(other, str(error)))
+
+
+def _who_and_why(other: _OtherStage, why: str) -> str:
+    if other.process is None:
+        return f"{other.links.name} {why}"
+    ended = "" if why.startswith(_SAID_ITSELF) else other.process.how_it_ended()
+    return f"{other.links.name} (process {other.process.pid}) {ended or why}"

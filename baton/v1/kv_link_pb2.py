@@ -26,7 +26,7 @@ from baton.v1 import generation_pb2 as baton_dot_v1_dot_generation__pb2
 from baton.v1 import node_pb2 as baton_dot_v1_dot_node__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/kv_link.proto\x12\x08\x62\x61ton.v1\x1a\x19\x62\x61ton/v1/generation.proto\x1a\x13\x62\x61ton/v1/node.proto\"\xc3\x03\n\x0bOpenRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.baton.v1.LinkHelloH\x00\x12(\n\tsubscribe\x18\x02 \x01(\x0b\x32\x13.baton.v1.SubscribeH\x00\x12/\n\rread_progress\x18\x03 \x01(\x0b\x32\x16.baton.v1.ReadProgressH\x00\x12-\n\x0c\x63onfirm_read\x18\x04 \x01(\x0b\x32\x15.baton.v1.ConfirmReadH\x00\x12$\n\x07\x61\x62\x61ndon\x18\x05 \x01(\x0b\x32\x11.baton.v1.AbandonH\x00\x12(\n\theartbeat\x18\x06 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12\"\n\x06\x65xpect\x18\x07 \x01(\x0b\x32\x10.baton.v1.ExpectH\x00\x12-\n\x0c\x63onfirm_part\x18\x08 \x01(\x0b\x32\x15.baton.v1.ConfirmPartH\x00\x12\'\n\task_probe\x18\t \x01(\x0b\x32\x12.baton.v1.AskProbeH\x00\x12-\n\x0cprobe_result\x18\n \x01(\x0b\x32\x15.baton.v1.ProbeResultH\x00\x42\t\n\x07message\"\xef\x02\n\x0cOpenResponse\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.baton.v1.LinkWelcomeH\x00\x12 \n\x05offer\x18\x02 \x01(\x0b\x32\x0f.baton.v1.OfferH\x00\x12\x31\n\x0eread_confirmed\x18\x03 \x01(\x0b\x32\x17.baton.v1.ReadConfirmedH\x00\x12)\n\noffer_lost\x18\x04 \x01(\x0b\x32\x13.baton.v1.OfferLostH\x00\x12(\n\theartbeat\x18\x05 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12 \n\x05\x62\x65gun\x18\x06 \x01(\x0b\x32\x0f.baton.v1.BegunH\x00\x12\x31\n\x0epart_confirmed\x18\x07 \x01(\x0b\x32\x17.baton.v1.PartConfirmedH\x00\x12+\n\x0bprobe_ready\x18\x08 \x01(\x0b\x32\x14.baton.v1.ProbeReadyH\x00\x42\t\n\x07message\"\xab\x01\n\tLinkHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x18\n\x10peer_incarnation\x18\x05 \x01(\t\x12\"\n\x06layout\x18\x06 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\"\xf1\x01\n\x0bLinkWelcome\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x16\n\x0e\x61gent_metadata\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x13\n\x0bmemory_kind\x18\x07 \x01(\t\x12\x11\n\tdevice_id\x18\x08 \x01(\r\x12\x14\n\x0cheartbeat_ms\x18\t \x01(\r\x12\x18\n\x10num_probe_blocks\x18\n \x01(\r\"\xbc\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x10\n\x08numerics\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\t \x01(\t\x12\x10\n\x08geometry\x18\n \x01(\tJ\x04\x08\x05\x10\x08R\nnum_layersR\x0cnum_kv_headsR\x08head_dim\"\x19\n\x08\x41skProbe\x12\r\n\x05probe\x18\x01 \x01(\x04\":\n\nProbeReady\x12\r\n\x05probe\x18\x01 \x01(\x04\x12\r\n\x05\x62lock\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\"a\n\x0bProbeResult\x12\r\n\x05probe\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\x12#\n\x05\x66\x61ult\x18\x03 \x01(\x0e\x32\x14.baton.v1.ProbeFault\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\",\n\x06\x45xpect\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\"+\n\x05\x42\x65gun\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\"D\n\tSubscribe\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\"\xc8\x01\n\x05Offer\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\"\n\x07\x63losing\x18\x05 \x01(\x0b\x32\x11.baton.v1.Closing\x12\x14\n\x0c\x64igest_every\x18\x07 \x01(\r\x12\x14\n\x0c\x64igest_parts\x18\x08 \x01(\rJ\x04\x08\x06\x10\x07R\x0bhas_digests\"\x80\x01\n\x07\x43losing\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x17\n\x0f\x66irst_token_ids\x18\x02 \x03(\r\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x12\x32\n\x0e\x66irst_logprobs\x18\x04 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\"G\n\x0cReadProgress\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x13\n\x0b\x62locks_read\x18\x02 \x01(\r\"1\n\x0b\x43onfirmRead\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\"R\n\rReadConfirmed\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x0c\n\x04held\x18\x02 \x01(\x08\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x06\"D\n\x0b\x43onfirmPart\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x11\n\tend_block\x18\x02 \x01(\r\"Y\n\rPartConfirmed\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x06\"F\n\x07\x41\x62\x61ndon\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x17\n\x0freads_in_flight\x18\x02 \x01(\x08\"f\n\tOfferLost\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\r\n\x05story\x18\x02 \x01(\t\x12&\n\x05\x63\x61use\x18\x03 \x01(\x0e\x32\x17.baton.v1.TransferCause\"\x18\n\tHeartbeat\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x32\x43\n\x06KvLink\x12\x39\n\x04Open\x12\x15.baton.v1.OpenRequest\x1a\x16.baton.v1.OpenResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/kv_link.proto\x12\x08\x62\x61ton.v1\x1a\x19\x62\x61ton/v1/generation.proto\x1a\x13\x62\x61ton/v1/node.proto\"\xc3\x03\n\x0bOpenRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.baton.v1.LinkHelloH\x00\x12(\n\tsubscribe\x18\x02 \x01(\x0b\x32\x13.baton.v1.SubscribeH\x00\x12/\n\rread_progress\x18\x03 \x01(\x0b\x32\x16.baton.v1.ReadProgressH\x00\x12-\n\x0c\x63onfirm_read\x18\x04 \x01(\x0b\x32\x15.baton.v1.ConfirmReadH\x00\x12$\n\x07\x61\x62\x61ndon\x18\x05 \x01(\x0b\x32\x11.baton.v1.AbandonH\x00\x12(\n\theartbeat\x18\x06 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12\"\n\x06\x65xpect\x18\x07 \x01(\x0b\x32\x10.baton.v1.ExpectH\x00\x12-\n\x0c\x63onfirm_part\x18\x08 \x01(\x0b\x32\x15.baton.v1.ConfirmPartH\x00\x12\'\n\task_probe\x18\t \x01(\x0b\x32\x12.baton.v1.AskProbeH\x00\x12-\n\x0cprobe_result\x18\n \x01(\x0b\x32\x15.baton.v1.ProbeResultH\x00\x42\t\n\x07message\"\xef\x02\n\x0cOpenResponse\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.baton.v1.LinkWelcomeH\x00\x12 \n\x05offer\x18\x02 \x01(\x0b\x32\x0f.baton.v1.OfferH\x00\x12\x31\n\x0eread_confirmed\x18\x03 \x01(\x0b\x32\x17.baton.v1.ReadConfirmedH\x00\x12)\n\noffer_lost\x18\x04 \x01(\x0b\x32\x13.baton.v1.OfferLostH\x00\x12(\n\theartbeat\x18\x05 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12 \n\x05\x62\x65gun\x18\x06 \x01(\x0b\x32\x0f.baton.v1.BegunH\x00\x12\x31\n\x0epart_confirmed\x18\x07 \x01(\x0b\x32\x17.baton.v1.PartConfirmedH\x00\x12+\n\x0bprobe_ready\x18\x08 \x01(\x0b\x32\x14.baton.v1.ProbeReadyH\x00\x42\t\n\x07message\"\xab\x01\n\tLinkHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x18\n\x10peer_incarnation\x18\x05 \x01(\t\x12\"\n\x06layout\x18\x06 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\"\xf1\x01\n\x0bLinkWelcome\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x16\n\x0e\x61gent_metadata\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x13\n\x0bmemory_kind\x18\x07 \x01(\t\x12\x11\n\tdevice_id\x18\x08 \x01(\r\x12\x14\n\x0cheartbeat_ms\x18\t \x01(\r\x12\x18\n\x10num_probe_blocks\x18\n \x01(\r\"*\n\nLayerRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xbc\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x10\n\x08numerics\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\t \x01(\t\x12\x10\n\x08geometry\x18\n \x01(\tJ\x04\x08\x05\x10\x08R\nnum_layersR\x0cnum_kv_headsR\x08head_dim\"\x19\n\x08\x41skProbe\x12\r\n\x05probe\x18\x01 \x01(\x04\":\n\nProbeReady\x12\r\n\x05probe\x18\x01 \x01(\x04\x12\r\n\x05\x62lock\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\"a\n\x0bProbeResult\x12\r\n\x05probe\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\x12#\n\x05\x66\x61ult\x18\x03 \x01(\x0e\x32\x14.baton.v1.ProbeFault\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\",\n\x06\x45xpect\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\"+\n\x05\x42\x65gun\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\"D\n\tSubscribe\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\"\xc8\x01\n\x05Offer\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\"\n\x07\x63losing\x18\x05 \x01(\x0b\x32\x11.baton.v1.Closing\x12\x14\n\x0c\x64igest_every\x18\x07 \x01(\r\x12\x14\n\x0c\x64igest_parts\x18\x08 \x01(\rJ\x04\x08\x06\x10\x07R\x0bhas_digests\"\x80\x01\n\x07\x43losing\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x17\n\x0f\x66irst_token_ids\x18\x02 \x03(\r\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x12\x32\n\x0e\x66irst_logprobs\x18\x04 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\"G\n\x0cReadProgress\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x13\n\x0b\x62locks_read\x18\x02 \x01(\r\"1\n\x0b\x43onfirmRead\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\"R\n\rReadConfirmed\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x0c\n\x04held\x18\x02 \x01(\x08\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x06\"D\n\x0b\x43onfirmPart\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x11\n\tend_block\x18\x02 \x01(\r\"Y\n\rPartConfirmed\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x06\"F\n\x07\x41\x62\x61ndon\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x17\n\x0freads_in_flight\x18\x02 \x01(\x08\"f\n\tOfferLost\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\r\n\x05story\x18\x02 \x01(\t\x12&\n\x05\x63\x61use\x18\x03 \x01(\x0e\x32\x17.baton.v1.TransferCause\"\x18\n\tHeartbeat\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x32\x43\n\x06KvLink\x12\x39\n\x04Open\x12\x15.baton.v1.OpenRequest\x1a\x16.baton.v1.OpenResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,40 +41,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LINKHELLO']._serialized_end=1080
   _globals['_LINKWELCOME']._serialized_start=1083
   _globals['_LINKWELCOME']._serialized_end=1324
-  _globals['_KVLAYOUT']._serialized_start=1327
-  _globals['_KVLAYOUT']._serialized_end=1515
-  _globals['_ASKPROBE']._serialized_start=1517
-  _globals['_ASKPROBE']._serialized_end=1542
-  _globals['_PROBEREADY']._serialized_start=1544
-  _globals['_PROBEREADY']._serialized_end=1602
-  _globals['_PROBERESULT']._serialized_start=1604
-  _globals['_PROBERESULT']._serialized_end=1701
-  _globals['_EXPECT']._serialized_start=1703
-  _globals['_EXPECT']._serialized_end=1747
-  _globals['_BEGUN']._serialized_start=1749
-  _globals['_BEGUN']._serialized_end=1792
-  _globals['_SUBSCRIBE']._serialized_start=1794
-  _globals['_SUBSCRIBE']._serialized_end=1862
-  _globals['_OFFER']._serialized_start=1865
-  _globals['_OFFER']._serialized_end=2065
-  _globals['_CLOSING']._serialized_start=2068
-  _globals['_CLOSING']._serialized_end=2196
-  _globals['_READPROGRESS']._serialized_start=2198
-  _globals['_READPROGRESS']._serialized_end=2269
-  _globals['_CONFIRMREAD']._serialized_start=2271
-  _globals['_CONFIRMREAD']._serialized_end=2320
-  _globals['_READCONFIRMED']._serialized_start=2322
-  _globals['_READCONFIRMED']._serialized_end=2404
-  _globals['_CONFIRMPART']._serialized_start=2406
-  _globals['_CONFIRMPART']._serialized_end=2474
-  _globals['_PARTCONFIRMED']._serialized_start=2476
-  _globals['_PARTCONFIRMED']._serialized_end=2565
-  _globals['_ABANDON']._serialized_start=2567
-  _globals['_ABANDON']._serialized_end=2637
-  _globals['_OFFERLOST']._serialized_start=2639
-  _globals['_OFFERLOST']._serialized_end=2741
-  _globals['_HEARTBEAT']._serialized_start=2743
-  _globals['_HEARTBEAT']._serialized_end=2767
-  _globals['_KVLINK']._serialized_start=2769
-  _globals['_KVLINK']._serialized_end=2836
+  _globals['_LAYERRANGE']._serialized_start=1326
+  _globals['_LAYERRANGE']._serialized_end=1368
+  _globals['_KVLAYOUT']._serialized_start=1371
+  _globals['_KVLAYOUT']._serialized_end=1559
+  _globals['_ASKPROBE']._serialized_start=1561
+  _globals['_ASKPROBE']._serialized_end=1586
+  _globals['_PROBEREADY']._serialized_start=1588
+  _globals['_PROBEREADY']._serialized_end=1646
+  _globals['_PROBERESULT']._serialized_start=1648
+  _globals['_PROBERESULT']._serialized_end=1745
+  _globals['_EXPECT']._serialized_start=1747
+  _globals['_EXPECT']._serialized_end=1791
+  _globals['_BEGUN']._serialized_start=1793
+  _globals['_BEGUN']._serialized_end=1836
+  _globals['_SUBSCRIBE']._serialized_start=1838
+  _globals['_SUBSCRIBE']._serialized_end=1906
+  _globals['_OFFER']._serialized_start=1909
+  _globals['_OFFER']._serialized_end=2109
+  _globals['_CLOSING']._serialized_start=2112
+  _globals['_CLOSING']._serialized_end=2240
+  _globals['_READPROGRESS']._serialized_start=2242
+  _globals['_READPROGRESS']._serialized_end=2313
+  _globals['_CONFIRMREAD']._serialized_start=2315
+  _globals['_CONFIRMREAD']._serialized_end=2364
+  _globals['_READCONFIRMED']._serialized_start=2366
+  _globals['_READCONFIRMED']._serialized_end=2448
+  _globals['_CONFIRMPART']._serialized_start=2450
+  _globals['_CONFIRMPART']._serialized_end=2518
+  _globals['_PARTCONFIRMED']._serialized_start=2520
+  _globals['_PARTCONFIRMED']._serialized_end=2609
+  _globals['_ABANDON']._serialized_start=2611
+  _globals['_ABANDON']._serialized_end=2681
+  _globals['_OFFERLOST']._serialized_start=2683
+  _globals['_OFFERLOST']._serialized_end=2785
+  _globals['_HEARTBEAT']._serialized_start=2787
+  _globals['_HEARTBEAT']._serialized_end=2811
+  _globals['_KVLINK']._serialized_start=2813
+  _globals['_KVLINK']._serialized_end=2880
 # @@protoc_insertion_point(module_scope)

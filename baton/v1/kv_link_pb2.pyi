@@ -94,6 +94,14 @@ class LinkWelcome(_message.Message):
     num_probe_blocks: int
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., num_blocks: _Optional[int] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., num_probe_blocks: _Optional[int] = ...) -> None: ...
 
+class LayerRange(_message.Message):
+    __slots__ = ("first", "count")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    count: int
+    def __init__(self, first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
 class KvLayout(_message.Message):
     __slots__ = ("model_fingerprint", "numerics", "dtype", "block_size", "block_bytes", "backend", "geometry")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]

@@ -235,6 +235,11 @@ class Mover:
             _log.error("the mover's thread did not end: a call into the transfer agent does not return")
         self._digest_queue.close(wait=not self._thread.is_alive())
 
+    @property
+    def turns(self) -> tuple[int, bool]:
+        """How many turns the thread has made, and whether it is in one."""
+        return self._num_turns, self._in_turn
+
     async def watch_turns(self) -> None:
         """Check, on an event loop until cancelled, that the thread goes on; raises EngineFault when it hangs."""
         last_turn, num_unchanged = 0, 0

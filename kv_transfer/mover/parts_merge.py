@@ -28,6 +28,7 @@ from typing import NamedTuple
 from baton.engine.runner import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.machine import Machine
+from baton.runner.blocks.block_digests import DIGEST_MODULUS
 from kv_transfer.backends.base import PeerGone
 from kv_transfer.mover.merge_values import (
     MERGE_TABLE,
@@ -58,7 +59,6 @@ from kv_transfer.piece_plan import ReadRange
 
 SUB_READS = 1 << 48
 """The ids of sub-reads begin here, in both directions, so that they are no read's of the node."""
-_DIGESTS = 1 << 64
 
 
 class _Pair(NamedTuple):
@@ -94,7 +94,7 @@ class _Connecting:
 class _Digest:
     """The digest of a sub-block."""
 
-    waiting: int
+    waiting: int = 0
     """How many sub-reads have not delivered their share."""
     total: int = 0
 
@@ -256,36 +256,37 @@ class PartsMerge:
             gone = PeerGone(f"{incarnation} is not connected")
             return [Deliver(ReadFailed(read_id, gone.cause, str(gone)))]
         read = _Read(read_id, peer, Machine(f"read {read_id}", MergeState.READING, MERGE_TABLE))
+        digested = self._digested_blocks(peer, ranges, frozenset(to_digest), digest_parts)
         effects: list[MergeEffect] = []
         for pair, groups in peer.pairs.items():
-            theirs = ranges if groups is None else [r for r in ranges if r.group in groups]
+            theirs = [r for r in ranges if groups is None or r.group in groups]
             if theirs or not ranges:
                 sub_read = next(self._numbers) * (-1 if read_id < 0 else 1)
                 read.sub_reads[sub_read] = pair.part
-                effects.append(ReadPart(pair.part, sub_read, pair.agent, theirs, to_digest, digest_parts))
+                wanted = [block for group, blocks in digested.items() if group in (groups or ()) for block in blocks]
+                for block in wanted:
+                    read.digests.setdefault(block, _Digest()).waiting += 1
+                effects.append(ReadPart(pair.part, sub_read, pair.agent, theirs, wanted, digest_parts))
         if not effects:
             return [Deliver(ReadFailed(read_id, TransferCause.REFUSED, f"{incarnation} has none of these layers"))]
         read.waiting = set(read.sub_reads)
-        self._expect_digests(read, ranges, frozenset(to_digest), digest_parts)
         peer.reads += 1
         self._reads[read_id] = read
         self._sub_reads.update(dict.fromkeys(read.sub_reads, read))
         return effects
 
-    def _expect_digests(
-        self, read: _Read, ranges: Sequence[ReadRange], wanted: frozenset[int], digest_parts: int
-    ) -> None:
-        """Note how many sub-reads bring a share of each digest."""
-        peer, layout = read.peer, self._layout
-        if not wanted or layout is None:
-            return
-        their_size = peer.node.parts[0].block_size or layout.block_size
-        each = digest_parts // max(1, layout.block_size // their_size)
-        shares = Counter(group for groups in peer.pairs.values() for group in groups or ())
-        for r in ranges:
-            for block in range(r.local_block * each, (r.local_block + r.count) * each):
-                if block in wanted and shares[r.group]:
-                    read.digests[block] = _Digest(shares[r.group])
+    def _digested_blocks(
+        self, peer: _Peer, ranges: Sequence[ReadRange], wanted: frozenset[int], digest_parts: int
+    ) -> dict[int, list[int]]:
+        """The local sub-blocks of these ranges whose digests are wanted, by their group of layers."""
+        found: defaultdict[int, list[int]] = defaultdict(list)
+        if wanted and self._layout is not None:
+            block_size = self._layout.block_size
+            each = digest_parts // max(1, block_size // (peer.node.parts[0].block_size or block_size))
+            for r in ranges:
+                span = range(r.local_block * each, (r.local_block + r.count) * each)
+                found[r.group] += [block for block in span if block in wanted]
+        return found
 
     def cancel(self, read_id: int) -> list[MergeEffect]:
         """Start no more of a read; an unknown one changes nothing."""
@@ -379,7 +380,7 @@ class PartsMerge:
             if digest is None:
                 continue
             digest.waiting -= 1
-            digest.total = (digest.total + share) % _DIGESTS
+            digest.total = (digest.total + share) % DIGEST_MODULUS
             if not digest.waiting:
                 complete[block] = digest.total
                 del read.digests[block]
@@ -418,5 +419,5 @@ class PartsMerge:
         if fill.failure is not None:
             return [Deliver(FillFailed(fill.fill_id, fill.failure))]
         keys = set.intersection(*(set(shares) for shares in fill.shares))
-        sums = {key: sum(shares[key] for shares in fill.shares) % _DIGESTS for key in sorted(keys)}
+        sums = {key: sum(shares[key] for shares in fill.shares) % DIGEST_MODULUS for key in sorted(keys)}
         return [Deliver(BlockFilled(fill.fill_id, sums))]

@@ -41,8 +41,8 @@ class BlockDigests(Protocol):
 
 _log = logging.getLogger(__name__)
 
+DIGEST_MODULUS = 1 << 64
 _COPIED_AT_ONCE = 16
-_MASK = (1 << 64) - 1
 _SHORT = 240
 """Up to this size XXH3 uses other algorithms, which the kernels do not implement."""
 
@@ -64,7 +64,7 @@ def block_digests(memory: KVMemory) -> BlockDigests:
 def digest_of(block: memoryview | bytes, rows: SubBlockRows, index: int = 0) -> int:
     """The digest of a block's sub-block `index`, which has these rows, by the xxhash package."""
     found = zip(rows.layers, rows.gather(block, index), strict=True)
-    return sum(_weight(layer) * xxhash.xxh3_64_intdigest(content) for layer, content in found) & _MASK
+    return sum(_weight(layer) * xxhash.xxh3_64_intdigest(content) for layer, content in found) % DIGEST_MODULUS
 
 
 def digested_rows(memory: KVMemory, division: Division) -> SubBlockRows:

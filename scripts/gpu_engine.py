@@ -1,5 +1,7 @@
 """Measures a runner on a GPU, without a scheduler, with and without CUDA graphs. It takes some minutes.
 
+With `--stages N` it measures only what it costs that a model is in stages, all on the one GPU.
+
 With `--sharing` it measures only what it brings that rows attend together to blocks that they share, in attention alone
 and in decode steps. Both are computed with and without, and the results are compared.
 
@@ -29,6 +31,8 @@ from baton.runner.backends.cuda.shared_splits import find_shared_splits
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.remote_stages.first_stage import FirstStage
+from baton.runner.remote_stages.stages_here import start_on
 from tests.support.runner_driver import RunnerDriver
 
 LLAMA: dict[str, Any] = {
@@ -55,7 +59,9 @@ CALLS = 10
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sharing", action="store_true", help="only requests that share a prefix")
-    only_sharing = parser.parse_args().sharing
+    parser.add_argument("--stages", type=int, help="only so many stages on this GPU, beside one process, in turns")
+    arguments = parser.parse_args()
+    only_sharing, num_stages = arguments.sharing, arguments.stages
     print(
         f"{torch.cuda.get_device_name()}, Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
@@ -64,6 +70,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         write_random_model(Path(directory), LLAMA, 0, "bfloat16")
         runner = load_runner(Path(directory), dtype="bfloat16", num_blocks=12000, device="cuda")
+        if num_stages:
+            _compare_stages(Path(directory), runner, num_stages)
+            return
     for path in runner.model.compute_paths:
         print(f"{path.part + ':':12}{path.runs} {path.why_not_faster}")
     print(f"bit-exact:  {'yes' if runner.model.bit_exact else runner.model.bit_exact_reason}")
@@ -80,14 +89,38 @@ def main() -> None:
     _decode(runner, "without graphs")
 
 
+def _compare_stages(directory: Path, alone: TorchModelRunner, count: int) -> None:
+    """What it takes that stages hand rows on: all are on one GPU, so that they compute no faster than one process."""
+
+    def start_here(model_dir: Path, count: int, num_threads: int, where: torch.device) -> FirstStage:
+        return start_on([str(where)] * (count - 1), model_dir, num_threads)
+
+    divided = load_runner(
+        directory,
+        dtype="bfloat16",
+        num_blocks=12000,
+        device="cuda",
+        pipeline_parallel=count,
+        start_stages=start_here,
+    )
+    print(f"stages: {divided.model.compute_paths[-1].runs}; bit-exact: {divided.model.bit_exact}")
+    for turn in range(2):
+        for name, runner in (("one process", alone), (f"{count} stages", divided)):
+            for tokens in PROMPTS:
+                seconds = sorted(_prefill(runner, prompt) for prompt in _prompts(4, tokens))
+                print(f"turn {turn}: prefill {tokens}, {name}: {seconds[0] * 1e3:.1f} ms at best", flush=True)
+            _decode(runner, f"turn {turn}, {name}", (1, 16, 64))
+    divided.close()
+
+
 def _prefill(runner: TorchModelRunner, prompt: list[int]) -> float:
     driver = RunnerDriver(runner)
     driver.add("prompt", prompt, SamplingParams(temperature=0.0, max_tokens=1))
     return _timed_step(driver, {"prompt": len(prompt)})
 
 
-def _decode(runner: TorchModelRunner, name: str) -> None:
-    for batch in BATCHES:
+def _decode(runner: TorchModelRunner, name: str, batches: Sequence[int] = BATCHES) -> None:
+    for batch in batches:
         driver = RunnerDriver(runner)
         for number, prompt in enumerate(_prompts(batch, CONTEXT)):
             driver.add(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=40))

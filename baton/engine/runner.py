@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.errors import BatonError
-from baton.messages.node_report import ComputePath
+from baton.messages.node_report import ComputePath, RankReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +250,8 @@ class ModelRunner(Protocol):
         """Compute one step. A failure of one request is reported in `failed`, never raised. Raises RunnerLost."""
         ...
 
-    @property
-    def rank_pids(self) -> Sequence[int]:
-        """The process ids of the ranks beside this process, in order; empty where it computes alone."""
+    def rank_reports(self) -> Sequence[RankReport]:
+        """Reports on the processes that compute the model, this one first; empty where it computes alone."""
         ...
 
     def on_lost(self, callback: Callable[[str], None]) -> None:

@@ -173,6 +173,8 @@ class RankReport:
     cpu_s: float = 0.0
     """Processor time of all its threads."""
     num_threads: int = 0
+    host: str = ""
+    """The address of its host; empty: the node's own."""
 
 
 @dataclass(frozen=True, slots=True)

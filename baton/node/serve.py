@@ -32,7 +32,7 @@ from baton.node.name_claim import Asks, require_first, start_number
 from baton.node.outbox import Outbox
 from baton.node.reports.event_log import EventLog
 from baton.node.reports.figures import ComputedTotals, engine_figures
-from baton.node.reports.ranks import rank_figures, rank_reports
+from baton.node.reports.ranks import rank_figures
 from baton.node.reports.reports import node_record
 from baton.node.role import NodeRole, RoleContext
 from baton.node.runner_spec import scheduler_config
@@ -211,7 +211,7 @@ class Node:
             self._trace(cleanup),
             self._runner.model.compute_paths,
             self._gave_up,
-            self._runner.rank_pids,
+            self._runner.rank_reports,
         )
         for servicer in (NodeServicer(service), *role.servicers):
             servicer.add_to_server(rpc.server)
@@ -261,7 +261,7 @@ class Node:
         labels = {"model_name": self._runner.model.name, "node": self._config.node_id, "role": self._config.role}
         figures = engine_figures(self._latest.stats, self._latest.step_times)
         computed = self._computed.figures(self._latest.stats)
-        ranks = rank_figures(rank_reports(self._runner.rank_pids))
+        ranks = rank_figures(self._runner.rank_reports())
         return render([*figures, *computed, *self.role.figures(), *ranks, *process_figures()], labels)
 
     async def _drain(self, service: NodeService, stop: NodeStop) -> None:

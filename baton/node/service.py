@@ -41,7 +41,7 @@ from baton.messages.node import (
     Submit,
     WatchKVCache,
 )
-from baton.messages.node_report import ComputePath, NodeReport, OpenHandoff, TraceEvent, TraceStep
+from baton.messages.node_report import ComputePath, NodeReport, OpenHandoff, RankReport, TraceEvent, TraceStep
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempt_spans import AttemptSpans
 from baton.node.attempts.attempts import Attempt, AttemptBook
@@ -54,7 +54,6 @@ from baton.node.prefix_cache_reset import forget_cached_blocks
 from baton.node.reports.deltas import request_delta, split_by_size
 from baton.node.reports.event_log import EventLog
 from baton.node.reports.kv_cache_updates import kv_cache_updates
-from baton.node.reports.ranks import rank_reports
 from baton.node.reports.reports import handoff_notice, load_report, step_figures
 from baton.node.reports.step_log import StepLog
 from baton.node.role import NodeRole
@@ -82,17 +81,17 @@ class NodeService:
         spans: AttemptSpans | None = None,
         compute_paths: Sequence[ComputePath] = (),
         gave_up: str = "",
-        rank_pids: Sequence[int] = (),
+        ranks: Callable[[], Sequence[RankReport]] = tuple,
     ) -> None:
         """`orphan_grace_s`: how long attempts outlive their router's stream, and are kept when they have ended.
 
         `on_drain` and `on_set_role` ask the process to end, or to start again in another role. `spans` traces attempts;
         None: none are traced. `gave_up`: what the drain of the incarnation before left behind, for operators.
-        `rank_pids`: the processes that compute the model beside this one.
+        `ranks` reports on the processes that compute the model.
         """
         self._description = description
         self._compute_paths = compute_paths
-        self._rank_pids = rank_pids
+        self._ranks = ranks
         self._watch = current_watch.get()
         self._role = role
         self._driver = driver
@@ -128,7 +127,7 @@ class NodeService:
             self._waiting_by_reason,
             handoff,
             self._compute_paths,
-            rank_reports(self._rank_pids),
+            self._ranks(),
         )
 
     def open_port(self, router_id: str, router_incarnation: str = "", keeps: Sequence[AttemptKey] = ()) -> Port:

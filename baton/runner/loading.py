@@ -148,10 +148,14 @@ def _check_ranks(tensor_parallel: int, pipeline_parallel: int, where: torch.devi
             f"{stages.stage.count} hosts compute a model in as many stages, one each, and not in {pipeline_parallel}: "
             f"give --pp {stages.stage.count}"
         )
-    if tensor_parallel > 1 and (stages is not None or where.type != "cpu"):
+    if tensor_parallel > 1 and where.type != "cpu":
+        # Parts of cuBLAS's products by columns have other bits than the whole ones (decision 43).
         raise ConfigError(
-            "on GPUs and across hosts a model can be divided in stages (--pp), each of one rank so far; leave --tp out"
+            "on a GPU --tp would give other tokens than one rank, since products by columns have other bits there; "
+            "leave it out, and divide the model in stages (--pp)"
         )
+    if tensor_parallel > 1 and stages is not None:
+        raise ConfigError("across hosts a model can be divided in stages, each of one rank so far; leave --tp out")
 
 
 def _start_first_rank(spec: RankSpec, loaded: LoadedModel, start_ranks: StartRanks) -> FirstRank:

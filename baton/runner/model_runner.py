@@ -12,6 +12,7 @@ import numpy.typing as npt
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, RemotePart
 from baton.errors import InvalidRequest
+from baton.messages.node_report import RankReport
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
 from baton.runner.execution.embedding import embedding_of
@@ -76,9 +77,8 @@ class TorchModelRunner:
     def num_host_blocks(self) -> int:
         return self._host.num_blocks
 
-    @property
-    def rank_pids(self) -> Sequence[int]:
-        return () if self._leader is None else self._leader.followers.pids
+    def rank_reports(self) -> Sequence[RankReport]:
+        return () if self._leader is None else self._leader.rank_reports()
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Call `callback` with the reason, from any thread, once one of the other ranks is lost."""

@@ -17,6 +17,7 @@ import xxhash
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, RemotePart
 from baton.engine.sequences.beam_search import BeamSearch
+from baton.messages.node_report import RankReport
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.embedding import embedding_of_number
@@ -209,8 +210,7 @@ class SimulatedRunner:
     def remote_parts(self) -> Sequence[RemotePart]:
         return ()
 
-    @property
-    def rank_pids(self) -> Sequence[int]:
+    def rank_reports(self) -> Sequence[RankReport]:
         return ()
 
     def on_lost(self, callback: Callable[[str], None]) -> None:

@@ -20,13 +20,13 @@ def main(text: str) -> int:
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     what = json.loads(text)
-    connections = [socket.socket(fileno=descriptor) for descriptor in what["descriptors"]]
+    down, up, moves = (socket.socket(fileno=descriptor) for descriptor in what["descriptors"])
     # Imported only now, since torch and transformers take seconds.
     from baton.runner.backends.cpu.kernels.errors import RankLost
     from baton.runner.remote_stages.stage_links import StageLinks
     from baton.stage.running import run_stage
 
-    links = StageLinks("the first stage", *connections)
+    links = StageLinks("the first stage", down, up, moves)
     try:
         run_stage(links, Path(what["model_dir"]), what["num_threads"], what["device"])
     except RankLost:

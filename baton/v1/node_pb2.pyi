@@ -469,7 +469,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, node: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReport, _Mapping]] = ..., waiting_by_reason: _Optional[_Mapping[str, int]] = ..., compute_paths: _Optional[_Iterable[_Union[ComputePath, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ...) -> None: ...
 
 class RankReport(_message.Message):
-    __slots__ = ("rank", "pid", "is_up", "resident_bytes", "shared_bytes", "cpu_s", "num_threads")
+    __slots__ = ("rank", "pid", "is_up", "resident_bytes", "shared_bytes", "cpu_s", "num_threads", "host")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     IS_UP_FIELD_NUMBER: _ClassVar[int]
@@ -477,6 +477,7 @@ class RankReport(_message.Message):
     SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
     CPU_S_FIELD_NUMBER: _ClassVar[int]
     NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     rank: int
     pid: int
     is_up: bool
@@ -484,7 +485,8 @@ class RankReport(_message.Message):
     shared_bytes: int
     cpu_s: float
     num_threads: int
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., is_up: _Optional[bool] = ..., resident_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., cpu_s: _Optional[float] = ..., num_threads: _Optional[int] = ...) -> None: ...
+    host: str
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., is_up: _Optional[bool] = ..., resident_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., cpu_s: _Optional[float] = ..., num_threads: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class ComputePath(_message.Message):
     __slots__ = ("part", "runs", "why_not_faster")

@@ -89,10 +89,11 @@ class StageListener:
                     _log.info("waits for this node's other hosts", missing=missing, port=self.port)
                     said = missing
                 self._changed.wait()
-            arrived = [self._arriving.pop(rank) for rank in range(1, num_hosts)]
+            arrived = [self._arriving.pop(rank).connections for rank in range(1, num_hosts)]
+        addresses = [_address_of(each["up"]) for each in arrived]
         return [
-            StageLinks(f"stage {rank} at {_address_of(each.connections['up'])}", **each.connections)
-            for rank, each in enumerate(arrived, 1)
+            StageLinks(f"stage {rank} at {address}", each["down"], each["up"], each["moves"], address)
+            for rank, (each, address) in enumerate(zip(arrived, addresses, strict=True), 1)
         ]
 
     def close(self) -> None:
@@ -220,7 +221,7 @@ class FirstHost:
             for connection in connections.values():
                 connection.close()
             raise
-        return StageLinks("the first host", **connections)
+        return StageLinks("the first host", connections["down"], connections["up"], connections["moves"])
 
     def _open(self, kind: str, token: str) -> socket.socket:
         connection = socket.create_connection((self.host, self.port), timeout=HELLO_S)

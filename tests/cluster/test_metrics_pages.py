@@ -19,7 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.errors import InvalidRequest, TransferCause
 from baton.messages.generation import GenerateRequest
+from baton.messages.node_report import RankReport
 from baton.observe.metrics import render
+from baton.observe.rank_reports import rank_reports
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
 from baton.wire.server.event_loop import RpcEventLoop
@@ -199,9 +201,8 @@ def parse_metrics(text: str) -> dict[str, Metric]:
 class RunnerOfTwoRanks(SimulatedRunner):
     """Its second rank is this process, too."""
 
-    @property
-    def rank_pids(self) -> Sequence[int]:
-        return (os.getpid(),)
+    def rank_reports(self) -> Sequence[RankReport]:
+        return rank_reports([os.getpid()])
 
 
 def make_runner(node_id: str) -> SimulatedRunner:

@@ -47,7 +47,7 @@ class Runners:
         return runner
 
     def lose_ranks(self, node_id: str) -> None:
-        first_rank = self.made[node_id]._first_rank
+        first_rank = self.made[node_id]._leader
         assert first_rank is not None
         assert isinstance(first_rank.followers, FakeRankGroup)
         first_rank.followers.lose("rank 1 was ended by a test")

@@ -65,7 +65,7 @@ class RealRanked:
         self._monkeypatch = monkeypatch
 
     def lose(self, reason: str) -> None:
-        first_rank = self.runner._first_rank
+        first_rank = self.runner._leader
         assert first_rank is not None
         first_rank.followers.lose(reason)
 

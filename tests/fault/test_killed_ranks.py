@@ -34,7 +34,7 @@ import sys
 from pathlib import Path
 from baton.runner.loading import load_runner
 runner = load_runner(Path(sys.argv[1]), dtype="float32", num_blocks=16, tensor_parallel=2)
-print(*runner._first_rank.followers.pids, flush=True)
+print(*runner._leader.followers.pids, flush=True)
 sys.stdin.read()
 """
 
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pids_of(runner: TorchModelRunner) -> list[int]:
-    first_rank = runner._first_rank
+    first_rank = runner._leader
     assert first_rank is not None
     assert isinstance(first_rank.followers, RankGroup)
     return first_rank.followers.pids

@@ -106,7 +106,7 @@ def compute(
     assert len({token for tokens in run.tokens[0].values() for token in tokens}) > 20
     engine.close()
     run.num_preemptions = engine.make_stats().num_preemptions
-    run.kv = runner._transformer.kv_cache.view(torch.uint8).numpy().tobytes()
+    run.kv = runner._transformer.kv_cache.view(torch.uint8).cpu().numpy().tobytes()
     return run
 
 

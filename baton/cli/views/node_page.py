@@ -98,6 +98,7 @@ def _computed_by(report: NodeReport) -> list[Field]:
 
 
 def _ranks(ranks: Sequence[RankReport]) -> list[str]:
+    on_hosts = any(one.host for one in ranks)
     rows = [
         [
             str(one.rank),
@@ -107,10 +108,12 @@ def _ranks(ranks: Sequence[RankReport]) -> list[str]:
             size(one.shared_bytes),
             duration(one.cpu_s),
             str(one.num_threads),
+            *([one.host or "-"] if on_hosts else []),
         ]
         for one in ranks
     ]
-    return table_lines(["RANK", "PID", "UP", "MEMORY", "SHARED", "CPU", "THREADS"], rows)
+    columns = ["RANK", "PID", "UP", "MEMORY", "SHARED", "CPU", "THREADS", *(["HOST"] if on_hosts else [])]
+    return table_lines(columns, rows)
 
 
 def _kv_cache(report: NodeReport) -> list[Field]:

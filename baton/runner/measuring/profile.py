@@ -8,6 +8,7 @@ from typing import cast
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, ModelRunner, RemotePart
+from baton.messages.node_report import RankReport
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.timed_operations import StepSplit, TimedOperations
 from baton.runner.spec import TorchSpec
@@ -61,9 +62,8 @@ class TimedRunner:
     def remote_parts(self) -> Sequence[RemotePart]:
         return self._runner.remote_parts
 
-    @property
-    def rank_pids(self) -> Sequence[int]:
-        return self._runner.rank_pids
+    def rank_reports(self) -> Sequence[RankReport]:
+        return self._runner.rank_reports()
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         self._runner.on_lost(callback)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from baton.engine.batch import SchedulerOutput
 from baton.engine.runner import RemotePart
-from baton.messages.node_report import ComputePath
+from baton.messages.node_report import ComputePath, RankReport
+from baton.observe.rank_reports import rank_reports
 from baton.runner.backends.cpu.kernels.barrier import Barrier
 from baton.runner.backends.ranks.shared_memory import SharedMemory
 from baton.runner.model.weights import LoadedModel
@@ -69,6 +70,9 @@ class FirstRank:
     @property
     def remote_parts(self) -> Sequence[RemotePart]:
         return ()
+
+    def rank_reports(self) -> Sequence[RankReport]:
+        return rank_reports(self.followers.pids)
 
     def announce_copies(self, decided: SchedulerOutput) -> None:
         """The KV cache is one memory of all ranks, in which the first one copies."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from baton.engine.batch import SchedulerOutput
 from baton.engine.runner import RemotePart
+from baton.messages.node_report import RankReport
 from baton.runner.ranks.following_ranks import FollowingRanks
 
 
@@ -21,6 +22,10 @@ class RankLeader(Protocol):
     @property
     def remote_parts(self) -> Sequence[RemotePart]:
         """The parts of the KV cache that the others have; empty if they share one."""
+        ...
+
+    def rank_reports(self) -> Sequence[RankReport]:
+        """Reports on this process and the others, in order; empty if they are no processes."""
         ...
 
     def announce_copies(self, decided: SchedulerOutput) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import socket
 import threading
@@ -18,15 +19,17 @@ from dataclasses import dataclass, field, replace
 from baton.engine.batch import SchedulerOutput
 from baton.engine.runner import RemotePart
 from baton.errors import ConfigError
-from baton.messages.node_report import ComputePath
+from baton.messages.node_report import ComputePath, RankReport
+from baton.observe.rank_reports import rank_report
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.model.stage import Stage, StageReport
 from baton.runner.remote_stages.frames import MISSED_HEARTBEATS, Frame, FrameKind, FrameReader, FrameWriter
 from baton.runner.remote_stages.stage_links import StageLinks
 from baton.runner.remote_stages.stage_process import StageProcess
-from baton.runner.remote_stages.stage_spec import StageReady, StageSpec, StepCopies
+from baton.runner.remote_stages.stage_spec import StageReady, StageSpec, StepCopies, figures_from_json
 
 _MOST_TEXT = 4096
+_SAID_ITSELF = "has failed"
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ class _OtherStage:
     answers: queue.SimpleQueue[Frame | None] = field(default_factory=queue.SimpleQueue)
     """Its answers while it loads; None: it is lost."""
     thread: threading.Thread | None = None
+    figures: RankReport | None = None
+    """What it said last of its process."""
 
 
 class FirstStage:
@@ -124,7 +129,8 @@ class FirstStage:
     @property
     def path(self) -> ComputePath:
         """What computes beside this process, for operators."""
-        return ComputePath("stages", f"{self.stage.count} stages with memories of their own")
+        names = ", ".join(other.links.name for other in self._others)
+        return ComputePath("stages", f"{self.stage.count} with KV caches of their own: this process, {names}")
 
     # What steps need.
 
@@ -165,6 +171,17 @@ class FirstStage:
     @property
     def pids(self) -> Sequence[int]:
         return [other.process.pid for other in self._others if other.process is not None]
+
+    def rank_reports(self) -> Sequence[RankReport]:
+        """Reports on this process and those of the other stages, as each has said last."""
+        others = [
+            rank_report(index, other.process.pid)
+            if other.process is not None
+            else other.figures or RankReport(index, 0, is_up=False, host=other.links.host)
+            for index, other in enumerate(self._others, 1)
+        ]
+        is_lost = bool(self.why_lost)
+        return [rank_report(0, os.getpid()), *(replace(one, is_up=one.is_up and not is_lost) for one in others)]
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         with self._lock:
@@ -240,10 +257,18 @@ class FirstStage:
                     case FrameKind.RESULTS if is_last:
                         self.results.append(frame.payload)
                         self._news_end.send(b"\0")
+                    case FrameKind.FIGURES:
+                        other.figures = figures_from_json(frame.payload, index, other.links.host)
                     case FrameKind.FAILED:
-                        raise RankLost(f"has failed: {frame.payload[:_MOST_TEXT].decode(errors='replace')}")
+                        raise RankLost(f"{_SAID_ITSELF}: {frame.payload[:_MOST_TEXT].decode(errors='replace')}")
                     case _:
                         raise RankLost(f"sent {frame.kind.name}, which only the first stage sends")
-        except (RankLost, OSError) as error:
-            ended = other.process.how_it_ended() if other.process is not None else ""
-            self.lose(f"{other.links.name} {ended or error}")
+        except (RankLost, OSError, ValueError) as error:
+            self.lose(_who_and_why(other, str(error)))
+
+
+def _who_and_why(other: _OtherStage, why: str) -> str:
+    if other.process is None:
+        return f"{other.links.name} {why}"
+    ended = "" if why.startswith(_SAID_ITSELF) else other.process.how_it_ended()
+    return f"{other.links.name} (process {other.process.pid}) {ended or why}"

@@ -54,6 +54,8 @@ class FrameKind(enum.IntEnum):
     """The rows between two stages: from a stage, and to the next one."""
     RESULTS = 10
     """From the last stage: logits, and hidden states if they are wanted."""
+    FIGURES = 12
+    """From a stage: how its process is (`RankReport`), every few seconds."""
     CLEAR = 11
     """To a stage: how many of the first blocks are to be filled with zeros."""
 

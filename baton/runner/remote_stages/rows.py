@@ -8,9 +8,14 @@ import torch
 
 
 def bytes_of(rows: torch.Tensor) -> memoryview:
-    """A copy of the rows' bytes, in the host's memory."""
+    """A copy of the rows' bytes, in the host's memory.
+
+    On return a GPU has computed all that was started before, also where there are no rows (see `on_host`).
+    """
     if rows.device.type == "cpu":
         rows = rows.clone(memory_format=torch.contiguous_format)
+    elif rows.numel() == 0:
+        torch.cuda.current_stream(rows.device).synchronize()
     data: npt.NDArray[np.uint8] = rows.cpu().contiguous().view(torch.uint8).numpy().reshape(-1)
     return data.data
 

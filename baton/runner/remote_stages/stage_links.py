@@ -21,15 +21,15 @@ class StageLinks:
     """From the other stage to the first one."""
     moves: socket.socket
     """Between the first stage's and the other stage's transfers of KV blocks; both ways."""
+    host: str = ""
+    """The address of the other end's host; empty: this host."""
 
     @classmethod
     def pair(cls, index: int) -> tuple[StageLinks, StageLinks]:
         """The first stage's end and that of stage `index`, within one machine."""
-        downs, ups, moves = (socket.socketpair() for _ in range(3))
-        ends = zip(downs, ups, moves, strict=True)
-        names = (f"stage {index}", "the first stage")
-        first, other = (cls(name, *end) for name, end in zip(names, ends, strict=True))
-        return first, other
+        downs, ups, moves = socket.socketpair(), socket.socketpair(), socket.socketpair()
+        first = cls(f"stage {index}", downs[0], ups[0], moves[0])
+        return first, cls("the first stage", downs[1], ups[1], moves[1])
 
     @property
     def sockets(self) -> tuple[socket.socket, socket.socket, socket.socket]:

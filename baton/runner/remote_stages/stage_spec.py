@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from baton.engine.batch import BlockCopy, SchedulerOutput
+from baton.messages.node_report import RankReport
 from baton.runner.model.stage import Stage
 from baton.runner.spec import CacheSpec
 
@@ -73,6 +74,29 @@ class StageReady:
             return cls(**_object(text))
         except TypeError as error:
             raise ValueError(f"it sent something else than that it is ready ({error})") from error
+
+
+def figures_to_json(report: RankReport) -> bytes:
+    """What a stage says of its process."""
+    return json.dumps(asdict(report)).encode()
+
+
+def figures_from_json(text: bytes | bytearray, rank: int, host: str) -> RankReport:
+    """The report that `figures_to_json` wrote, of the rank on that host. Raises ValueError."""
+    try:
+        read = RankReport(**_object(text))
+        return RankReport(
+            rank,
+            int(read.pid),
+            bool(read.is_up),
+            int(read.resident_bytes),
+            int(read.shared_bytes),
+            float(read.cpu_s),
+            int(read.num_threads),
+            host,
+        )
+    except TypeError as error:
+        raise ValueError(f"it sent something else than figures ({error})") from error
 
 
 @dataclass(frozen=True, slots=True)

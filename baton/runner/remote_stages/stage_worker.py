@@ -15,6 +15,7 @@ import torch
 
 from baton.engine.runner import KVMemory
 from baton.errors import BatonError, ConfigError
+from baton.observe.rank_reports import rank_report
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError, RankLost
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
@@ -29,10 +30,11 @@ from baton.runner.ranks.micro_batch import MicroBatch, Task, read_numbers
 from baton.runner.remote_stages.frames import MISSED_HEARTBEATS, Frame, FrameKind, FrameReader, FrameWriter
 from baton.runner.remote_stages.rows import bytes_of, tensor_of
 from baton.runner.remote_stages.stage_links import StageLinks
-from baton.runner.remote_stages.stage_spec import StageReady, StageSpec, StepCopies
+from baton.runner.remote_stages.stage_spec import StageReady, StageSpec, StepCopies, figures_to_json
 
 _MOST_FRAMES = 64
 """The most frames that wait for being computed."""
+_FIGURES_EVERY_S = 5.0
 
 
 class StageWorker:
@@ -50,6 +52,7 @@ class StageWorker:
         self._writer = FrameWriter(links.up, "to-first-stage", self._lost)
         self._frames: queue.Queue[Frame | RankLost] = queue.Queue(_MOST_FRAMES)
         """What has arrived. It arrives while the stage computes, too."""
+        self._ended = threading.Event()
         threading.Thread(target=self._listen, name="baton-from-first-stage", daemon=True).start()
         self._transformer: Transformer
 
@@ -93,6 +96,7 @@ class StageWorker:
         numerics = numerics_of(loaded, self._operations, self._transformer)
         self._writer.send(FrameKind.READY, StageReady(numerics, weight_bytes, os.getpid()).to_json())
         self._reader.silence_allowed = MISSED_HEARTBEATS
+        threading.Thread(target=self._tell_figures, name="baton-stage-figures", daemon=True).start()
 
     def exchange(self, own: StageReport) -> list[StageReport]:
         self._writer.send(FrameKind.REPORT, own.to_json())
@@ -131,6 +135,7 @@ class StageWorker:
 
     def close(self) -> None:
         """Send what was said, and cut the connections; idempotent."""
+        self._ended.set()
         self._writer.close()
         self._links.cut()
 
@@ -154,6 +159,11 @@ class StageWorker:
             self._transformer.copy_blocks(
                 [copy.source for copy in copies.blocks_to_copy], [copy.destination for copy in copies.blocks_to_copy]
             )
+
+    def _tell_figures(self) -> None:
+        while not self._ended.is_set():
+            self._writer.send(FrameKind.FIGURES, figures_to_json(rank_report(self.stage.index, os.getpid())))
+            self._ended.wait(_FIGURES_EVERY_S)
 
     def _next(self) -> Frame:
         found = self._frames.get()

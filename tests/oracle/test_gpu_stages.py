@@ -1,0 +1,98 @@
+"""On a GPU: a model in stages gives the bits of one process. All stages are on one GPU here, as they would be on many.
+
+Each stage behind the first is a process of its own, with its own part of the KV cache.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from baton.engine.request import Request
+from baton.engine.runner import RunnerLost
+from baton.errors import ConfigError
+from baton.messages.sampling import SamplingParams
+from baton.runner.execution.step_thread import StepThread
+from baton.runner.loading import load_runner
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner
+from baton.runner.remote_stages.first_stage import FirstStage
+from baton.runner.remote_stages.stages_here import start_on
+from tests.oracle.test_ranks_exact import Run, compute
+from tests.oracle.test_token_exact import make_engine
+from tests.support.tiny_models import TINY_MODELS
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.timeout(300),
+]
+
+
+def start_on_one_gpu(model_dir: Path, count: int, num_threads: int, first_device: torch.device) -> FirstStage:
+    return start_on([str(first_device)] * (count - 1), model_dir, num_threads)
+
+
+@contextmanager
+def on_gpu(directory: Path, count: int, **settings: Any) -> Iterator[TorchModelRunner]:
+    made: dict[str, Any] = {"block_size": 16, "num_blocks": 64, "device": DEVICE, "start_stages": start_on_one_gpu}
+    runner = load_runner(directory, pipeline_parallel=count, **(made | settings))
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def run_of(runner: TorchModelRunner, *, ahead: bool) -> Run:
+    sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=24, repetition_penalty=1.1)
+    return compute(runner, sampling, StepThread() if ahead else None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3", "gpt2"])
+def test_stages_on_a_gpu_give_the_bits_of_one_process(tmp_path: Path, name: str, dtype: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
+    with on_gpu(tmp_path, 1, dtype=dtype) as alone:
+        expected = run_of(alone, ahead=False)
+        numerics, layout = alone.model.numerics, alone.layout
+        num_replays = 0 if alone._transformer.decode_graphs is None else alone._transformer.decode_graphs.num_replays
+    with on_gpu(tmp_path, 2, dtype=dtype) as divided:
+        computed = run_of(divided, ahead=False)
+        assert computed.tokens == expected.tokens
+        assert np.array_equal(np.concatenate(computed.logits), np.concatenate(expected.logits))
+        assert (divided.model.numerics, divided.layout) == (numerics, layout)
+        assert divided.model.bit_exact
+        assert divided.memory.kind == "VRAM"
+        graphs = divided._transformer.decode_graphs
+        # The first stage's decode steps are graphs where the whole model's are.
+        assert (graphs is not None and graphs.num_replays > 0) == (num_replays > 0)
+        assert run_of(divided, ahead=True).tokens == expected.tokens
+
+
+def test_a_stage_on_a_gpu_that_is_killed_is_noticed(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
+    with on_gpu(tmp_path, 2, dtype="float32") as runner:
+        engine = make_engine(runner)
+        engine.add_request(Request("first", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        engine.step()
+        os.kill(runner.rank_reports()[1].pid, signal.SIGKILL)
+        engine.add_request(Request("later", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        with pytest.raises(RunnerLost, match="stage 1 was ended by SIGKILL"):
+            engine.step()
+
+
+def test_more_stages_than_gpus_are_refused(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
+    there = torch.cuda.device_count()
+    if there < 3:  # the model has three layers
+        with pytest.raises(ConfigError, match=f"3 stages need 3 GPUs from cuda:0 on, and this machine has {there}"):
+            load_runner(tmp_path, num_blocks=64, device=DEVICE, pipeline_parallel=3)

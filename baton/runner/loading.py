@@ -80,7 +80,8 @@ def load_runner(
         attention.register()
         layers.register()
         whole = choose_operations(num_threads, where) if operations is None else operations
-        loaded = load_model_for(whole, model_dir, dtype, where, quantization, dequantize=dequantize)
+        in_parts = tensor_parallel * pipeline_parallel > 1
+        loaded = load_model_for(whole, model_dir, dtype, where, quantization, dequantize=dequantize, in_parts=in_parts)
         drafting = LoadedDraftModel.load(draft, loaded, whole, block_size, num_threads) if draft is not None else None
         cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
         if drafting is not None:

@@ -10,9 +10,9 @@ from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Activation, Operations
-from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
 from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.backends.weight_rows import Weight, read_weight
 
 
 class CompiledOperations:
@@ -32,14 +32,14 @@ class CompiledOperations:
     def program(self, dtype: torch.dtype) -> Program:
         return kernels.Program(dtype, self.num_threads)
 
-    def pack(self, *weights: torch.Tensor | NarrowWeight) -> Packed:
-        return kernels.pack(*weights)
+    def pack(self, *weights: Weight) -> Packed:
+        return kernels.pack(*map(read_weight, weights))
 
-    def pack_own(self, *weights: torch.Tensor | NarrowWeight) -> Packed:
+    def pack_own(self, *weights: Weight) -> Packed:
         return self.pack(*weights)
 
-    def pack_gated(self, gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight) -> Packed:
-        return kernels.pack_gated(gate, up)
+    def pack_gated(self, gate: Weight, up: Weight) -> Packed:
+        return kernels.pack_gated(read_weight(gate), read_weight(up))
 
     def take_rows(self, weight: Packed, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return kernels.take_rows(weight, index, dtype, threads=self.num_threads)

@@ -12,8 +12,8 @@ import torch
 
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.program import Program
-from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.ranks.ranks import Ranks
+from baton.runner.backends.weight_rows import Weight
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -39,7 +39,7 @@ class Operations(Protocol):
         """An empty program of these operations, or None where operations can only be called one by one."""
         ...
 
-    def pack(self, *weights: torch.Tensor | NarrowWeight) -> Any:
+    def pack(self, *weights: Weight) -> Any:
         """Prepare weights [N_i, K], stacked over their outputs, for `linear`; the arguments are not kept.
 
         Quantised weights stay as small as they are, and may differ in format. Raises a BatonError for one whose groups
@@ -47,11 +47,11 @@ class Operations(Protocol):
         """
         ...
 
-    def pack_own(self, *weights: torch.Tensor | NarrowWeight) -> Any:
+    def pack_own(self, *weights: Weight) -> Any:
         """Prepare what this rank has of stacked weights, for a `linear` whose result is not gathered from all ranks."""
         ...
 
-    def pack_gated(self, gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight) -> Any:
+    def pack_gated(self, gate: Weight, up: Weight) -> Any:
         """Prepare two weights [N, K] of one kind for `gated_linear`; the arguments are not kept."""
         ...
 

@@ -19,6 +19,7 @@ from baton.runner.backends.operations import Activation
 from baton.runner.backends.quantized_product import narrow_product
 from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.ranks.ranks import ONE_RANK
+from baton.runner.backends.weight_rows import Weight, read_weight
 
 Array = npt.NDArray[np.float32]
 
@@ -56,12 +57,13 @@ def _array(tensor: torch.Tensor) -> Array:
     return np.ascontiguousarray(tensor.detach().to(torch.float32).numpy())
 
 
-def pack(*weights: torch.Tensor | NarrowWeight) -> PackedWeight | PackedStack:
-    tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
-    if len(tensors) == len(weights):
+def pack(*weights: Weight) -> PackedWeight | PackedStack:
+    read = [read_weight(weight) for weight in weights]
+    tensors = [weight for weight in read if isinstance(weight, torch.Tensor)]
+    if len(tensors) == len(read):
         return PackedWeight(np.concatenate([_array(weight) for weight in tensors]), tensors[0].dtype)
     parts = (
-        PackedWeight(_array(weight), weight.dtype) if isinstance(weight, torch.Tensor) else weight for weight in weights
+        PackedWeight(_array(weight), weight.dtype) if isinstance(weight, torch.Tensor) else weight for weight in read
     )
     return PackedStack(tuple(parts))
 
@@ -69,7 +71,7 @@ def pack(*weights: torch.Tensor | NarrowWeight) -> PackedWeight | PackedStack:
 pack_own = pack
 
 
-def pack_gated(gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight) -> PackedWeight | PackedStack:
+def pack_gated(gate: Weight, up: Weight) -> PackedWeight | PackedStack:
     return pack(gate, up)
 
 

@@ -22,6 +22,7 @@ from baton.runner.backends.operations import Activation
 from baton.runner.backends.quantized_product import block_of, narrow_product, require_float8_groups
 from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
 from baton.runner.backends.ranks.ranks import ONE_RANK
+from baton.runner.backends.weight_rows import Weight, read_weight
 
 ROWS_PER_CALL = (8, 16, 32, 64, 128)
 """The numbers of rows that the check at start tries, in this order."""
@@ -105,23 +106,22 @@ class TorchOperations:
     def program(self, dtype: torch.dtype) -> None:
         """Returns None: these operations have no programs."""
 
-    def pack(self, *weights: torch.Tensor | NarrowWeight) -> TorchWeight | TorchStack:
-        tensors = [weight.detach() for weight in weights if isinstance(weight, torch.Tensor)]
-        if len(tensors) == len(weights):
+    def pack(self, *weights: Weight) -> TorchWeight | TorchStack:
+        parts = tuple(map(read_weight, weights))
+        tensors = [weight.detach() for weight in parts if isinstance(weight, torch.Tensor)]
+        if len(tensors) == len(parts):
             return TorchWeight(torch.cat(tensors))
-        for weight in weights:
+        for weight in parts:
             if isinstance(weight, QuantizedWeight):
                 block_of(weight.group)
             elif isinstance(weight, Float8Weight):
                 require_float8_groups(weight)
-        return TorchStack(weights)
+        return TorchStack(parts)
 
-    def pack_own(self, *weights: torch.Tensor | NarrowWeight) -> TorchWeight | TorchStack:
+    def pack_own(self, *weights: Weight) -> TorchWeight | TorchStack:
         return self.pack(*weights)
 
-    def pack_gated(
-        self, gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight
-    ) -> TorchWeight | TorchStack:
+    def pack_gated(self, gate: Weight, up: Weight) -> TorchWeight | TorchStack:
         return self.pack(gate, up)
 
     def take_rows(

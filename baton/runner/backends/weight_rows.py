@@ -1,20 +1,30 @@
-"""Some of the outputs of a weight, plain or quantised."""
+"""The weights that operations pack: plain, quantised or still in their file, and some of their outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
 from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
+from baton.runner.backends.weight_on_file import WeightOnFile
+
+ReadWeight: TypeAlias = torch.Tensor | NarrowWeight
+"""A weight in memory."""
+Weight: TypeAlias = ReadWeight | WeightOnFile
+"""What operations pack."""
 
 
-def rows_in(
-    weights: Sequence[torch.Tensor | NarrowWeight], ranges: Sequence[range]
-) -> list[torch.Tensor | NarrowWeight]:
+def read_weight(weight: Weight) -> ReadWeight:
+    """Read a weight that is still in its file."""
+    return weight.read() if isinstance(weight, WeightOnFile) else weight
+
+
+def rows_in(weights: Sequence[Weight], ranges: Sequence[range]) -> list[Weight]:
     """The rows in these ranges of stacked weights [N_i, K]."""
-    taken: list[torch.Tensor | NarrowWeight] = []
+    taken: list[Weight] = []
     start = 0
     for weight in weights:
         stop = start + weight.shape[0]
@@ -24,10 +34,12 @@ def rows_in(
     return taken
 
 
-def rows_of(weight: torch.Tensor | NarrowWeight, first: int, stop: int) -> torch.Tensor | NarrowWeight:
+def rows_of(weight: Weight, first: int, stop: int) -> Weight:
     """The rows `first` to before `stop` of a weight [N, K], which share its memory."""
     if isinstance(weight, torch.Tensor):
         return weight[first:stop]
+    if isinstance(weight, WeightOnFile):
+        return weight.rows(first, stop)
     if isinstance(weight, Float8Weight):
         return Float8Weight(weight.codes[first:stop], weight.scales[first:stop], weight.group)
 

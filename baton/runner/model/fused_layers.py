@@ -14,9 +14,8 @@ from torch import nn
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Activation, Operations
-from baton.runner.backends.weight_rows import rows_in
+from baton.runner.backends.weight_rows import Weight, rows_in
 from baton.runner.model.attention import Attend, AttentionParameters, PagedAttention, of_own_heads
-from baton.runner.model.quantized_layers import Weight
 
 
 class FusedNorm(nn.Module):

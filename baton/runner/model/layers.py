@@ -8,7 +8,7 @@ missed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.quantized_weight import NarrowWeight
-from baton.runner.model.quantized_layers import (
-    QuantizedEmbedding,
-    QuantizedLinear,
-    Weight,
+from baton.runner.backends.weight_rows import Weight
+from baton.runner.model.recognition import children_of, gated_activation
+from baton.runner.model.stored_layers import (
+    StoredEmbedding,
+    StoredLinear,
     halves_of,
     held_experts,
     read_packed,
 )
-from baton.runner.model.recognition import children_of, gated_activation
 from baton.runner.model.weight_plan import is_experts
 
 EXPERTS_NAME = "baton_experts"
@@ -200,7 +199,7 @@ class PackedExperts:
         delattr(module, name)
         return packed
 
-    def _pack_held(self, weights: list[NarrowWeight], gated: bool) -> Any:
+    def _pack_held(self, weights: Sequence[Weight], gated: bool) -> Any:
         if gated:
             gate, up = weights if len(weights) == 2 else halves_of(weights[0])
             return self._operations.pack_gated(gate, up)
@@ -276,9 +275,9 @@ def replace_products(
     head = head_of(module)
     for parent, name, child in children_of(module):
         out_dtype = torch.float32 if child is head else None
-        if isinstance(child, QuantizedLinear):
+        if isinstance(child, StoredLinear):
             shared = id(child.stored)
-            packed = PackedLinear(operations, child.quantized(), child.bias, child.dtype, out_dtype)
+            packed = PackedLinear(operations, child.held(), child.bias, child.dtype, out_dtype)
         elif isinstance(child, nn.Linear | Conv1D):
             shared = child.weight.data_ptr()
             weight = child.weight.detach().T.contiguous() if isinstance(child, Conv1D) else child.weight.detach()
@@ -290,7 +289,7 @@ def replace_products(
             setattr(tied[0], tied[1], PackedEmbedding(packed))
         release(child)
     for parent, name, child in children_of(module):
-        if isinstance(child, QuantizedEmbedding):  # one that the head does not share
+        if isinstance(child, StoredEmbedding):  # one that the head does not share
             packed = PackedLinear(operations, read_packed(child.stored), None, child.dtype)
             setattr(parent, name, PackedEmbedding(packed))
     for part in module.modules():
@@ -325,7 +324,7 @@ def _embeddings(module: nn.Module) -> dict[int, tuple[nn.Module, str]]:
     found = {}
     for parent in module.modules():
         for name, part in parent.named_children():
-            if isinstance(part, QuantizedEmbedding):
+            if isinstance(part, StoredEmbedding):
                 found[id(part.stored)] = (parent, name)
             elif type(part) is nn.Embedding:
                 found[part.weight.data_ptr()] = (parent, name)

@@ -16,11 +16,11 @@ from torch import nn
 
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.torch_operations import activate, rms_norm
+from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.attention import AttentionParameters, EchoAttention, heads_in
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
-from baton.runner.model.quantized_layers import (
-    QuantizedLinear,
-    Weight,
+from baton.runner.model.stored_layers import (
+    StoredLinear,
     forget_weights,
     halves_of,
     weight_of,
@@ -92,7 +92,7 @@ def children_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]
 
 def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Generator) -> FusedNorm | None:
     if isinstance(child, nn.Linear):
-        return None  # a quantised one would be read from its file by the next line
+        return None  # one that is in its file would be read by the next line
     weight = getattr(child, "weight", None)
     eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
     if list(child.children()) or not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not eps:
@@ -124,7 +124,7 @@ def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -
 
 def _like_input(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """Input x in the dtype and on the device of a layer's weight, which is not read for that."""
-    return x.to(linear.dtype) if isinstance(linear, QuantizedLinear) else x.to(linear.weight)
+    return x.to(linear.device, linear.dtype) if isinstance(linear, StoredLinear) else x.to(linear.weight)
 
 
 def _activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:

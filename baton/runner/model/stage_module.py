@@ -14,8 +14,8 @@ from torch import nn
 
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.layers import head_of
-from baton.runner.model.quantized_layers import QuantizedEmbedding
 from baton.runner.model.stage import Stage
+from baton.runner.model.stored_layers import StoredEmbedding
 
 
 class OtherLayer(nn.Module):
@@ -106,7 +106,7 @@ class StageModule:
 
 
 def _width_of(embedding: nn.Module) -> int:
-    weight = embedding.stored if isinstance(embedding, QuantizedEmbedding) else embedding.weight
+    weight = embedding.stored if isinstance(embedding, StoredEmbedding) else embedding.weight
     return int(weight.shape[1])  # type: ignore[index]
 
 

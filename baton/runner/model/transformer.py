@@ -33,10 +33,10 @@ from baton.runner.model.layer_groups import group_layers
 from baton.runner.model.layers import ProductWatch, head_of, replace_products
 from baton.runner.model.mapped_files import MappedFiles
 from baton.runner.model.quantization.stored_weight import UnusableWeight
-from baton.runner.model.quantized_layers import widths_of
 from baton.runner.model.recognition import fuse
 from baton.runner.model.stage import ONE_STAGE, LayerReport, Stage, StageReport, Stages
 from baton.runner.model.stage_module import StageModule
+from baton.runner.model.stored_layers import widths_of
 from baton.runner.model.weights import DTYPES, LoadedModel
 from baton.runner.spec import CacheSpec
 

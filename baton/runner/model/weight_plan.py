@@ -1,6 +1,6 @@
-"""Decides for every quantised weight of a checkpoint which part of the model holds it.
+"""Decides for every weight of a checkpoint that stays in its file until it is packed which part of the model holds it.
 
-Linear layers, experts and embeddings hold it as it is (quantized_layers.py). For any other part, and for a weight that
+Linear layers, experts and embeddings hold it as it is (stored_layers.py). For any other part, and for a weight that
 has no packed form, transformers' loader gets it dequantised, one tensor after the other. The decision is made on a
 module without memory (on torch's meta device), so a checkpoint that does not fit its config.json is refused before
 anything is allocated. transformers' own quantizers play no part (docs/decisions/0027).
@@ -18,14 +18,14 @@ from torch import nn
 
 from baton.runner.model.checkpoint_names import CheckpointNames, in_natural_order
 from baton.runner.model.quantization.stored_weight import CheckpointTensor, StoredWeight, UnusableWeight
-from baton.runner.model.quantized_layers import QuantizedEmbedding, QuantizedLinear, hold_experts
+from baton.runner.model.stored_layers import StoredEmbedding, StoredLinear, hold_experts
 
 _MOST_LACKING = 1 << 27
 """How many numbers a checkpoint may lack until the loader, which allocates them first, names what is missing."""
 
 
 class DequantizedTensor:
-    """A quantised weight as transformers' loader takes it: read and dequantised when it is sliced."""
+    """A weight as transformers' loader takes it: read and dequantised when it is sliced."""
 
     def __init__(self, stored: StoredWeight, is_transposed: bool = False) -> None:
         self._stored = stored
@@ -38,13 +38,15 @@ class DequantizedTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """Which parts of a module hold which quantised weights, by the parts' paths, and what the loader gets."""
+    """Which parts of a module hold which weights, by the parts' paths, and what the loader gets."""
 
     linears: dict[str, StoredWeight] = field(default_factory=dict)
     embeddings: dict[str, StoredWeight] = field(default_factory=dict)
     experts: dict[str, dict[str, list[list[StoredWeight]]]] = field(default_factory=dict)
     loaded: dict[str, Any] = field(default_factory=dict)
     """Plain and dequantised tensors by their names in the checkpoint."""
+    plain_dtypes: set[str] = field(default_factory=set)
+    """The dtypes of plain tensors, as safetensors names them."""
 
     @property
     def held(self) -> list[StoredWeight]:
@@ -58,13 +60,13 @@ class WeightPlan:
         ]
         return list({id(stored): stored for stored in [*self.linears.values(), *experts]}.values())
 
-    def install(self, module: Any, dtype: torch.dtype) -> None:
-        """Put the parts that hold quantised weights into a module that has no memory yet."""
+    def install(self, module: Any, dtype: torch.dtype, device: torch.device) -> None:
+        """Put the parts that hold weights into a module that has no memory yet; they compute on this device."""
         for path, stored in self.linears.items():
             linear = module.get_submodule(path)
-            module.set_submodule(path, QuantizedLinear(stored, linear.bias, dtype))
+            module.set_submodule(path, StoredLinear(stored, linear.bias, dtype, device))
         for path, stored in self.embeddings.items():
-            module.set_submodule(path, QuantizedEmbedding(stored, dtype))
+            module.set_submodule(path, StoredEmbedding(stored, dtype))
         for path, weights in self.experts.items():
             hold_experts(module.get_submodule(path), weights)
         held = {f"{path}.weight" for path in (*self.linears, *self.embeddings)}
@@ -76,11 +78,22 @@ class WeightPlan:
 def plan_weights(
     skeleton: Any, names: CheckpointNames, weights: Mapping[str, StoredWeight], plain: Mapping[str, CheckpointTensor]
 ) -> WeightPlan:
-    """Decide where the quantised `weights` and the `plain` tensors of a checkpoint belong.
+    """Decide where `weights` that stay in their files and the `plain` tensors of a checkpoint belong.
 
     `skeleton` is the model on the meta device. Raises UnusableWeight for weights that don't fit it.
     """
     return _Planner(skeleton, names, weights, plain).plan()
+
+
+def check_shapes(names: CheckpointNames, plain: Mapping[str, CheckpointTensor]) -> None:
+    """Raise UnusableWeight for a plain tensor of another shape than config.json asks for."""
+    for name, tensor in plain.items():
+        key, pattern = names.parameter_of(name)
+        parameter = names.parameters.get(key)
+        if parameter is not None and pattern is None and tuple(parameter.shape) != tensor.shape:
+            raise UnusableWeight(
+                f"{name} has the shape {list(tensor.shape)}, and config.json asks for {list(parameter.shape)}"
+            )
 
 
 def check_size(skeleton: Any, shapes: Iterable[tuple[int, ...]]) -> None:
@@ -105,13 +118,11 @@ class _Planner:
         self._skeleton = skeleton
         self._names = names
         self._weights = weights
-        self._plain = plain
         self._plan = WeightPlan(loaded=dict(plain))
         self._stored_keys = {names.parameter_of(name)[0] for name in (*weights, *plain)}
         """The parameters that have a tensor in the checkpoint."""
 
     def plan(self) -> WeightPlan:
-        self._check_plain()
         stacked: dict[str, dict[str, list[str]]] = {}
         for name, stored in self._weights.items():
             key, pattern = self._names.parameter_of(name)
@@ -124,16 +135,6 @@ class _Planner:
                 for name in (name for found in sources.values() for name in found):
                     self._plan.loaded[name] = DequantizedTensor(self._weights[name])
         return self._plan
-
-    def _check_plain(self) -> None:
-        """Raise UnusableWeight for a plain tensor of another shape than config.json asks for."""
-        for name, tensor in self._plain.items():
-            key, pattern = self._names.parameter_of(name)
-            parameter = self._names.parameters.get(key)
-            if parameter is not None and pattern is None and tuple(parameter.shape) != tensor.shape:
-                raise UnusableWeight(
-                    f"{name} has the shape {list(tensor.shape)}, and config.json asks for {list(parameter.shape)}"
-                )
 
     def _place(self, name: str, key: str, stored: StoredWeight) -> None:
         """Let the part with this parameter hold the weight, or the loader get the weight dequantised."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.config_numbers import check_file_numbers, check_numbers
 from baton.runner.model.layers import EXPERTS_NAME
 from baton.runner.model.mapped_files import DuplicateTensor, TensorOnFile, tensors_on_file
+from baton.runner.model.plain_on_file import dequantized_on_file, weights_on_file
 from baton.runner.model.quantization.formats import format_of
 from baton.runner.model.quantization.quantize import GROUP, Quantization
-from baton.runner.model.quantization.stored_weight import UnusableWeight, WeightFormat, stored_weights
+from baton.runner.model.quantization.stored_weight import StoredWeight, UnusableWeight, WeightFormat, stored_weights
 from baton.runner.model.quantize_at_load import weights_to_quantize
-from baton.runner.model.weight_plan import WeightPlan, check_size, plan_weights
+from baton.runner.model.weight_plan import WeightPlan, check_shapes, check_size, plan_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -108,6 +109,7 @@ def load_model_for(
     quantization: Quantization | None,
     *,
     dequantize: bool = False,
+    in_parts: bool = False,
 ) -> LoadedModel:
     """Load a model directory as `load_model` does, with quantised weights made plain if operations don't pack them.
 
@@ -117,7 +119,8 @@ def load_model_for(
         raise ConfigError(
             f"{quantization} weights can't be computed by {operations.numerics()}; leave quantization out"
         )
-    return load_model(directory, dtype, device, quantization, dequantize=dequantize or not operations.packs_quantized)
+    dequantize = dequantize or not operations.packs_quantized
+    return load_model(directory, dtype, device, quantization, dequantize=dequantize, in_parts=in_parts)
 
 
 def load_model(
@@ -127,11 +130,13 @@ def load_model(
     quantization: Quantization | None = None,
     *,
     dequantize: bool = False,
+    in_parts: bool = False,
 ) -> LoadedModel:
     """Load a model directory; `dtype` is auto, float32 or bfloat16.
 
     `quantization`: quantise plain weights; `dequantize`: make quantised ones plain. Otherwise they are for
-    operations that pack them as they are. Raises ConfigError (one line: what, and how to fix it) for a directory
+    operations that pack them as they are. `in_parts`: for a rank, which packs some of each weight; until then all stay
+    in their files. Raises ConfigError (one line: what, and how to fix it) for a directory
     that is missing, incomplete, corrupt, pickled or of an architecture or a format that can't run here. Never
     reaches for the network and runs no code from the directory.
     """
@@ -155,10 +160,12 @@ def load_model(
         with tensors_on_file(checkpoint.weight_files) as tensors:
             if not 0 < config.num_hidden_layers <= len(tensors):
                 raise UnusableWeight(f"{config.num_hidden_layers} layers can't be made of {len(tensors)} tensors")
-            plan = _plan(model_class, config, tensors, weight_format, quantization, dequantize)
+            plan = _plan(
+                model_class, config, tensors, weight_format, quantization, dequantize, DTYPES[dtype], device, in_parts
+            )
             _check_types(plan)
             _warn_of_lost_bits(plan, directory, dtype)
-            module, info = _class_with(plan, model_class, DTYPES[dtype]).from_pretrained(
+            module, info = _class_with(plan, model_class, DTYPES[dtype], device).from_pretrained(
                 None,
                 config=config,
                 state_dict=plan.loaded,
@@ -212,28 +219,45 @@ def _plan(
     weight_format: WeightFormat | None,
     quantization: Quantization | None,
     dequantize: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    in_parts: bool,
 ) -> WeightPlan:
     """Decide where the weights of a checkpoint belong; raises UnusableWeight."""
     skeleton = _skeleton(model_class, config)
     names = CheckpointNames(skeleton)
-    if weight_format is None:
-        check_size(skeleton, (tensor.shape for tensor in tensors.values()))
+    weights: dict[str, StoredWeight] = {}
+    experts: dict[str, list[list[StoredWeight]]] = {}
+    plain: Mapping[str, TensorOnFile] = tensors
+    if weight_format is not None:
+        weights, used = stored_weights(weight_format, tensors, dequantize)
+        plain = _without(tensors, used)
+        if dequantize:
+            weights = {name: replace(stored, packed_bytes=None) for name, stored in weights.items()}
+    sizes = [*(stored.shape for stored in weights.values()), *(tensor.shape for tensor in plain.values())]
+    check_size(skeleton, sizes)
+    check_shapes(names, plain)
     if quantization is not None:
-        chosen = weights_to_quantize(skeleton, names, tensors, quantization)
-        plain = {name: tensor for name, tensor in tensors.items() if name not in chosen.tensors}
-        plan = plan_weights(skeleton, names, chosen.weights, plain)
-        for key, experts in chosen.experts.items():
-            path, _, leaf = key.rpartition(".")
-            plan.experts.setdefault(path, {})[leaf] = experts
-        return plan
-    if weight_format is None:
-        return plan_weights(skeleton, names, {}, tensors)
-    weights, used = stored_weights(weight_format, tensors, dequantize)
-    plain = {name: tensor for name, tensor in tensors.items() if name not in used}
-    check_size(skeleton, [*(stored.shape for stored in weights.values()), *(tensor.shape for tensor in plain.values())])
-    if dequantize:
-        weights = {name: replace(stored, packed_bytes=None) for name, stored in weights.items()}
-    return plan_weights(skeleton, names, weights, plain)
+        chosen = weights_to_quantize(skeleton, names, plain, quantization)
+        weights, experts, plain = chosen.weights, chosen.experts, _without(plain, chosen.tensors)
+    dtypes = {tensor.dtype for tensor in plain.values()}
+    if in_parts:
+        left = weights_on_file(skeleton, names, plain, dtype, device)
+        weights = {
+            name: dequantized_on_file(stored, dtype, device) if stored.packed_bytes is None else stored
+            for name, stored in weights.items()
+        }
+        weights, experts, plain = weights | left.weights, experts | left.experts, _without(plain, left.tensors)
+    plan = plan_weights(skeleton, names, weights, plain)
+    for key, of_experts in experts.items():
+        path, _, leaf = key.rpartition(".")
+        plan.experts.setdefault(path, {})[leaf] = of_experts
+    plan.plain_dtypes.update(dtypes)
+    return plan
+
+
+def _without(tensors: Mapping[str, TensorOnFile], names: Collection[str]) -> dict[str, TensorOnFile]:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
 def _check_types(plan: WeightPlan) -> None:
@@ -244,16 +268,15 @@ def _check_types(plan: WeightPlan) -> None:
 
 def _warn_of_lost_bits(plan: WeightPlan, directory: Path, dtype: str) -> None:
     """Log that plain weights in float16 are rounded to bfloat16, if they are."""
-    found = (tensor for tensor in plan.loaded.values() if isinstance(tensor, TensorOnFile))
-    if dtype == "bfloat16" and any(tensor.dtype == "F16" for tensor in found):
+    if dtype == "bfloat16" and "F16" in plan.plain_dtypes:
         _log.warning(
             "%s holds float16, with 11 significant bits; it is computed in bfloat16, with 8: --dtype float32 keeps all",
             directory,
         )
 
 
-def _class_with(plan: WeightPlan, model_class: Any, dtype: torch.dtype) -> Any:
-    """The class of the model, whose instances have the parts that hold quantised weights from the start.
+def _class_with(plan: WeightPlan, model_class: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The class of the model, whose instances have the parts that hold weights from the start.
 
     Otherwise transformers would allocate plain weights for them.
     """
@@ -262,7 +285,7 @@ def _class_with(plan: WeightPlan, model_class: Any, dtype: torch.dtype) -> Any:
 
     def build(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
         model_class.__init__(self, config, *arguments, **named)
-        plan.install(self, dtype)
+        plan.install(self, dtype, device)
 
     # Name and module are the model's, since transformers looks its table of conversions up by them.
     return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
@@ -277,8 +300,9 @@ def _weights(
     dtype: str,
 ) -> ModelWeights:
     plain_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    plain_bytes += sum(stored.packed_bytes or 0 for stored in plan.held if stored.is_plain)
     treatment = quantization or ("dequantized" if dequantize and weight_format is not None else "")
-    held = plan.held
+    held = [stored for stored in plan.held if not stored.is_plain]
     if not held:
         description = "" if weight_format is None else f"{weight_format.description}, dequantised to {dtype}"
         return ModelWeights(treatment, description, plain_bytes)

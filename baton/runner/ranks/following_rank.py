@@ -43,6 +43,7 @@ class FollowingRank:
             CPU,
             spec.quantization,
             dequantize=spec.dequantize,
+            in_parts=True,
         )
 
     def follow(self, on_loaded: Callable[[], None] = lambda: None) -> None:

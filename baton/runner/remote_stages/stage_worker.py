@@ -77,7 +77,13 @@ class StageWorker:
         self.stage = spec.stage
         self._operations = choose_operations(self._num_threads, device)
         loaded = load_model_for(
-            self._operations, self._model_dir, spec.dtype, device, spec.quantization, dequantize=spec.dequantize
+            self._operations,
+            self._model_dir,
+            spec.dtype,
+            device,
+            spec.quantization,
+            dequantize=spec.dequantize,
+            in_parts=True,
         )
         if loaded.fingerprint != spec.fingerprint:
             raise ConfigError(

@@ -23,13 +23,13 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
-from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.torch_operations import TorchOperations, TorchStack, TorchWeight
+from baton.runner.backends.weight_rows import Weight
 from baton.runner.loading import load_runner
 from baton.runner.model import weights
 from baton.runner.model.layers import PackedLinear
-from baton.runner.model.quantized_layers import QuantizedLinear
 from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stored_layers import StoredLinear
 from baton.runner.model_runner import TorchModelRunner
 from kv_transfer.layout import LayoutFingerprint, layout_mismatch
 from tests.support.quantized_models import (
@@ -52,7 +52,7 @@ class CountingOperations(TorchOperations):
         super().__init__(1)
         self.num_packed = 0
 
-    def pack(self, *weights: torch.Tensor | NarrowWeight) -> TorchWeight | TorchStack:
+    def pack(self, *weights: Weight) -> TorchWeight | TorchStack:
         self.num_packed += sum(not isinstance(weight, torch.Tensor) for weight in weights)
         return super().pack(*weights)
 
@@ -64,9 +64,9 @@ class CountingReadLayers(TorchOperations):
         super().__init__(1)
         self.most = 0
 
-    def pack(self, *weights: torch.Tensor | NarrowWeight) -> TorchWeight | TorchStack:
-        layers = [each for each in gc.get_objects() if type(each) is QuantizedLinear]
-        self.most = max(self.most, sum(layer._quantized is not None for layer in layers))
+    def pack(self, *weights: Weight) -> TorchWeight | TorchStack:
+        layers = [each for each in gc.get_objects() if type(each) is StoredLinear]
+        self.most = max(self.most, sum(layer._held is not None for layer in layers))
         return super().pack(*weights)
 
 

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ from baton.runner.model.gguf.convert import convert
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import row_quantum
 from baton.runner.model.weights import load_model, resolve_dtype
+from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import CacheSpec
+from baton.testing.fake_rank_group import FakeRankGroup
 from tests.support.gguf_models import random_module, write_module
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
@@ -401,6 +404,41 @@ def test_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path, archit
     assert weights > 100 << 20  # many times what one layer needs on its way
     # 1.08 to 1.14 with memory to convert one layer and what earlier tests left in the allocator; a copy gives 2.
     assert _status("VmHWM") - before < 1.3 * (weights + runner.memory.num_bytes)
+
+
+@pytest.mark.parametrize(("architecture", "num_layers"), [("qwen2", 16), ("qwen3_moe", 9)])
+def test_ranks_have_their_parts_of_the_weights_while_they_are_loaded(
+    tmp_path: Path, architecture: str, num_layers: int
+) -> None:
+    """The first rank has none before the others start, and then all together have each weight once."""
+    growth: list[int] = []
+
+    def load_in_parts(name: str, before: int = 0) -> TorchModelRunner:
+        def start(*arguments: Any) -> FakeRankGroup:
+            growth.append(_status("VmHWM") - before)
+            return FakeRankGroup(*arguments)
+
+        ranks = {"tensor_parallel": 2, "pipeline_parallel": 2, "num_threads": 4}
+        return load_runner(tmp_path / name, dtype="float32", num_blocks=16, start_ranks=start, **ranks)
+
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512}
+    write_random_model(tmp_path / "tiny", TINY_MODELS[architecture], 0)
+    load_in_parts("tiny").close()
+    large = {**TINY_MODELS[architecture], **shape, "num_hidden_layers": num_layers}
+    write_random_model(tmp_path / "large", large, 0, "bfloat16")
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    runner = load_in_parts("large", before)
+    growth.append(_status("VmHWM") - before)
+    runner.close()
+    weights = 2 * (tmp_path / "large/model.safetensors").stat().st_size
+    assert weights > 100 << 20
+    # A tensor of each rank, and the pages of the file around it, are a constant.
+    assert growth[-2] < 16 << 20
+    # Ranks that read all columns or all layers give 2.
+    assert growth[-1] < 1.1 * (weights + runner.memory.num_bytes) + 4 * (16 << 20)
 
 
 def test_quantised_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path) -> None:

@@ -14,12 +14,11 @@ import torch
 from baton.runner.backends.cpu.kernels import Packed
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.operations import Activation
-from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.ranks.host_ranks import HostRanks
 from baton.runner.backends.ranks.shard import columns_of_ranks
 from baton.runner.backends.sharded.sharded_program import ShardedProgram
 from baton.runner.backends.sharded.sharded_weight import ShardedWeight
-from baton.runner.backends.weight_rows import rows_in, rows_of
+from baton.runner.backends.weight_rows import Weight, rows_in, rows_of
 
 
 class ShardedOperations:
@@ -43,13 +42,13 @@ class ShardedOperations:
     def program(self, dtype: torch.dtype) -> ShardedProgram:
         return ShardedProgram(dtype, self._inner.num_threads, self.ranks)
 
-    def pack(self, *weights: torch.Tensor | NarrowWeight) -> ShardedWeight:
+    def pack(self, *weights: Weight) -> ShardedWeight:
         """Pack this rank's columns of the stacked weights."""
         num_columns = sum(weight.shape[0] for weight in weights)
         own = rows_in(weights, [self.ranks.shard.columns(num_columns)])
         return self._sharded(num_columns, weights[0].shape[1], own, self._inner.pack)
 
-    def pack_gated(self, gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight) -> ShardedWeight:
+    def pack_gated(self, gate: Weight, up: Weight) -> ShardedWeight:
         num_columns = gate.shape[0]
         columns = self.ranks.shard.columns(num_columns)
         own = [rows_of(weight, columns.start, columns.stop) for weight in (gate, up)] if columns else []
@@ -91,9 +90,7 @@ class ShardedOperations:
             own = self._inner.gated_linear(x, weight.own, activation=activation)
         return self.ranks.gather(own, weight.widths)
 
-    def _sharded(
-        self, num_columns: int, k: int, own: Sequence[torch.Tensor | NarrowWeight], pack: Callable[..., Packed]
-    ) -> ShardedWeight:
+    def _sharded(self, num_columns: int, k: int, own: Sequence[Weight], pack: Callable[..., Packed]) -> ShardedWeight:
         columns = columns_of_ranks(num_columns, self.ranks.shard.size)
         return ShardedWeight(
             own=pack(*own) if own else None,

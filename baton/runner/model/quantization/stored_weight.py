@@ -1,4 +1,4 @@
-"""A quantised weight that is still in its file: what readers of checkpoints make, and the layers of a model hold."""
+"""A weight that is still in its file: what readers of checkpoints make, and the layers of a model hold."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from baton.runner.backends.quantized_weight import NarrowWeight
+from baton.runner.backends.weight_on_file import WeightOnFile
 
 FLOATS = frozenset({"F16", "BF16", "F32"})
 """The dtypes of scales, as safetensors names them."""
@@ -37,14 +38,19 @@ class StoredWeight:
     """A weight [n, k] in a checkpoint. It is read whenever a layer asks for it, so that it takes no memory before."""
 
     shape: tuple[int, int]
-    read: Callable[[], NarrowWeight | torch.Tensor]
-    """Read it: with its scales, or as plain numbers, in float32 [n, k], if they can't be kept apart."""
+    read: Callable[[], NarrowWeight | WeightOnFile | torch.Tensor]
+    """Read it: with its scales, or as plain numbers, in float32 [n, k], if they can't be kept apart. A weight that is
+    plain in its file is not read yet."""
     packed_bytes: int | None
     """Its size in memory after packing. None: it has no packed form, and becomes a plain tensor when it is loaded."""
+    is_plain: bool = False
+    """Whether it is packed as plain numbers."""
 
     def dequantized(self) -> torch.Tensor:
-        """Read it as plain numbers: float32 [n, k]."""
+        """Read it as plain numbers [n, k]: a quantised one in float32, a plain one in the model's dtype."""
         weight = self.read()
+        if isinstance(weight, WeightOnFile):
+            return weight.read()
         return weight if isinstance(weight, torch.Tensor) else weight.dequantized()
 
 

@@ -1,7 +1,7 @@
-"""Stands for the linear layers, embeddings and experts of a model whose weights are quantised, until they are packed.
+"""Stands for the linear layers, embeddings and experts of a model whose weights stay in their files until packed.
 
-Each holds weights that are still in their file. While recognition (recognition.py) compares what parts compute, a
-linear layer computes with its quantised weight as operations do, so that both sides round alike, and packs nothing.
+The weights are quantised ones, and plain ones that a rank packs a part of. While recognition (recognition.py) compares
+what parts compute, a linear layer computes with a quantised weight as operations do, so that both sides round alike.
 """
 
 from __future__ import annotations
@@ -11,54 +11,59 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from baton.runner.backends.quantized_product import narrow_product
 from baton.runner.backends.quantized_weight import NarrowWeight
-from baton.runner.backends.weight_rows import rows_of
+from baton.runner.backends.weight_on_file import WeightOnFile
+from baton.runner.backends.weight_rows import Weight, rows_of
 from baton.runner.model.quantization.stored_weight import StoredWeight
 
-Weight: TypeAlias = torch.Tensor | NarrowWeight
-"""What operations pack."""
 
+class StoredLinear(nn.Linear):
+    """A linear layer whose weight is read, and dequantised, whenever `weight` is asked for."""
 
-class QuantizedLinear(nn.Linear):
-    """A linear layer on a quantised weight, which is dequantised whenever `weight` is read."""
-
-    def __init__(self, stored: StoredWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, stored: StoredWeight, bias: nn.Parameter | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate a weight
         self.out_features, self.in_features = stored.shape
         self.register_parameter("bias", bias)
         self.stored = stored
         self.dtype = dtype
-        self._quantized: NarrowWeight | None = None
+        self.device = device
+        self._held: NarrowWeight | WeightOnFile | None = None
         # transformers would otherwise fill the weight with random numbers.
         self._is_hf_initialized = True
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The weight as plain numbers: [n, k] in the model's dtype."""
-        return self.quantized().dequantized(self.dtype)
+        return _plain(self.held(), self.dtype)
 
-    def quantized(self) -> NarrowWeight:
-        """The weight as its file has it, which stays in memory until `forget`."""
-        if self._quantized is None:
-            self._quantized = read_packed(self.stored)
-        return self._quantized
+    def held(self) -> NarrowWeight | WeightOnFile:
+        """The weight as its file has it: a quantised one stays in memory until `forget`, a plain one in the file."""
+        if self._held is None:
+            self._held = read_packed(self.stored)
+        return self._held
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The product of x [..., k] and the weight transposed, plus the bias: [..., n]."""
-        sums = narrow_product(x.reshape(-1, self.in_features), self.quantized())
+        held = self.held()
+        if isinstance(held, WeightOnFile):
+            return functional.linear(x, held.read(), self.bias)
+        sums = narrow_product(x.reshape(-1, self.in_features), held)
         if self.bias is not None:
             sums = sums + self.bias.float()
         return sums.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def forget(self) -> None:
         """Free the weight; it is read again when it is needed."""
-        self._quantized = None
+        self._held = None
 
 
-class QuantizedEmbedding(nn.Module):
-    """An embedding whose weight is quantised. `replace_products` replaces it before it is called."""
+class StoredEmbedding(nn.Module):
+    """An embedding whose weight is in its file. `replace_products` replaces it before it is called."""
 
     def __init__(self, stored: StoredWeight, dtype: torch.dtype) -> None:
         super().__init__()
@@ -73,30 +78,34 @@ stacked over their outputs (gate and up, or one)."""
 
 
 def hold_experts(module: nn.Module, weights: ExpertWeights) -> None:
-    """Take the parameters that quantised weights replace away from an experts module, and give it these weights."""
+    """Take the parameters that these weights replace away from an experts module, and give it the weights."""
     for name in weights:
         delattr(module, name)
-    object.__setattr__(module, "quantized_experts", weights)
+    object.__setattr__(module, "stored_experts", weights)
     object.__setattr__(module, "_is_hf_initialized", True)
 
 
 def held_experts(module: nn.Module) -> ExpertWeights:
-    """The quantised weights of an experts module; empty if it has none."""
-    held: ExpertWeights = getattr(module, "quantized_experts", {})
+    """The weights of an experts module that are in their files; empty if it has none."""
+    held: ExpertWeights = getattr(module, "stored_experts", {})
     return held
 
 
-def read_packed(stored: StoredWeight) -> NarrowWeight:
-    """Read a weight that can be packed."""
+def read_packed(stored: StoredWeight) -> NarrowWeight | WeightOnFile:
+    """Read a weight that can be packed as it is; a plain one stays in its file."""
     weight = stored.read()
     if isinstance(weight, torch.Tensor):
         raise TypeError("a weight that has no packed form must be loaded as a plain tensor")
     return weight
 
 
+def _plain(weight: NarrowWeight | WeightOnFile, dtype: torch.dtype) -> torch.Tensor:
+    return weight.read() if isinstance(weight, WeightOnFile) else weight.dequantized(dtype)
+
+
 def weight_of(linear: nn.Linear) -> Weight:
     """The weight of a linear layer as operations pack it: with its scales if it is quantised."""
-    return linear.quantized() if isinstance(linear, QuantizedLinear) else linear.weight
+    return linear.held() if isinstance(linear, StoredLinear) else linear.weight
 
 
 def halves_of(weight: Weight) -> tuple[Weight, Weight]:
@@ -106,15 +115,15 @@ def halves_of(weight: Weight) -> tuple[Weight, Weight]:
 
 
 def forget_weights(module: nn.Module) -> None:
-    """Free what the quantised layers in a module have read."""
+    """Free the quantised weights that the layers in a module have read."""
     for part in module.modules():
-        if isinstance(part, QuantizedLinear):
+        if isinstance(part, StoredLinear):
             part.forget()
 
 
 def widths_of(module: nn.Module) -> set[int]:
-    """The widths of the rows that the quantised weights of a module take and give."""
-    shapes = [part.stored.shape for part in module.modules() if isinstance(part, QuantizedLinear | QuantizedEmbedding)]
+    """The widths of the rows that the weights of a module take and give, as far as they are in their files."""
+    shapes = [part.stored.shape for part in module.modules() if isinstance(part, StoredLinear | StoredEmbedding)]
     for part in module.modules():
         shapes += [stored.shape for experts in held_experts(part).values() for expert in experts for stored in expert]
     return {width for shape in shapes for width in shape}

@@ -6,7 +6,8 @@ The ranks are threads of this process: the same code as in processes of their ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
@@ -29,12 +31,15 @@ from baton.runner.backends.sharded.sharded_program import ShardedProgram
 from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
+from baton.runner.model.gguf.convert import convert
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import HiddenAndLogits
 from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import make_engine, make_prompts, run_all
+from tests.support.gguf_models import random_module, write_module
+from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model
 from tests.support.tiny_models import TINY_MODELS
 
 DTYPES = ("float32", "bfloat16")
@@ -166,6 +171,53 @@ def test_quantised_weights_and_caches_have_the_same_bits(tmp_path: Path, name: s
             runs.append(compute(runner, sampling))
     for run in runs[1:]:
         run.check_equal(runs[0])
+
+
+def write_half_in_two_files(directory: Path) -> None:
+    write_random_model(directory, {**TINY_MODELS["gpt2"], "tie_word_embeddings": True}, seed=5)
+    tensors = {name: tensor.half() for name, tensor in load_file(directory / "model.safetensors").items()}
+    (directory / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, name in enumerate(tensors)}
+    for file in set(files.values()):
+        part = {name: tensor for name, tensor in tensors.items() if files[name] == file}
+        save_file(part, directory / file, metadata={"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+def write_gguf_blocks(directory: Path) -> None:
+    module = random_module("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=3, head_dim=64)
+    kinds = {"ffn_up": "Q5_0", "attn_v": "Q6_K"}
+
+    def kind_of(name: str) -> str:
+        return next((kind for part, kind in kinds.items() if part in name), "Q4_K")
+
+    source = write_module(directory.parent / "tiny.gguf", module, kind_of)
+    directory.mkdir()
+    convert(source, directory, lambda _done, _total: None)
+
+
+STORED: Mapping[str, Callable[[Path], object]] = {
+    "float16-in-two-files": write_half_in_two_files,
+    "gguf": write_gguf_blocks,
+    "gptq-int4": lambda directory: write_quantized_model(directory, "mixtral", PACKED_FORMATS["gptq-int4"]),
+    "fp8-block": lambda directory: write_quantized_model(directory, "qwen2", FP8_FORMATS["fp8-block"]),
+}
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+@pytest.mark.parametrize("stored", STORED)
+def test_ranks_read_what_one_process_reads_of_every_kind_of_file(tmp_path: Path, stored: str, dequantize: bool) -> None:
+    """Each rank reads its part of the weights, and not as one process does, for which transformers reads plain ones."""
+    STORED[stored](tmp_path / "model")
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    runs = []
+    models = []
+    for shape in (ALONE, (2, 2)):
+        with loaded(tmp_path / "model", shape, dtype="float32", dequantize=dequantize) as runner:
+            runs.append(compute(runner, sampling))
+            models.append((runner.model.fingerprint, runner.model.numerics, runner.model.compute_paths[0]))
+    runs[1].check_equal(runs[0])
+    assert models[1] == models[0]
 
 
 def test_drafts_and_the_logprobs_of_prompts_are_those_of_one_process(tmp_path: Path) -> None:

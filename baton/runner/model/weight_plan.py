@@ -58,7 +58,8 @@ class WeightPlan:
             for expert in experts
             for stored in expert
         ]
-        return list({id(stored): stored for stored in [*self.linears.values(), *experts]}.values())
+        held = [*self.linears.values(), *self.embeddings.values(), *experts]
+        return list({id(stored): stored for stored in held}.values())
 
     def install(self, module: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Put the parts that hold weights into a module that has no memory yet; they compute on this device."""

@@ -418,8 +418,15 @@ def test_ranks_have_their_parts_of_the_weights_while_they_are_loaded(
             growth.append(_status("VmHWM") - before)
             return FakeRankGroup(*arguments)
 
-        ranks = {"tensor_parallel": 2, "pipeline_parallel": 2, "num_threads": 4}
-        return load_runner(tmp_path / name, dtype="float32", num_blocks=16, start_ranks=start, **ranks)
+        return load_runner(
+            tmp_path / name,
+            dtype="float32",
+            num_blocks=16,
+            num_threads=4,
+            tensor_parallel=2,
+            pipeline_parallel=2,
+            start_ranks=start,
+        )
 
     shape = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512}
     write_random_model(tmp_path / "tiny", TINY_MODELS[architecture], 0)

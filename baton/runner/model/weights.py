@@ -120,6 +120,8 @@ def load_model_for(
             f"{quantization} weights can't be computed by {operations.numerics()}; leave quantization out"
         )
     dequantize = dequantize or not operations.packs_quantized
+    # What a GPU has while it loads in parts was not measured yet.
+    in_parts = in_parts and device.type == "cpu"
     return load_model(directory, dtype, device, quantization, dequantize=dequantize, in_parts=in_parts)
 
 

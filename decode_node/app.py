@@ -23,7 +23,9 @@ from kv_transfer.figures import failure_figures, handshake_figures, probe_figure
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
 from kv_transfer.link.liveness import is_running
 from kv_transfer.mover.mover import Mover
-from kv_transfer.mover.mover_events import MoverEvent
+from kv_transfer.mover.part_mover import DeliverEvent
+from kv_transfer.mover.parts_mover import PartsMover
+from kv_transfer.remote.node_mover import mover_of_node
 
 
 class DecodeRole:
@@ -45,10 +47,13 @@ class DecodeRole:
         # Probes need digests, whatever is wanted for prompts.
         digests = block_digests(runner.memory)
 
-        def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
-            return Mover(
-                lambda: make_backend(context), deliver, context.clock, digests=digests, stall_s=config.kv_stall_s
-            )
+        def make_mover(deliver: DeliverEvent) -> PartsMover:
+            def make_part(deliver: DeliverEvent) -> Mover:
+                return Mover(
+                    lambda: make_backend(context), deliver, context.clock, digests=digests, stall_s=config.kv_stall_s
+                )
+
+            return mover_of_node(runner, context.incarnation, make_part, deliver, context.clock, config.kv_stall_s)
 
         self.intake = Intake(
             identity,
@@ -62,7 +67,7 @@ class DecodeRole:
             vocab_size=runner.model.vocab_size,
             make_channel=context.dialer.channel,
             is_running=partial(is_running, dialer=context.dialer),
-            windows=runner.layout.windows,
+            layout=runner.layout,
         )
         self._connector = IntakeConnector(self.intake, runner.layout, context.post)
         self._senders = KnownSenders(

@@ -38,7 +38,6 @@ from baton.wire.credentials import PLAINTEXT_DIALER
 from decode_node.absent_senders import AbsentSenders
 from decode_node.pair_prober import PairProber
 from decode_node.sender_links import SenderLinks
-from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import LazyInbox
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
@@ -54,7 +53,7 @@ from kv_transfer.link.link_messages import (
 )
 from kv_transfer.link.liveness import IsRunning, PortState, is_running, probe_port
 from kv_transfer.link.refused_links import RefusedLinks
-from kv_transfer.mover.mover import Mover
+from kv_transfer.link.welcome import sender_of
 from kv_transfer.mover.mover_events import (
     BlocksDigested,
     Connected,
@@ -66,6 +65,8 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
+from kv_transfer.mover.part_mover import DeliverEvent
+from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.receiver.block_map import BlockMap
 from kv_transfer.receiver.join_probe import JoinProbes, ProbeTimes
 from kv_transfer.receiver.transfer import TransferBook
@@ -96,7 +97,7 @@ class Intake:
     def __init__(
         self,
         identity: LinkIdentity,
-        make_mover: Callable[[Callable[[MoverEvent], None]], Mover],
+        make_mover: Callable[[DeliverEvent], PartsMover],
         tell_engine: Callable[[KVTransferOutput], None],
         record: Callable[[str, AttemptKey, int, str], None],
         post: Callable[[Callable[[], None]], object],
@@ -110,15 +111,15 @@ class Intake:
         probe_port: Callable[[str], Awaitable[PortState]] = probe_port,
         vocab_size: int = 1 << 32,
         probe_times: ProbeTimes | None = None,
-        windows: Sequence[int | None] = (None,),
+        layout: KVLayout | None = None,
     ) -> None:
         """`make_mover` gets the callable that takes the mover's events. `tell_engine` posts to the engine's inbox.
         `record` writes to the node's event log. `post` runs a callable on the event loop, from any thread.
 
         `digest_every`: the digest of one block in this many is compared with the sender's; 0: of no block.
         `keeps_valid_blocks`: the engine keeps the valid blocks of a failed transfer, and computes the others.
-        `is_running` and `probe_port` tell whether the process of a sender whose link has ended is gone. `windows`: the
-        attention window of each group of layers, for senders with blocks of another size.
+        `is_running` and `probe_port` tell whether the process of a sender whose link has ended is gone. `layout`: of
+        a block; None: it is not known, so senders have blocks of the same size and layers, in one memory.
         """
         self._identity = identity
         self.mover = make_mover(self._deliver)
@@ -155,7 +156,7 @@ class Intake:
             ),
         )
         self._absent = AbsentSenders(self._sender_gone, self._disconnect, probe_port)
-        self._windows = windows
+        self._layout = layout
         self._pools: dict[str, tuple[int, BlockMap]] = {}
         """Size of each linked sender's pool in blocks, and the sizes of blocks, by incarnation."""
         self._may_plan: set[AttemptKey] = set()
@@ -224,23 +225,12 @@ class Intake:
     # Called by the links.
 
     def link_up(self, welcome: LinkWelcome) -> None:
-        sizes = BlockMap(welcome.layout.block_size, self._identity.layout.block_size, self._windows)
+        windows = self._layout.windows if self._layout is not None else (None,)
+        sizes = BlockMap(welcome.layout.block_size, self._identity.layout.block_size, windows)
         self._pools[welcome.incarnation] = (welcome.num_blocks, sizes)
         self._refused.link_opened(welcome.node_id)
         self._absent.link_opened(welcome.node_id, welcome.incarnation)
-        self.mover.connect(
-            PeerMemory(
-                incarnation=welcome.incarnation,
-                agent_metadata=welcome.agent_metadata,
-                base_address=welcome.base_address,
-                num_blocks=welcome.num_blocks,
-                block_bytes=welcome.layout.block_bytes,
-                kind=welcome.memory_kind,
-                device_id=welcome.device_id,
-                num_probe_blocks=welcome.num_probe_blocks,
-                block_size=welcome.layout.block_size,
-            )
-        )
+        self.mover.connect(sender_of(welcome, self._layout))
         if (source := self.links.source(welcome.incarnation)) is not None:
             self._prober.carry_out(self.probes.link_up(source, sizes))
 

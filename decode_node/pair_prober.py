@@ -12,7 +12,6 @@ from baton.messages.node import KVSource
 from baton.messages.node_report import KV_PROBE_FAILED
 from baton.observe.log_limit import LimitedLog
 from kv_transfer.link.link_messages import ReaderMessage
-from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_events import (
     BlockFilled,
     BlocksDigested,
@@ -23,6 +22,7 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
+from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.piece_plan import ReadRange
 from kv_transfer.receiver.join_probe import (
     EndLink,
@@ -45,7 +45,7 @@ class PairProber:
     def __init__(
         self,
         probes: JoinProbes,
-        mover: Mover,
+        mover: PartsMover,
         tell: Callable[[str, ReaderMessage], None],
         proven: Callable[[str], None],
         end_link: Callable[[str, TransferFailed], None],

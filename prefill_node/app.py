@@ -11,7 +11,6 @@ from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, declared_figures
-from baton.runner.blocks.block_digests import block_digests
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every
@@ -19,7 +18,9 @@ from kv_transfer.figures import probe_figures, refusal_figures
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
 from kv_transfer.link.liveness import is_running
 from kv_transfer.mover.mover import Mover
-from kv_transfer.mover.mover_events import MoverEvent
+from kv_transfer.mover.part_mover import DeliverEvent
+from kv_transfer.mover.parts_mover import PartsMover
+from kv_transfer.remote.node_mover import digests_of_node, mover_of_node
 from kv_transfer.sender.lease_values import LeaseTimes
 from prefill_node.handoff import HandOff, OfferConnector
 
@@ -39,11 +40,14 @@ class PrefillRole:
         identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address, protocol)
         self._identity = identity
 
-        def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
-            return Mover(lambda: make_backend(context), deliver, context.clock)
+        def make_mover(deliver: DeliverEvent) -> PartsMover:
+            def make_part(deliver: DeliverEvent) -> Mover:
+                return Mover(lambda: make_backend(context), deliver, context.clock)
+
+            return mover_of_node(runner, context.incarnation, make_part, deliver, context.clock)
 
         every = digest_every(config.kv_digests, runner.memory.kind)
-        digests = block_digests(runner.memory) if every else None
+        digests = digests_of_node(runner, lambda: self.handoff.mover.parts) if every else None
         self.handoff = HandOff(
             identity,
             runner.memory,

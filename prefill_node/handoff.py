@@ -28,7 +28,6 @@ from baton.messages.node import Leg
 from baton.messages.node_report import KV_PROBE_FAILED, FailedProbe, HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
 from baton.runner.blocks.block_digests import BlockDigests
-from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import BlockName, OfferedDigests, block_names
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
@@ -37,8 +36,9 @@ from kv_transfer.link.link_messages import AskProbe, Closing, ProbeResult, Reade
 from kv_transfer.link.link_server import LinkServer
 from kv_transfer.link.liveness import IsRunning, has_ended, is_running, nobody_listens
 from kv_transfer.link.refused_links import RefusedLinks
-from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_events import BlockFilled, FillFailed, MoverEvent
+from kv_transfer.mover.part_mover import DeliverEvent
+from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.sampling import is_digested
 from kv_transfer.sender.lease import LeaseBook
 from kv_transfer.sender.lease_values import CutLink, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
@@ -67,7 +67,7 @@ class HandOff:
         self,
         identity: LinkIdentity,
         memory: KVMemory,
-        make_mover: Callable[[Callable[[MoverEvent], None]], Mover],
+        make_mover: Callable[[DeliverEvent], PartsMover],
         tell_engine: Callable[[KVTransferOutput], None],
         record: Callable[[str, AttemptKey, int, str], None],
         clock: Clock,
@@ -86,7 +86,6 @@ class HandOff:
         readers get no digests.
         """
         self._identity = identity
-        self._memory = memory
         self.mover = make_mover(self._deliver)
         self._tell_engine = tell_engine
         self._record = record
@@ -124,8 +123,8 @@ class HandOff:
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self.mover.start)
         self._mover_watch = self._watch.start(self.mover.watch_turns, "mover-turns", on_fault=OnFault.END_PROCESS)
-        memory = PeerMemory.of(self._memory, self._identity.incarnation, self.mover.agent_metadata)
-        self._server = LinkServer(self._identity, memory, self, self._heartbeat_s, is_running=self._is_running)
+        node = self.mover.published(self._identity.incarnation)
+        self._server = LinkServer(self._identity, node, self, self._heartbeat_s, is_running=self._is_running)
 
     def add_to_server(self, server: Any) -> None:
         """Serve KvLink on this grpc.aio server."""

@@ -71,7 +71,7 @@ class LinkHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., cluster: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class LinkWelcome(_message.Message):
-    __slots__ = ("node_id", "incarnation", "layout", "agent_metadata", "base_address", "num_blocks", "memory_kind", "device_id", "heartbeat_ms", "num_probe_blocks")
+    __slots__ = ("node_id", "incarnation", "layout", "agent_metadata", "base_address", "num_blocks", "memory_kind", "device_id", "heartbeat_ms", "num_probe_blocks", "layers", "other_parts")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,8 @@ class LinkWelcome(_message.Message):
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROBE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_PARTS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: str
     layout: KvLayout
@@ -92,7 +94,23 @@ class LinkWelcome(_message.Message):
     device_id: int
     heartbeat_ms: int
     num_probe_blocks: int
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., num_blocks: _Optional[int] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., num_probe_blocks: _Optional[int] = ...) -> None: ...
+    layers: LayerRange
+    other_parts: _containers.RepeatedCompositeFieldContainer[MemoryPart]
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., num_blocks: _Optional[int] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., num_probe_blocks: _Optional[int] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., other_parts: _Optional[_Iterable[_Union[MemoryPart, _Mapping]]] = ...) -> None: ...
+
+class MemoryPart(_message.Message):
+    __slots__ = ("layers", "agent_metadata", "base_address", "memory_kind", "device_id")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_KIND_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    layers: LayerRange
+    agent_metadata: bytes
+    base_address: int
+    memory_kind: str
+    device_id: int
+    def __init__(self, layers: _Optional[_Union[LayerRange, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ...) -> None: ...
 
 class LayerRange(_message.Message):
     __slots__ = ("first", "count")

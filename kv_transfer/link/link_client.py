@@ -20,6 +20,7 @@ from kv_transfer.link.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStrea
 from kv_transfer.link.link_codec import read_sender_message, read_welcome, write_hello, write_reader_message
 from kv_transfer.link.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
 from kv_transfer.link.liveness import IsRunning, is_running
+from kv_transfer.peer_node import MAX_PARTS
 
 _log = logging.getLogger(__name__)
 _Call = grpc.aio.StreamStreamCall[kv_link_pb2.OpenRequest, kv_link_pb2.OpenResponse]
@@ -157,6 +158,9 @@ class LinkClient:
             name = welcome.incarnation if welcome else "something that is no prefill node"
             detail = f"{name} answers at {source.address} instead of {source.incarnation}"
             raise TransferFailed(TransferCause.PEER_GONE, detail)
+        if len(welcome.other_parts) >= MAX_PARTS:
+            detail = f"{source.incarnation} has {len(welcome.other_parts) + 1} memories, not {MAX_PARTS} at most"
+            raise TransferFailed(TransferCause.REFUSED, detail)
         mismatch = layout_mismatch(ours.layout, welcome.layout, ours.node_id, source.node_id)
         if mismatch is not None:
             raise TransferFailed(TransferCause.LAYOUT_MISMATCH, mismatch)

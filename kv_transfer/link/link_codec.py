@@ -24,6 +24,7 @@ from kv_transfer.link.link_messages import (
     LeaseMessage,
     LinkHello,
     LinkWelcome,
+    MemoryPart,
     Offer,
     OfferLost,
     PartConfirmed,
@@ -78,11 +79,25 @@ _SENDER_MESSAGES: OneOfCodec[SenderMessage, kv_link_pb2.OpenResponse] = OneOfCod
     ),
     Codec(Heartbeat, kv_link_pb2.Heartbeat),
 )
+
+
+def _layers_to_pb(layers: range | None) -> kv_link_pb2.LayerRange | None:
+    """Consecutive layers; None: all of them."""
+    return None if layers is None else kv_link_pb2.LayerRange(first=layers.start, count=len(layers))
+
+
+def _layers_from_pb(pb: kv_link_pb2.LayerRange) -> range:
+    return range(pb.first, pb.first + pb.count)
+
+
+LAYERS = FieldConversion("layers", _layers_to_pb, _layers_from_pb)
+"""The conversion of a field with consecutive layers; None: all of them."""
+_PART = Codec(MemoryPart, kv_link_pb2.MemoryPart, LAYERS)
 _HELLO: OneOfCodec[LinkHello, kv_link_pb2.OpenRequest] = OneOfCodec(
     kv_link_pb2.OpenRequest, Codec(LinkHello, kv_link_pb2.LinkHello)
 )
 _WELCOME: OneOfCodec[LinkWelcome, kv_link_pb2.OpenResponse] = OneOfCodec(
-    kv_link_pb2.OpenResponse, Codec(LinkWelcome, kv_link_pb2.LinkWelcome)
+    kv_link_pb2.OpenResponse, Codec(LinkWelcome, kv_link_pb2.LinkWelcome, LAYERS, nested=(_PART,))
 )
 
 

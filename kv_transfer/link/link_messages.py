@@ -31,6 +31,17 @@ class LinkHello:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """One of a sender's memories, which holds some layers of each block. It has an agent of its own."""
+
+    layers: range
+    agent_metadata: bytes
+    base_address: int
+    memory_kind: str
+    device_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class LinkWelcome:
     """The sender's first message: who it is, and where its blocks are in memory."""
 
@@ -45,6 +56,10 @@ class LinkWelcome:
     heartbeat_ms: int
     num_probe_blocks: int = 0
     """Number of probe blocks behind the `num_blocks` of the cache."""
+    layers: range | None = None
+    """The layers that this memory holds of each block; None: all of them."""
+    other_parts: Sequence[MemoryPart] = ()
+    """The memories that hold the other layers of the same blocks, in the order of the layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ import grpc
 from baton.background import current_watch
 from baton.errors import TransferCause
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
-from kv_transfer.backends.base import PeerMemory
 from kv_transfer.layout import LinkIdentity, layout_mismatch
 from kv_transfer.link.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
 from kv_transfer.link.link_codec import read_hello, read_reader_message, write_sender_message, write_welcome
-from kv_transfer.link.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
+from kv_transfer.link.link_messages import LinkHello, ReaderMessage, SenderMessage
 from kv_transfer.link.liveness import IsRunning, is_running
+from kv_transfer.link.welcome import welcome_of
+from kv_transfer.peer_node import PeerNode
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _NODE_STOPS = "the node stops"
@@ -56,15 +57,15 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
     def __init__(
         self,
         identity: LinkIdentity,
-        memory: PeerMemory,
+        node: PeerNode,
         handler: LinkServerHandler,
         heartbeat_s: float = HEARTBEAT_S,
         handshake_s: float = HANDSHAKE_S,
         is_running: IsRunning = is_running,
     ) -> None:
-        """`is_running` tells whether a reader's process runs; see `LinkStream`."""
+        """`node`: this node's memories. `is_running` tells whether a reader's process runs; see `LinkStream`."""
         self._identity = identity
-        self._memory = memory
+        self._node = node
         self._handler = handler
         self._heartbeat_s = heartbeat_s
         self._handshake_s = handshake_s
@@ -151,7 +152,8 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
             self.counters[f"refused_{cause.value}"] += 1
             self._handler.link_refused(hello.node_id[:_MAX_ID_CHARS], cause, detail)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail, ((CAUSE_KEY, cause.value),))
-        await context.write(write_welcome(self._welcome()))
+        heartbeat_ms = max(1, int(self._heartbeat_s * 1000))
+        await context.write(write_welcome(welcome_of(self._identity, self._node, heartbeat_ms)))
         if self._closed:
             # `close` was called during the handshake, and could not end a link that was not there yet.
             await context.abort(grpc.StatusCode.UNAVAILABLE, _NODE_STOPS)
@@ -185,20 +187,6 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
             return TransferCause.PEER_GONE, f"this is {ours.incarnation}, not {hello.peer_incarnation}"
         mismatch = layout_mismatch(ours.layout, hello.layout, ours.node_id, hello.node_id)
         return None if mismatch is None else (TransferCause.LAYOUT_MISMATCH, mismatch)
-
-    def _welcome(self) -> LinkWelcome:
-        return LinkWelcome(
-            node_id=self._identity.node_id,
-            incarnation=self._identity.incarnation,
-            layout=self._identity.layout,
-            agent_metadata=self._memory.agent_metadata,
-            base_address=self._memory.base_address,
-            num_blocks=self._memory.num_blocks,
-            memory_kind=self._memory.kind,
-            device_id=self._memory.device_id,
-            num_probe_blocks=self._memory.num_probe_blocks,
-            heartbeat_ms=max(1, int(self._heartbeat_s * 1000)),
-        )
 
     async def _read(self, context: _Context) -> ReaderMessage | None:
         while isinstance(request := await context.read(), kv_link_pb2.OpenRequest):

@@ -11,9 +11,10 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from baton.errors import InvalidRequest
-from baton.v1 import kv_link_pb2, part_mover_pb2
-from baton.wire.codec.derived import Codec, FieldConversion, OneOfCodec
+from baton.v1 import part_mover_pb2
+from baton.wire.codec.derived import Codec, OneOfCodec
 from kv_transfer.backends.base import PeerMemory
+from kv_transfer.link.link_codec import LAYERS
 from kv_transfer.mover.mover_events import (
     BlockFilled,
     BlocksDigested,
@@ -28,23 +29,12 @@ from kv_transfer.remote import remote_messages as said
 from kv_transfer.remote.message_stream import StreamLost
 from kv_transfer.remote.remote_messages import FromPart, ToPart
 
-
-def layers_to_pb(layers: range | None) -> kv_link_pb2.LayerRange | None:
-    """Consecutive layers; None: all of them."""
-    return None if layers is None else kv_link_pb2.LayerRange(first=layers.start, count=len(layers))
-
-
-def layers_from_pb(pb: kv_link_pb2.LayerRange) -> range:
-    return range(pb.first, pb.first + pb.count)
-
-
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
-_LAYERS = FieldConversion("layers", layers_to_pb, layers_from_pb)
 _TO_PART: OneOfCodec[ToPart, part_mover_pb2.ToPart] = OneOfCodec(
     part_mover_pb2.ToPart,
     Codec(said.StartMover, part_mover_pb2.StartMover),
-    Codec(PeerMemory, part_mover_pb2.ConnectPeer, _LAYERS),
+    Codec(PeerMemory, part_mover_pb2.ConnectPeer, LAYERS),
     Codec(said.DisconnectPeer, part_mover_pb2.DisconnectPeer),
     Codec(said.ReadBlocks, part_mover_pb2.ReadBlocks),
     Codec(said.CancelRead, part_mover_pb2.CancelRead),
@@ -56,7 +46,7 @@ _TO_PART: OneOfCodec[ToPart, part_mover_pb2.ToPart] = OneOfCodec(
 )
 _FROM_PART: OneOfCodec[FromPart, part_mover_pb2.FromPart] = OneOfCodec(
     part_mover_pb2.FromPart,
-    Codec(said.MoverUp, part_mover_pb2.MoverUp, _LAYERS),
+    Codec(said.MoverUp, part_mover_pb2.MoverUp, LAYERS),
     Codec(said.MoverNotUp, part_mover_pb2.MoverNotUp),
     Codec(Connected, part_mover_pb2.PeerConnected),
     Codec(said.PeerNotConnected, part_mover_pb2.PeerNotConnected),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,12 +33,14 @@ from kv_transfer.link.link_messages import (
     ConfirmRead,
     LinkHello,
     LinkWelcome,
+    MemoryPart,
     Offer,
     ProbeReady,
     ReadConfirmed,
     SenderMessage,
     Subscribe,
 )
+from kv_transfer.peer_node import MAX_PARTS
 from kv_transfer.receiver.join_probe import ProbeTimes
 from kv_transfer.receiver.transfer_machine import TransferState
 from kv_transfer.sender.lease_machine import LeaseState
@@ -661,6 +663,7 @@ class MisbehavingSender(kv_link_pb2_grpc.KvLinkServicer):
     """Welcomes a reader like a prefill node, and lets its probe pass; then sends what the test wants, no heartbeats."""
 
     answers_probes = True
+    other_parts: Sequence[MemoryPart] = ()
 
     def __init__(self, rig: HandoffRig, answers: Callable[[kv_link_pb2.OpenRequest], list[SenderMessage]]) -> None:
         self._answers = answers
@@ -669,6 +672,7 @@ class MisbehavingSender(kv_link_pb2_grpc.KvLinkServicer):
         self._welcome = LinkWelcome(
             "p0", "p0.first", LAYOUT, b"memory:p0.first", at, NUM_BLOCKS, "DRAM", 0, 50, memory.num_probe_blocks
         )
+        self._welcome = replace(self._welcome, other_parts=self.other_parts)
 
     async def Open(self, request_iterator: Any, context: Any) -> None:
         await context.read()
@@ -714,6 +718,21 @@ async def test_a_bad_offer_is_refused_before_anything_is_read(rig: HandoffRig, o
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert rig.receiver.recorder.failed[KEY].cause is TransferCause.REFUSED
     assert "read_started" not in rig.receiver.recorder.names(KEY)
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("num_others", "cause"), [(MAX_PARTS, TransferCause.REFUSED), (1, TransferCause.LAYOUT_MISMATCH)]
+)
+async def test_a_sender_whose_memories_can_not_be_used_is_refused(
+    rig: HandoffRig, monkeypatch: pytest.MonkeyPatch, num_others: int, cause: TransferCause
+) -> None:
+    monkeypatch.setattr(MisbehavingSender, "other_parts", [MemoryPart(range(1), b"x", 1, "DRAM", 0)] * num_others)
+    rig.receiver.recorder.is_peer_running = True
+    source, server = await _misbehaving_source(rig, lambda request: [])
+    rig.receiver.reserve(KEY, 18, source, OURS)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    assert rig.receiver.recorder.failed[KEY].cause is cause
     await server.stop(None)
 
 

@@ -19,7 +19,7 @@ from baton.runner.blocks.sub_blocks import WHOLE, Division
 from baton.runner.simulated import expected_tokens
 from decode_node.intake import Intake
 from kv_transfer.link.link_client import LinkClient
-from kv_transfer.mover.mover import STALL_S
+from kv_transfer.mover.mover import STALL_S, Mover
 from kv_transfer.sender.lease_values import LeaseTimes
 from prefill_node.handoff import HandOff
 from router.placement.breaker import PAIR_FAILURES
@@ -401,7 +401,9 @@ def test_digests_that_can_not_be_computed_fail_their_transfer_at_once(node_id: s
                 assert half._digests is not None
                 half._digests._digests = fail
             else:
-                half.mover._digest_queue._digests = fail
+                (mover,) = half.mover.parts
+                assert isinstance(mover, Mover)
+                mover._digest_queue._digests = fail
             finished = await ask(cluster, prompt_of(30))
             assert finished.path.attempts == 2
             await idle(cluster)

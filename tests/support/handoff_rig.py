@@ -7,6 +7,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -28,6 +29,8 @@ from kv_transfer.backends.base import ReadHandle, TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link.link_messages import ConfirmRead, Heartbeat, ReaderMessage
 from kv_transfer.mover.mover import Mover
+from kv_transfer.mover.part_mover import DeliverEvent
+from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.piece_plan import ReadRange
 from kv_transfer.receiver.join_probe import ProbeTimes
 from kv_transfer.receiver.join_probe_machine import ProbeState
@@ -173,12 +176,11 @@ class SenderHalf:
         self.identity = identity
         self.memory = memory or new_memory()
         self.recorder = Recorder()
+        self._make_backend = make_backend
         self.handoff = RecordingHandOff(
             identity,
             self.memory,
-            lambda deliver: Mover(
-                lambda: make_backend(identity.incarnation, self.memory, self.recorder), deliver, SystemClock()
-            ),
+            partial(PartsMover.of_one, self.memory.layout, self._make_mover),
             self.recorder.tell_engine,
             self.recorder.record,
             clock,
@@ -192,6 +194,10 @@ class SenderHalf:
         self.connector = OfferConnector(self.handoff, KV_LAYOUT, post, post, lambda work: work())
         self.server = grpc.aio.server()
         self.source = KVSource(identity.node_id, identity.incarnation, "")
+
+    def _make_mover(self, deliver: DeliverEvent) -> Mover:
+        name, memory, recorder = self.identity.incarnation, self.memory, self.recorder
+        return Mover(lambda: self._make_backend(name, memory, recorder), deliver, SystemClock())
 
     async def start(self) -> None:
         await self.handoff.start()
@@ -259,16 +265,12 @@ class ReceiverHalf:
         self.identity = identity
         self.memory = memory or new_memory()
         self.recorder = Recorder()
+        self._make_backend = make_backend
         self.digests = GatedDigests(self.memory)
         post = asyncio.get_running_loop().call_soon_threadsafe
         self.intake = Intake(
             identity,
-            lambda deliver: Mover(
-                lambda: make_backend(identity.incarnation, self.memory, self.recorder),
-                deliver,
-                SystemClock(),
-                digests=self.digests,
-            ),
+            partial(PartsMover.of_one, self.memory.layout, self._make_mover),
             self.recorder.tell_engine,
             self.recorder.record,
             post,
@@ -280,6 +282,10 @@ class ReceiverHalf:
             probe_times=probe_times,
         )
         self.connector = IntakeConnector(self.intake, KV_LAYOUT, post)
+
+    def _make_mover(self, deliver: DeliverEvent) -> Mover:
+        name, memory, recorder = self.identity.incarnation, self.memory, self.recorder
+        return Mover(lambda: self._make_backend(name, memory, recorder), deliver, SystemClock(), digests=self.digests)
 
     async def start(self) -> None:
         await self.intake.start()

@@ -47,7 +47,8 @@ from decode_node.known_senders import KnownSenders, own_kv_format
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
 from kv_transfer.link.liveness import PortState
-from kv_transfer.mover.mover_events import MoverEvent
+from kv_transfer.mover.part_mover import DeliverEvent
+from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.mover.window import WindowLimits
 from kv_transfer.receiver.join_probe_machine import ProbeState
 from kv_transfer.sender.lease_values import LeaseTimes
@@ -335,7 +336,7 @@ class SimulatedNode:
                 clock=clock,
                 is_running=lambda address, within_s: network.answers(self.incarnation, address),
                 probe_port=cluster.probe_port,
-                windows=self.runner.layout.windows,
+                layout=self.runner.layout,
             )
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
         kv_format = own_kv_format(self.runner.model, self.runner.layout, identity.protocol)
@@ -412,7 +413,10 @@ class SimulatedNode:
         """The record of the node in the registry."""
         return record_of(self.description)
 
-    def _make_mover(self, deliver: Callable[[MoverEvent], None]) -> FakeMover:
+    def _make_mover(self, deliver: DeliverEvent) -> PartsMover:
+        return PartsMover.of_one(self.runner.layout, self._make_part_mover, deliver)
+
+    def _make_part_mover(self, deliver: DeliverEvent) -> FakeMover:
         cluster = self._cluster
         return _Mover(
             self.machine,

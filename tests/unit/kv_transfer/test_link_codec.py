@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from google.protobuf.message import Message
 
-from baton.errors import TransferCause
+from baton.engine.runner import KVLayout
+from baton.errors import TransferCause, TransferFailed
 from baton.messages.ids import AttemptKey
 from baton.messages.node_report import ProbeFault
 from baton.messages.sampling import TokenLogprobs
 from baton.v1 import kv_link_pb2
-from kv_transfer.layout import LayoutFingerprint
+from kv_transfer.backends.base import PeerMemory
+from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link import link_codec
 from kv_transfer.link.link_messages import (
     Abandon,
@@ -26,6 +29,7 @@ from kv_transfer.link.link_messages import (
     Heartbeat,
     LinkHello,
     LinkWelcome,
+    MemoryPart,
     Offer,
     OfferLost,
     PartConfirmed,
@@ -37,6 +41,8 @@ from kv_transfer.link.link_messages import (
     SenderMessage,
     Subscribe,
 )
+from kv_transfer.link.welcome import sender_of, welcome_of
+from kv_transfer.peer_node import PeerNode
 
 A = AttemptKey("req-1", 3, 2**63 + 5)
 LAYOUT = LayoutFingerprint("m", "cpu", "float32", 16, "2*4x(32+32)", 4096, "nixl")
@@ -92,6 +98,40 @@ def test_hello_and_welcome() -> None:
     assert link_codec.read_hello(link_codec.write_hello(hello)) == hello
     welcome = LinkWelcome("p0", "p0.y", LAYOUT, b"\x00agent", 2**63, 1000, "DRAM", 0, 1000)
     assert link_codec.read_welcome(link_codec.write_welcome(welcome)) == welcome
+
+
+def test_the_parts_of_a_sender_are_in_its_welcome_and_come_back_as_its_memories() -> None:
+    layout = KVLayout.uniform(16, 6, 1, 8, "float32")
+    fingerprint = replace(LAYOUT, block_size=16, block_bytes=layout.block_bytes)
+    first = PeerMemory("p0.y", b"\x00agent", 2**63, 1000, layout.part(range(2)).block_bytes, "DRAM", 0, 4, 16, range(2))
+    second = replace(
+        first,
+        incarnation="p0.y/1",
+        agent_metadata=b"other",
+        base_address=4096,
+        block_bytes=layout.part(range(2, 6)).block_bytes,
+        kind="VRAM",
+        device_id=3,
+        layers=range(2, 6),
+    )
+    sender = PeerNode("p0.y", (first, second))
+    welcome = welcome_of(LinkIdentity("c", "p0", "p0.y", fingerprint), sender, 1000)
+    read = link_codec.read_welcome(link_codec.write_welcome(welcome))
+    assert read is not None
+    # The reader's blocks have another size.
+    assert sender_of(read, replace(layout, block_size=64)) == sender
+
+
+@pytest.mark.parametrize("layers", [range(5, 9), range(7, 7), range((1 << 32) - 1)])
+def test_layers_that_no_model_has_are_left_to_the_mover_to_refuse(layers: range) -> None:
+    layout = KVLayout.uniform(16, 6, 1, 8, "float32")
+    welcome = LinkWelcome("p0", "p0.y", LAYOUT, b"agent", 1, 1000, "DRAM", 0, 1000, 0, layers)
+    read = link_codec.read_welcome(
+        link_codec.write_welcome(replace(welcome, other_parts=[MemoryPart(layers, b"x", 1, "DRAM", 0)]))
+    )
+    assert read is not None
+    with pytest.raises(TransferFailed, match="once and in order"):
+        sender_of(read, layout).layers_of_parts(6)
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 65, "a b", "a\0", "ä", "a\n"])

@@ -16,10 +16,11 @@ from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity
 from kv_transfer.link.link_codec import write_hello
 from kv_transfer.link.link_messages import LinkHello, ProbeReady, ReaderMessage
 from kv_transfer.link.link_server import LinkServer
+from kv_transfer.peer_node import PeerNode
 from tests.support.handoff_rig import LAYOUT
 
 HELLO = LinkHello(PROTOCOL_VERSION, "c", "d0", "d0.first", "p0.first", LAYOUT)
-MEMORY = PeerMemory("p0.first", b"", 0, 1, 64, "DRAM", 0)
+NODE = PeerNode.of(PeerMemory("p0.first", b"", 0, 1, 64, "DRAM", 0))
 
 
 class _Aborted(Exception):
@@ -62,7 +63,7 @@ class _Handler:
 
 async def test_a_link_in_its_handshake_when_the_node_stops_is_not_opened() -> None:
     handler, call = _Handler(), _WelcomeTakesAWhile()
-    call.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), MEMORY, handler)
+    call.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), NODE, handler)
     with pytest.raises(_Aborted, match="UNAVAILABLE the node stops"):
         await call.server.Open(None, call)  # type: ignore[arg-type]  # it has what the server calls
     assert not handler.opened
@@ -84,7 +85,7 @@ LONG = "x" * 1_000_000
 )
 async def test_a_hello_with_a_name_that_is_too_long_is_refused_and_not_kept(hello: LinkHello) -> None:
     handler, call = _Handler(), _WelcomeTakesAWhile(hello)
-    call.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), MEMORY, handler)
+    call.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), NODE, handler)
     with pytest.raises(_Aborted, match=r"FAILED_PRECONDITION.* 1000000 characters") as refused:
         await call.server.Open(None, call)  # type: ignore[arg-type]  # it has what the server calls
     assert len(str(refused.value)) < 200
@@ -97,7 +98,7 @@ async def test_a_hello_with_a_name_that_is_too_long_is_refused_and_not_kept(hell
 async def test_a_hello_with_names_of_the_longest_length_opens_a_link() -> None:
     hello = replace(HELLO, node_id="x" * 128, incarnation="y" * 128, address="z" * 300)
     handler, call = _Handler(), _WelcomeTakesAWhile(hello)
-    call.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), MEMORY, handler)
+    call.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), NODE, handler)
     # It is welcomed, at which moment this server is closed.
     with pytest.raises(_Aborted, match="UNAVAILABLE the node stops"):
         await call.server.Open(None, call)  # type: ignore[arg-type]  # it has what the server calls
@@ -138,7 +139,7 @@ class _Floods(_Handler):
 
 async def test_a_link_that_is_cut_twice_ends_with_reason_and_cause_of_the_first() -> None:
     handler, call = _Floods(), _TakesNothing()
-    handler.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), MEMORY, handler)
+    handler.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), NODE, handler)
     with pytest.raises(_Aborted, match="UNAVAILABLE the peer does not take its messages"):
         await handler.server.Open(None, call)  # type: ignore[arg-type]  # it has what the server calls
     assert call.trailing_metadata == ()

@@ -12,6 +12,8 @@ from baton.testing.fake_mover import FakeMover
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from decode_node.pair_prober import PairProber
 from kv_transfer.link.link_messages import ProbeResult, ReaderMessage
+from kv_transfer.mover.part_mover import DeliverEvent
+from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.receiver.join_probe import JoinProbes
 from tests.support.handoff_rig import new_memory
 from tests.support.virtual_time import LoopClock, run_virtually
@@ -29,9 +31,13 @@ class Rig:
         self.told: list[tuple[float, str, ReaderMessage]] = []
         self.opened: list[tuple[float, str]] = []
         memory, fabric = new_memory(), FakeTransferFabric()
+
+        def make_mover(deliver: DeliverEvent) -> FakeMover:
+            return FakeMover(lambda: FakeTransferBackend(fabric, "d0.x", memory), deliver, LoopClock())
+
         self.prober = PairProber(
             self.probes,
-            FakeMover(lambda: FakeTransferBackend(fabric, "d0.x", memory), lambda event: None, LoopClock()),
+            PartsMover.of_one(None, make_mover, lambda event: None),
             tell=lambda incarnation, message: self.told.append((now(), incarnation, message)),
             proven=lambda incarnation: None,
             end_link=lambda incarnation, error: None,

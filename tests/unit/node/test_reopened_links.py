@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import grpc
 
@@ -12,6 +13,8 @@ from baton.testing.fake_mover import FakeMover
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from decode_node.intake import Intake
 from kv_transfer.layout import LinkIdentity
+from kv_transfer.mover.part_mover import DeliverEvent
+from kv_transfer.mover.parts_mover import PartsMover
 from tests.support.handoff_rig import LAYOUT, new_memory
 from tests.support.virtual_time import LoopClock, run_virtually
 
@@ -34,9 +37,12 @@ def opened_at(
             on_try(intake, len(tried))
             raise OSError(f"nobody listens on {address}")
 
+        def make_mover(deliver: DeliverEvent) -> FakeMover:
+            return FakeMover(lambda: FakeTransferBackend(fabric, "d0.x", memory), deliver, clock)
+
         intake = Intake(
             LinkIdentity("c", "d0", "d0.x", LAYOUT),
-            lambda deliver: FakeMover(lambda: FakeTransferBackend(fabric, "d0.x", memory), deliver, clock),
+            partial(PartsMover.of_one, None, make_mover),
             lambda news: None,
             lambda name, attempt, value, detail: None,
             loop.call_soon,

@@ -31,7 +31,7 @@ from baton.runner.backends.cuda.shared_splits import find_shared_splits
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.remote_stages.first_stage import FirstStage
+from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stages_here import start_on
 from tests.support.runner_driver import RunnerDriver
 
@@ -92,7 +92,7 @@ def main() -> None:
 def _compare_stages(directory: Path, alone: TorchModelRunner, count: int) -> None:
     """What it takes that stages hand rows on: all are on one GPU, so that they compute no faster than one process."""
 
-    def start_here(model_dir: Path, count: int, num_threads: int, where: torch.device) -> FirstStage:
+    def start_here(model_dir: Path, count: int, num_threads: int, where: torch.device) -> StageLeader:
         return start_on([str(where)] * (count - 1), model_dir, num_threads)
 
     divided = load_runner(

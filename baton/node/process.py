@@ -38,7 +38,7 @@ from baton.wire.credentials import Dialer
 from baton.wire.forced_end import end_within
 
 if TYPE_CHECKING:
-    from baton.runner.remote_stages.first_stage import FirstStage
+    from baton.runner.remote_stages.stage_leader import StageLeader
 
 _SWITCH_INTERVAL_S = 0.0005
 """How long the event loop may keep the interpreter from an engine that is ready. Python's default of 5 ms is as long as
@@ -79,20 +79,20 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
     return int(ExitCode.OK)
 
 
-def _other_hosts(config: NodeConfig) -> FirstStage | None:
+def _other_hosts(config: NodeConfig) -> StageLeader | None:
     """The stages of the node's other hosts, once all have come; None for a node on one host. Raises ConfigError."""
     if config.hosts == 1:
         return None
     if config.runner != "torch" or not config.first_host:
         raise ConfigError("a node on several hosts needs a model and --first-host HOST:PORT, where host 0 waits")
     # torch, which it imports, takes seconds.
-    from baton.runner.remote_stages.first_stage import FirstStage
+    from baton.runner.remote_stages.stage_leader import StageLeader
     from baton.wire.stage_hosts import StageListener
 
     tls = config.tls.live() if config.tls is not None else None
     _, port = config.first_host_address
     with closing(StageListener(config.host, port, node_id=config.node_id, cluster=config.cluster, tls=tls)) as hosts:
-        return FirstStage(hosts.accept(config.hosts))
+        return StageLeader(hosts.accept(config.hosts))
 
 
 def log_slow_paths(model: ModelInfo) -> None:

@@ -11,12 +11,12 @@ from baton.engine.runner import ModelRunner
 from baton.runner.spec import DraftSpec, RunnerSpec, SimulatedSpec, StepTime, TorchSpec
 
 if TYPE_CHECKING:
-    from baton.runner.remote_stages.first_stage import FirstStage
+    from baton.runner.remote_stages.stage_leader import StageLeader
 
 __all__ = ["DraftSpec", "ModelRunner", "RunnerSpec", "SimulatedSpec", "StepTime", "TorchSpec", "load"]
 
 
-def load(spec: RunnerSpec, stages: FirstStage | None = None) -> ModelRunner:
+def load(spec: RunnerSpec, stages: StageLeader | None = None) -> ModelRunner:
     """Load a model and allocate its KV cache; raises ConfigError when this machine can't run the specification.
 
     `stages`: those of a model that several hosts compute, one stage each; the runner ends them.

@@ -32,8 +32,8 @@ from baton.runner.ranks.first_rank import FirstRank, StartRanks
 from baton.runner.ranks.pipelined_transformer import PipelinedTransformer
 from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_spec import RankSpec
-from baton.runner.remote_stages.first_stage import FirstStage
 from baton.runner.remote_stages.leading_stage import LeadingStage
+from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stage_spec import StageSpec
 from baton.runner.remote_stages.stages_here import StartStages, start_stages_here
 from baton.runner.self_check import why_not_bit_exact
@@ -59,7 +59,7 @@ def load_runner(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     start_ranks: StartRanks = RankGroup,
-    stages: FirstStage | None = None,
+    stages: StageLeader | None = None,
     start_stages: StartStages = start_stages_here,
 ) -> TorchModelRunner:
     """Load a model directory with a cache of `num_blocks` blocks or `cache_bytes` bytes (exactly one of them).
@@ -87,7 +87,7 @@ def load_runner(
         if drafting is not None:
             bytes_beside = drafting.transformer.layout.block_bytes
             cache = replace(cache, block_bytes_beside=bytes_beside, num_blocks_beside=drafting.num_scratch_blocks)
-        leader: FirstRank | FirstStage | None = None
+        leader: FirstRank | StageLeader | None = None
         leading: PipelinedTransformer | None = None
         if own_caches:
             Stage(0, pipeline_parallel).layers(loaded.config.num_hidden_layers)
@@ -142,7 +142,7 @@ def load_runner(
         return runner
 
 
-def _check_ranks(tensor_parallel: int, pipeline_parallel: int, where: torch.device, stages: FirstStage | None) -> None:
+def _check_ranks(tensor_parallel: int, pipeline_parallel: int, where: torch.device, stages: StageLeader | None) -> None:
     """Raise ConfigError for ranks and stages that can't compute together."""
     if stages is not None and pipeline_parallel != stages.stage.count:
         raise ConfigError(

@@ -16,7 +16,7 @@ from baton.errors import BatonError
 
 def main(text: str) -> int:
     """Run the stage; returns the exit code."""
-    # What ends a whole group of processes lets the first stage drain: this one computes for it until it is gone.
+    # What ends a whole group of processes lets the leader drain: this one computes for it until it is gone.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     what = json.loads(text)
@@ -26,12 +26,12 @@ def main(text: str) -> int:
     from baton.runner.remote_stages.stage_links import StageLinks
     from baton.stage.running import run_stage
 
-    links = StageLinks("the first stage", down, up, moves)
+    links = StageLinks("the leader", down, up, moves)
     try:
         run_stage(links, Path(what["model_dir"]), what["num_threads"], what["device"])
     except RankLost:
         return 0
-    except BatonError:  # the first stage is told, and says it
+    except BatonError:  # the leader is told, and says it
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""Runs one stage until the first stage is gone."""
+"""Runs one stage until the leader is gone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _log = logging.getLogger(__name__)
 
 
 def run_stage(links: StageLinks, model_dir: Path, num_threads: int, device: str) -> None:
-    """Load what the first stage says, and compute and move blocks for it until it is gone; raises RankLost then.
+    """Load what the leader says, and compute and move blocks for it until it is gone; raises RankLost then.
 
-    Raises ConfigError for a model that can't be loaded here; the first stage is told. `links` are closed in the end.
+    Raises ConfigError for a model that can't be loaded here; the leader is told. `links` are closed in the end.
     """
     worker = StageWorker(links, model_dir, num_threads, device)
     try:

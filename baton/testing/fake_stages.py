@@ -1,4 +1,4 @@
-"""Stages behind the first one, in threads of this process."""
+"""Stages that this process leads, in its threads."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 from baton.errors import BatonError
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.remote_stages.first_stage import FirstStage
+from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stage_links import StageLinks
 from baton.runner.remote_stages.stage_worker import StageWorker
 
 
-class FakeStages(FirstStage):
-    """The first stage's side of stages with caches of their own, of which the others are threads here."""
+class FakeStages(StageLeader):
+    """The leader's side of stages with caches of their own, of which the others are threads here."""
 
     def __init__(self, count: int, model_dir: Path, num_threads: int = 1) -> None:
         """`count`: number of all stages."""

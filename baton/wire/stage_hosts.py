@@ -92,7 +92,7 @@ class StageListener:
             arrived = [self._arriving.pop(rank).connections for rank in range(1, num_hosts)]
         addresses = [_address_of(each["up"]) for each in arrived]
         return [
-            StageLinks(f"stage {rank} at {address}", each["down"], each["up"], each["moves"], address)
+            StageLinks(f"rank {rank} at {address}", each["down"], each["up"], each["moves"], address)
             for rank, (each, address) in enumerate(zip(arrived, addresses, strict=True), 1)
         ]
 

@@ -1,4 +1,4 @@
-"""Processes of stages with caches of their own that are killed or stopped, and the death of the first stage."""
+"""Processes of stages with caches of their own that are killed or stopped, and the death of their leader."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_a_killed_or_stopped_stage_ends_them_all(model: Path, number: signal.Sig
         assert (own.pid, second.rank, third.rank) == (os.getpid(), 1, 2)
         assert second.is_up
         runner.on_lost(told.put)
-        # Whoever ends a group of processes with these lets the first stage finish its work.
+        # Whoever ends a group of processes with these lets the leader finish its work.
         for name in (signal.SIGTERM, signal.SIGINT):
             os.kill(second.pid, name)
         assert runner.execute_model(step("before")).sampled_token_ids["before"]
         os.kill(third.pid, number)
-        assert told.get(timeout=BOUND_S) == f"stage 2 (process {third.pid}) {reason}"
+        assert told.get(timeout=BOUND_S) == f"rank 2 (process {third.pid}) {reason}"
         with pytest.raises(RankLost, match=reason):
             runner.execute_model(step("behind"))
         assert not any(report.is_up for report in runner.rank_reports()[1:])
@@ -76,6 +76,6 @@ def test_stages_end_with_the_process_that_started_them(model: Path) -> None:
 def test_a_stage_that_can_not_load_the_model_says_why(model: Path) -> None:
     stages = start_on(["cpu"], Path("/nowhere"), 1)
     pids = stages.pids
-    with pytest.raises(ConfigError, match=r"stage 1 \(process \d+\) has failed: .*/nowhere"):
+    with pytest.raises(ConfigError, match=r"rank 1 \(process \d+\) has failed: .*/nowhere"):
         load_runner(model, dtype="float32", num_blocks=16, pipeline_parallel=2, stages=stages)
     wait_until_gone(pids)

@@ -24,7 +24,7 @@ from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.remote_stages.first_stage import FirstStage
+from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stages_here import start_on
 from tests.oracle.test_ranks_exact import Run, compute
 from tests.oracle.test_token_exact import make_engine
@@ -38,7 +38,7 @@ pytestmark = [
 ]
 
 
-def start_on_one_gpu(model_dir: Path, count: int, num_threads: int, first_device: torch.device) -> FirstStage:
+def start_on_one_gpu(model_dir: Path, count: int, num_threads: int, first_device: torch.device) -> StageLeader:
     return start_on([str(first_device)] * (count - 1), model_dir, num_threads)
 
 
@@ -73,7 +73,7 @@ def test_stages_on_a_gpu_give_the_bits_of_one_process(tmp_path: Path, name: str,
         assert divided.model.bit_exact
         assert divided.memory.kind == "VRAM"
         graphs = divided._transformer.decode_graphs
-        # The first stage's decode steps are graphs where the whole model's are.
+        # The last stage's decode steps are graphs where the whole model's are.
         assert (graphs is not None and graphs.num_replays > 0) == (num_replays > 0)
         assert run_of(divided, ahead=True).tokens == expected.tokens
 
@@ -86,7 +86,7 @@ def test_a_stage_on_a_gpu_that_is_killed_is_noticed(tmp_path: Path) -> None:
         engine.step()
         os.kill(runner.rank_reports()[1].pid, signal.SIGKILL)
         engine.add_request(Request("later", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
-        with pytest.raises(RunnerLost, match="stage 1 was ended by SIGKILL"):
+        with pytest.raises(RunnerLost, match=r"rank 1 \(process \d+\) was ended by SIGKILL"):
             engine.step()
 
 

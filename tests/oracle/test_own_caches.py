@@ -1,6 +1,6 @@
 """A model in stages with caches of their own gives the bits of one process, for every supported architecture.
 
-The stages behind the first are threads of this process, over connected sockets as between hosts.
+The stages before the last are threads of this process, over connected sockets as between hosts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def caches_of(runner: TorchModelRunner) -> list[Transformer]:
     """The transformers of all stages."""
     stages = runner._leader
     assert isinstance(stages, FakeStages)
-    return [runner._transformer, *(worker._transformer for worker in stages.workers)]
+    return [*(worker._transformer for worker in stages.workers), runner._transformer]
 
 
 def bytes_of_blocks(transformer: Transformer) -> npt.NDArray[np.uint8]:
@@ -146,20 +146,20 @@ def test_other_weights_on_another_host_are_refused(tmp_path: Path) -> None:
     for seed in (5, 6):
         write_random_model(tmp_path / str(seed), TINY_MODELS["llama"], seed=seed)
     stages = FakeStages(2, tmp_path / "6")
-    with pytest.raises(ConfigError, match=r"stage 1 has failed: .* fingerprint .* give all hosts the same files"):
+    with pytest.raises(ConfigError, match=r"rank 1 has failed: .* fingerprint .* give all hosts the same files"):
         load_runner(tmp_path / "5", dtype="float32", num_blocks=64, pipeline_parallel=2, stages=stages)
 
 
 def test_other_kernels_on_another_host_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     monkeypatch.setattr("baton.runner.remote_stages.stage_worker.numerics_of", lambda *_: "other kernels")
-    with pytest.raises(ConfigError, match=r"stage 1 computes with other kernels, and the first stage with .*equal"):
+    with pytest.raises(ConfigError, match=r"rank 1 computes with other kernels, and this process with .*equal"):
         load_runner(tmp_path, dtype="float32", num_blocks=64, pipeline_parallel=2, stages=FakeStages(2, tmp_path))
 
 
 def test_a_missing_model_on_another_host_is_refused(tmp_path: Path) -> None:
     write_random_model(tmp_path / "here", TINY_MODELS["llama"], seed=5)
-    with pytest.raises(ConfigError, match=r"stage 1 has failed: .*there"):
+    with pytest.raises(ConfigError, match=r"rank 1 has failed: .*there"):
         load_runner(tmp_path / "here", num_blocks=64, pipeline_parallel=2, stages=FakeStages(2, tmp_path / "there"))
 
 
@@ -172,13 +172,13 @@ def test_a_stage_that_fails_in_a_step_ends_them_all(tmp_path: Path, monkeypatch:
         reasons: list[str] = []
         runner.on_lost(reasons.append)
 
-        def fails(*_: Any) -> None:
+        def fails(*_: Any, **__: Any) -> None:
             raise MemoryError("no memory for rows")
 
-        monkeypatch.setattr(caches_of(runner)[1], "compute_stage", fails)
+        monkeypatch.setattr(caches_of(runner)[0], "compute_stage", fails)
         for turn in range(2):
             engine.add_request(Request(f"later-{turn}", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
-            with pytest.raises(RunnerLost, match="stage 1 has failed: MemoryError: no memory for rows"):
+            with pytest.raises(RunnerLost, match="rank 1 has failed: MemoryError: no memory for rows"):
                 engine.step()
         assert [reason for reason in reasons if "no memory for rows" in reason] == reasons[:1] != []
 

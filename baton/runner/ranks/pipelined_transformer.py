@@ -14,7 +14,7 @@ from baton.runner.ranks.micro_batch import Task
 
 
 class PipelinedTransformer(Transformer, ABC):
-    """The first stage of a model, which leads the others. Micro-batches begin and end in the same order.
+    """The stage in the node's process, which leads the others. Micro-batches begin and end in the same order.
 
     Its methods raise RankLost once a process that computes beside this one has ended.
     """
@@ -26,7 +26,7 @@ class PipelinedTransformer(Transformer, ABC):
 
     @abstractmethod
     def begin(self, task: Task, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None) -> None:
-        """Compute the first stage of a micro-batch, and pass it on to the next one. Call it if `can_begin`."""
+        """Begin with a micro-batch, which the stages compute one behind the other. Call it if `can_begin`."""
 
     @abstractmethod
     def wait(self, other: socket.socket | None = None, timeout: float | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""Stages with memories of their own, in other processes on GPUs or on other hosts, which the first stage leads.
+"""Stages with KV caches of their own, in other processes on GPUs or on other hosts. The last stage leads the others.
 
-Take `FirstStage` from here to lead them, and `StageWorker` to be one.
+Take `StageLeader` from here to lead them, and `StageWorker` to be one.
 """

@@ -1,4 +1,4 @@
-"""Frames between the first stage and another one, over connections that each carry frames one way.
+"""Frames between the leading stage and another one, over connections that each carry frames one way.
 
 A frame is a kind (1 byte), a length (8 bytes, little-endian) and so many bytes. Whoever sends also sends a heartbeat
 when there was nothing else for a while, so that an end that has vanished is noticed.
@@ -49,12 +49,10 @@ class FrameKind(enum.IntEnum):
     COPIES = 7
     """To a stage: blocks to be copied before the next micro-batch (`StepCopies`)."""
     NUMBERS = 8
-    """To a stage: the next micro-batch, whose rows follow."""
+    """To a stage: the next micro-batch; its rows follow, unless the stage is the first."""
     ROWS = 9
     """The rows between two stages: from a stage, and to the next one."""
-    RESULTS = 10
-    """From the last stage: logits, and hidden states if they are wanted."""
-    FIGURES = 12
+    FIGURES = 10
     """From a stage: how its process is (`RankReport`), every few seconds."""
     CLEAR = 11
     """To a stage: how many of the first blocks are to be filled with zeros."""

@@ -1,4 +1,4 @@
-"""The connections between the first stage and another one."""
+"""The connections between the leading stage and another one."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from baton.runner.remote_stages.frames import cut
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageLinks:
-    """One end of the connections between the first stage and another one. Each carries frames one way, so that no two
+    """One end of the connections between the leading stage and another one. Each carries frames one way, so that no two
     threads use a TLS connection at once; `moves` belongs to the thread that moves blocks."""
 
     name: str
-    """The other end, for messages: `stage 1 at 10.0.0.2`."""
+    """The other end, for messages: `rank 1 at 10.0.0.2`."""
     down: socket.socket
-    """From the first stage to the other one."""
+    """From the leading stage to the other one."""
     up: socket.socket
-    """From the other stage to the first one."""
+    """From the other stage to the leading one."""
     moves: socket.socket
-    """Between the first stage's and the other stage's transfers of KV blocks; both ways."""
+    """Between the leading stage's and the other stage's transfers of KV blocks; both ways."""
     host: str = ""
     """The address of the other end's host; empty: this host."""
 
     @classmethod
-    def pair(cls, index: int) -> tuple[StageLinks, StageLinks]:
-        """The first stage's end and that of stage `index`, within one machine."""
+    def pair(cls, rank: int) -> tuple[StageLinks, StageLinks]:
+        """The leading stage's end and that of a rank, within one machine."""
         downs, ups, moves = socket.socketpair(), socket.socketpair(), socket.socketpair()
-        first = cls(f"stage {index}", downs[0], ups[0], moves[0])
-        return first, cls("the first stage", downs[1], ups[1], moves[1])
+        leader = cls(f"rank {rank}", downs[0], ups[0], moves[0])
+        return leader, cls("the leader", downs[1], ups[1], moves[1])
 
     @property
     def sockets(self) -> tuple[socket.socket, socket.socket, socket.socket]:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class StageProcess(Protocol):
-    """The process of a stage behind the first, on this machine."""
+    """The process of a stage, started by the leading one on this machine."""
 
     @property
     def pid(self) -> int: ...

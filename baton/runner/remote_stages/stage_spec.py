@@ -1,4 +1,4 @@
-"""What the first stage tells another one to load, what that answers, and the copies of a step, as JSON."""
+"""What the leading stage tells another one to load, what that answers, and the copies of a step, as JSON."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class StageSpec:
         """The specification that `to_json` wrote. Raises ValueError."""
         read = _object(text)
         if read.get("protocol") != PROTOCOL:
-            raise ValueError(f"the first stage speaks version {read.get('protocol')}, and this one {PROTOCOL}")
+            raise ValueError(f"the leader speaks version {read.get('protocol')}, and this one {PROTOCOL}")
         try:
             return cls(**{**read, "cache": CacheSpec(**read["cache"])})
         except (TypeError, KeyError) as error:
-            raise ValueError(f"the first stage sent something else than what to load ({error})") from error
+            raise ValueError(f"the leader sent something else than what to load ({error})") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class StageReady:
     """A stage's answer when its model is loaded."""
 
     numerics: str
-    """Names the kernels of the stage. With other kernels than the first stage's it would give other bits."""
+    """Names the kernels of the stage. With other kernels than the leader's it would give other bits."""
     weight_bytes: int
     pid: int
 

@@ -1,4 +1,4 @@
-"""A stage behind the first: it loads its layers, and computes the micro-batches whose numbers and rows arrive."""
+"""A stage that another one leads: it loads its layers, and computes the micro-batches whose numbers arrive."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from baton.runner.model.stage import StageReport
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model_for
 from baton.runner.numerics import numerics_of
-from baton.runner.ranks.micro_batch import MicroBatch, Task, read_numbers
+from baton.runner.ranks.micro_batch import MicroBatch, read_numbers
 from baton.runner.remote_stages.frames import MISSED_HEARTBEATS, Frame, FrameKind, FrameReader, FrameWriter
 from baton.runner.remote_stages.rows import bytes_of, tensor_of
 from baton.runner.remote_stages.stage_links import StageLinks
@@ -38,7 +38,7 @@ _FIGURES_EVERY_S = 5.0
 
 
 class StageWorker:
-    """One stage behind the first. `load`, then `follow`, in one thread."""
+    """One stage, which is not the last. `load`, then `follow`, in one thread."""
 
     has_own_cache = True
 
@@ -49,18 +49,18 @@ class StageWorker:
         self._num_threads = num_threads
         self._device = device
         self._reader = FrameReader(links.down)
-        self._writer = FrameWriter(links.up, "to-first-stage", self._lost)
+        self._writer = FrameWriter(links.up, "to-leader", self._lost)
         self._frames: queue.Queue[Frame | RankLost] = queue.Queue(_MOST_FRAMES)
         """What has arrived. It arrives while the stage computes, too."""
         self._ended = threading.Event()
-        threading.Thread(target=self._listen, name="baton-from-first-stage", daemon=True).start()
+        threading.Thread(target=self._listen, name="baton-from-leader", daemon=True).start()
         self._transformer: Transformer
 
     def load(self) -> None:
-        """Load what the first stage asks for. Raises RankLost, and ConfigError, which the first stage is told."""
+        """Load what the leader asks for. Raises RankLost, and ConfigError, which the leader is told."""
         frame = self._next()
         if frame.kind is not FrameKind.SPEC:
-            raise RankLost(f"the first stage sent {frame.kind.name}, and not what to load")
+            raise RankLost(f"the leader sent {frame.kind.name}, and not what to load")
         try:
             self._load(StageSpec.from_json(frame.payload))
         except (BatonError, ValueError) as error:
@@ -87,7 +87,7 @@ class StageWorker:
         )
         if loaded.fingerprint != spec.fingerprint:
             raise ConfigError(
-                f"the model in {self._model_dir} has the fingerprint {loaded.fingerprint}, and the first stage's "
+                f"the model in {self._model_dir} has the fingerprint {loaded.fingerprint}, and the leader's "
                 f"{spec.fingerprint}: give all hosts the same files"
             )
         weight_bytes = loaded.weights.num_bytes
@@ -108,7 +108,7 @@ class StageWorker:
         self._writer.send(FrameKind.REPORT, own.to_json())
         frame = self._next()
         if frame.kind is not FrameKind.REPORTS:
-            raise RankLost(f"the first stage sent {frame.kind.name} while the model was loading")
+            raise RankLost(f"the leader sent {frame.kind.name} while the model was loading")
         return [StageReport.from_json(json.dumps(report).encode()) for report in json.loads(frame.payload)]
 
     @property
@@ -117,11 +117,13 @@ class StageWorker:
         return self._transformer.memory
 
     def follow(self) -> None:
-        """Compute what the first stage sends until it is lost; raises RankLost then."""
+        """Compute what the leader sends until it is lost; raises RankLost then."""
         waiting: list[MicroBatch] = []
         while True:
             frame = self._next()
             match frame.kind:
+                case FrameKind.NUMBERS if self.stage.is_first:
+                    self._compute(read_numbers(_reading(frame.payload)).micro, None)
                 case FrameKind.NUMBERS:
                     waiting.append(read_numbers(_reading(frame.payload)).micro)
                 case FrameKind.ROWS if waiting:
@@ -133,10 +135,10 @@ class StageWorker:
                 case FrameKind.CLEAR:
                     self._transformer.clear_blocks(int.from_bytes(frame.payload, "little"))
                 case _:
-                    raise RankLost(f"the first stage sent {frame.kind.name}, which no stage expects now")
+                    raise RankLost(f"the leader sent {frame.kind.name}, which no stage expects now")
 
     def fail(self, reason: str) -> None:
-        """Tell the first stage why this one ends."""
+        """Tell the leader why this one ends."""
         self._writer.send(FrameKind.FAILED, reason.encode())
 
     def close(self) -> None:
@@ -145,19 +147,13 @@ class StageWorker:
         self._writer.close()
         self._links.cut()
 
-    def _compute(self, micro: MicroBatch, payload: bytearray) -> None:
-        transformer = self._transformer
-        rows = tensor_of(payload, transformer.dtype, micro.batch.token_ids.size, transformer.width)
-        wants_hidden = self.stage.is_last and micro.task is Task.LOGITS_AND_HIDDEN
-        received = rows.to(transformer.device)
-        out = transformer.compute_stage(micro.batch, micro.logits_rows, received, wants_hidden)
-        if not self.stage.is_last:
-            self._writer.send(FrameKind.ROWS, bytes_of(out.hidden))
-            return
-        results = bytearray(bytes_of(out.logits.to(torch.float32)))
-        if micro.task is Task.LOGITS_AND_HIDDEN:
-            results += bytes_of(out.hidden.to(transformer.dtype))
-        self._writer.send(FrameKind.RESULTS, results)
+    def _compute(self, micro: MicroBatch, payload: bytearray | None) -> None:
+        transformer, received = self._transformer, None
+        if payload is not None:
+            rows = tensor_of(payload, transformer.dtype, micro.batch.token_ids.size, transformer.width)
+            received = rows.to(transformer.device)
+        out = transformer.compute_stage(micro.batch, micro.logits_rows, received, wants_hidden=False)
+        self._writer.send(FrameKind.ROWS, bytes_of(out.hidden))
 
     def _copy(self, copies: StepCopies) -> None:
         self._host.execute(copies)
@@ -182,7 +178,7 @@ class StageWorker:
             while True:
                 self._frames.put(self._reader.read())
         except RankLost as error:
-            self._frames.put(RankLost(f"the first stage {error}"))
+            self._frames.put(RankLost(f"the leader {error}"))
 
     def _lost(self, why: str) -> None:
         self._links.cut()

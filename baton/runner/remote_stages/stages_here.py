@@ -1,4 +1,4 @@
-"""Starts the stages behind the first one on this machine, each in a process of its own on the next GPU."""
+"""Starts the other stages of a model on this machine, each in a process of its own on the next GPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from baton.errors import ConfigError
-from baton.runner.remote_stages.first_stage import FirstStage
+from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stage_links import StageLinks
 
-StartStages = Callable[[Path, int, int, torch.device], FirstStage]
-"""Starts the stages behind the first one: directory of the model, number of stages, threads of all stages together,
-device of the first stage."""
+StartStages = Callable[[Path, int, int, torch.device], StageLeader]
+"""Starts the stages before the last one: directory of the model, number of all stages, threads of all stages together,
+device of the last stage."""
 
 STAGE_PROGRAM = "baton.stage"
 """The module of a stage's process. It stands above this folder, since it also moves blocks."""
@@ -26,9 +26,9 @@ _END_S = 10.0
 _WAIT_S = 1.0
 
 
-def start_stages_here(model_dir: Path, count: int, num_threads: int, first_device: torch.device) -> FirstStage:
-    """Start the stages behind the first on the GPUs behind its own. Raises ConfigError where there are too few."""
-    first = first_device.index or 0
+def start_stages_here(model_dir: Path, count: int, num_threads: int, own_device: torch.device) -> StageLeader:
+    """Start the stages before the last on the GPUs behind its own. Raises ConfigError where there are too few."""
+    first = own_device.index or 0
     if first + count > (there := torch.cuda.device_count()):
         raise ConfigError(
             f"{count} stages need {count} GPUs from cuda:{first} on, and this machine has {there}; give a smaller --pp"
@@ -36,18 +36,18 @@ def start_stages_here(model_dir: Path, count: int, num_threads: int, first_devic
     return start_on([f"cuda:{first + index}" for index in range(1, count)], model_dir, max(1, num_threads // count))
 
 
-def start_on(devices: Sequence[str], model_dir: Path, num_threads: int) -> FirstStage:
-    """Start a stage behind the first on each of these devices, with so many threads."""
+def start_on(devices: Sequence[str], model_dir: Path, num_threads: int) -> StageLeader:
+    """Start a stage on each of these devices, with so many threads; the last stage is this process's."""
     links, processes = [], list[LocalStage]()
     try:
-        for index, device in enumerate(devices, 1):
-            ours, theirs = StageLinks.pair(index)
+        for rank, device in enumerate(devices, 1):
+            ours, theirs = StageLinks.pair(rank)
             links.append(ours)
             try:
                 processes.append(LocalStage(theirs, model_dir, num_threads, device))
             finally:
                 theirs.close()
-        return FirstStage(links, processes)
+        return StageLeader(links, processes)
     except BaseException:
         for each in links:
             each.close()

@@ -99,7 +99,7 @@ def test_specifications_answers_and_copies_are_read_as_they_were_written() -> No
     [
         (b"[]", "no JSON object"),
         (b"{", "Expecting"),
-        (b'{"protocol": 9}', "the first stage speaks version 9, and this one 1"),
+        (b'{"protocol": 9}', "the leader speaks version 9, and this one 1"),
         (b'{"protocol": 1, "index": 1}', "something else than what to load"),
     ],
 )

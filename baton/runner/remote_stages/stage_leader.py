@@ -1,4 +1,7 @@
-"""The first stage's side of stages with memories of their own: their connections, watched until one is lost.
+"""The leader's side of stages with KV caches of their own: their connections, watched until one is lost.
+
+The node's own process leads. It has the last stage, so that logits are where tokens are sampled. The other stages'
+processes are the ranks from 1 on, in their order.
 
 A stage that ends or falls silent can't be replaced: its layers of the KV cache are lost with it. Then all stages are
 lost: all waiting ends with RankLost, the connections are cut, at which the other stages end, and whoever asked is told.
@@ -23,7 +26,7 @@ from baton.messages.node_report import ComputePath, RankReport
 from baton.observe.rank_reports import rank_report
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.model.stage import Stage, StageReport
-from baton.runner.remote_stages.frames import MISSED_HEARTBEATS, Frame, FrameKind, FrameReader, FrameWriter
+from baton.runner.remote_stages.frames import MISSED_HEARTBEATS, Frame, FrameKind, FrameReader, FrameWriter, cut
 from baton.runner.remote_stages.stage_links import StageLinks
 from baton.runner.remote_stages.stage_process import StageProcess
 from baton.runner.remote_stages.stage_spec import StageReady, StageSpec, StepCopies, figures_from_json
@@ -36,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _OtherStage:
+    rank: int
     links: StageLinks
     writer: FrameWriter
     reader: FrameReader
@@ -46,62 +50,68 @@ class _OtherStage:
     figures: RankReport | None = None
     """What it said last of its process."""
 
+    @property
+    def index(self) -> int:
+        """Index of its stage."""
+        return self.rank - 1
 
-class FirstStage:
-    """The stages behind the first one, in its hands until `close`; it is what the first stage knows of all stages."""
+
+class StageLeader:
+    """The other stages of a model, in the hands of the last one until `close`."""
 
     has_own_cache = True
 
     def __init__(self, links: Sequence[StageLinks], processes: Sequence[StageProcess] = ()) -> None:
         """`links`: this end of the connections to the other stages, in order; it closes them. `processes`: those of
         the other stages, in order, if this process has started them; it ends them."""
-        self.stage = Stage(0, len(links) + 1)
+        self.stage = Stage(len(links), len(links) + 1)
         self.why_lost = ""
-        self.results: deque[bytearray] = deque()
-        """The results of micro-batches that have ended, in the order in which they began."""
+        self._rows: deque[bytearray] = deque()
+        """Rows for the last stage, of micro-batches in the order in which they began."""
         self._callback: Callable[[str], None] | None = None
         self._lock = threading.Lock()
         self._is_closing = False
         self._layers: Sequence[range] = ()
         self._news, self._news_end = socket.socketpair()
-        """Can be read while there are results, one byte for each, and once the stages are lost."""
+        """Can be read while there are rows, one byte for each, and once the stages are lost."""
         self._others = [
             _OtherStage(
+                rank,
                 each,
-                FrameWriter(each.down, f"to-stage-{index}", lambda why, name=each.name: self.lose(f"{name} {why}")),  # type: ignore[misc]
+                # Whoever reads from the stage finds out why it is lost.
+                FrameWriter(each.down, f"to-rank-{rank}", lambda _why, up=each.up: cut(up)),  # type: ignore[misc]
                 FrameReader(each.up),
-                processes[index - 1] if processes else None,
+                processes[rank - 1] if processes else None,
             )
-            for index, each in enumerate(links, 1)
+            for rank, each in enumerate(links, 1)
         ]
-        for index, other in enumerate(self._others, 1):
-            other.thread = threading.Thread(
-                target=self._listen, args=(other, index), name=f"baton-from-stage-{index}", daemon=True
-            )
+        for other in self._others:
+            name = f"baton-from-rank-{other.rank}"
+            other.thread = threading.Thread(target=self._listen, args=(other,), name=name, daemon=True)
             other.thread.start()
 
     # What a model that is being loaded needs.
 
     def load(self, spec: StageSpec) -> None:
-        """Make the other stages load their parts of a model; `spec` is the first stage's."""
-        for index, other in enumerate(self._others, 1):
-            other.writer.send(FrameKind.SPEC, replace(spec, index=index).to_json())
+        """Make the other stages load their parts of a model; `spec` is the leader's."""
+        for other in self._others:
+            other.writer.send(FrameKind.SPEC, replace(spec, index=other.index).to_json())
 
     def exchange(self, own: StageReport) -> list[StageReport]:
-        reports = [own]
+        reports = []
         for other in self._others:
             frame = self._answer(other, FrameKind.REPORT)
             try:
                 reports.append(StageReport.from_json(frame.payload))
             except ValueError as error:
                 raise RankLost(self._lost_by(other, str(error))) from error
+        reports.append(own)
         text = json.dumps([json.loads(report.to_json()) for report in reports]).encode()
-        for other in self._others:
-            other.writer.send(FrameKind.REPORTS, text)
+        self.send_all(FrameKind.REPORTS, text)
         return reports
 
     def wait_until_ready(self, numerics: str, num_layers: int) -> None:
-        """Wait until all stages have loaded their parts. `numerics`: the first stage's.
+        """Wait until all stages have loaded their parts. `numerics`: the leader's.
 
         Raises ConfigError for a stage that computes with other kernels, and RankLost.
         """
@@ -113,7 +123,7 @@ class FirstStage:
                 raise RankLost(self._lost_by(other, str(error))) from error
             if ready.numerics != numerics:
                 raise ConfigError(
-                    f"{other.links.name} computes with {ready.numerics}, and the first stage with {numerics}: tokens "
+                    f"{other.links.name} computes with {ready.numerics}, and this process with {numerics}: tokens "
                     "would depend on where a layer is computed; use equal processors and versions for all stages"
                 )
             other.reader.silence_allowed = MISSED_HEARTBEATS
@@ -123,23 +133,19 @@ class FirstStage:
     def remote_parts(self) -> Sequence[RemotePart]:
         """The parts of the KV cache in the other stages, once they are ready."""
         return [
-            RemotePart(layers, other.links.moves) for layers, other in zip(self._layers[1:], self._others, strict=False)
+            RemotePart(layers, other.links.moves) for layers, other in zip(self._layers, self._others, strict=False)
         ]
 
     @property
     def path(self) -> ComputePath:
         """What computes beside this process, for operators."""
         names = ", ".join(other.links.name for other in self._others)
-        return ComputePath("stages", f"{self.stage.count} with KV caches of their own: this process, {names}")
+        return ComputePath("stages", f"{self.stage.count} with KV caches of their own: {names}, this process")
 
     # What steps need.
 
-    def send(self, index: int, kind: FrameKind, payload: bytes | bytearray | memoryview) -> None:
-        """Send a frame to a stage behind the first, by its index; the bytes must not change any more."""
-        self._others[index - 1].writer.send(kind, payload)
-
     def send_all(self, kind: FrameKind, payload: bytes | bytearray | memoryview) -> None:
-        """Send a frame to all stages behind the first."""
+        """Send a frame to all other stages; its bytes must not change any more."""
         for other in self._others:
             other.writer.send(kind, payload)
 
@@ -153,19 +159,19 @@ class FirstStage:
 
     @property
     def news(self) -> socket.socket:
-        """Can be read while `take_results` returns at once."""
+        """Can be read while `take_rows` returns at once."""
         return self._news
 
-    def take_results(self) -> bytearray:
-        """Wait for the results of the micro-batch that has begun first. Raises RankLost."""
-        if not self._news.recv(1) or not self.results:
+    def take_rows(self) -> bytearray:
+        """Wait for the rows of the micro-batch that has begun first, for the last stage. Raises RankLost."""
+        if not self._news.recv(1) or not self._rows:
             raise RankLost(self.why_lost or "the stages were ended")
-        return self.results.popleft()
+        return self._rows.popleft()
 
     # The stages' end.
 
     @property
-    def followers(self) -> FirstStage:
+    def followers(self) -> StageLeader:
         return self
 
     @property
@@ -175,10 +181,10 @@ class FirstStage:
     def rank_reports(self) -> Sequence[RankReport]:
         """Reports on this process and those of the other stages, as each has said last."""
         others = [
-            rank_report(index, other.process.pid)
+            rank_report(other.rank, other.process.pid)
             if other.process is not None
-            else other.figures or RankReport(index, 0, is_up=False, host=other.links.host)
-            for index, other in enumerate(self._others, 1)
+            else other.figures or RankReport(other.rank, 0, is_up=False, host=other.links.host)
+            for other in self._others
         ]
         is_lost = bool(self.why_lost)
         return [rank_report(0, os.getpid()), *(replace(one, is_up=one.is_up and not is_lost) for one in others)]
@@ -227,10 +233,7 @@ class FirstStage:
         for other in self._others:
             other.links.cut()
             other.answers.put(None)
-        try:
-            self._news_end.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it is shut down or closed already
-            return
+        cut(self._news_end)
 
     def _answer(self, other: _OtherStage, kind: FrameKind) -> Frame:
         frame = other.answers.get()
@@ -244,25 +247,25 @@ class FirstStage:
         self.lose(f"{other.links.name} {why}")
         return self.why_lost
 
-    def _listen(self, other: _OtherStage, index: int) -> None:
-        is_last = index == self.stage.count - 1
+    def _listen(self, other: _OtherStage) -> None:
+        next_stage = self._others[other.rank] if other.rank < len(self._others) else None
         try:
             while True:
                 frame = other.reader.read()
                 match frame.kind:
                     case FrameKind.REPORT | FrameKind.READY:
                         other.answers.put(frame)
-                    case FrameKind.ROWS if not is_last:
-                        self.send(index + 1, FrameKind.ROWS, frame.payload)
-                    case FrameKind.RESULTS if is_last:
-                        self.results.append(frame.payload)
+                    case FrameKind.ROWS if next_stage is not None:
+                        next_stage.writer.send(FrameKind.ROWS, frame.payload)
+                    case FrameKind.ROWS:
+                        self._rows.append(frame.payload)
                         self._news_end.send(b"\0")
                     case FrameKind.FIGURES:
-                        other.figures = figures_from_json(frame.payload, index, other.links.host)
+                        other.figures = figures_from_json(frame.payload, other.rank, other.links.host)
                     case FrameKind.FAILED:
                         raise RankLost(f"{_SAID_ITSELF}: {frame.payload[:_MOST_TEXT].decode(errors='replace')}")
                     case _:
-                        raise RankLost(f"sent {frame.kind.name}, which only the first stage sends")
+                        raise RankLost(f"sent {frame.kind.name}, which only the leader sends")
         except (RankLost, OSError, ValueError) as error:
             self.lose(_who_and_why(other, str(error)))
 

@@ -1,4 +1,4 @@
-"""Runs one stage until the leader is gone."""
+"""Runs one stage until its leader is gone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.remote_stages.stage_links import StageLinks
 from baton.runner.remote_stages.stage_worker import StageWorker
+from kv_transfer.remote.mover_server import MoverServer
 
 _log = logging.getLogger(__name__)
 
@@ -19,9 +20,11 @@ def run_stage(links: StageLinks, model_dir: Path, num_threads: int, device: str)
     Raises ConfigError for a model that can't be loaded here; the leader is told. `links` are closed in the end.
     """
     worker = StageWorker(links, model_dir, num_threads, device)
+    moving: threading.Thread | None = None
     try:
         worker.load()
-        threading.Thread(target=_move_blocks, args=(worker, links), name="baton-moves", daemon=True).start()
+        moving = threading.Thread(target=_move_blocks, args=(worker, links), name="baton-moves", daemon=True)
+        moving.start()
         _log.info("stage %d of %d is loaded, and computes for %s", worker.stage.index, worker.stage.count, links.name)
         worker.follow()
     except Exception as error:
@@ -30,9 +33,18 @@ def run_stage(links: StageLinks, model_dir: Path, num_threads: int, device: str)
         raise
     finally:
         worker.close()
+        if moving is not None:
+            moving.join()
         links.close()
 
 
 def _move_blocks(worker: StageWorker, links: StageLinks) -> None:
-    # The end of this connection is the end of the stage, too: the first one can't hand over without its blocks.
-    pass
+    """Move blocks of this stage's part of the KV cache until the leader is gone, or this stage can't any more."""
+    try:
+        MoverServer(links.moves, worker.memory).serve()
+    except Exception as error:
+        _log.exception("this stage can't move blocks any more: it ends")
+        worker.fail(f"{type(error).__name__}: {error}")
+    finally:
+        # Without its blocks the node can't hand over, so the stage ends, too.
+        worker.stop()

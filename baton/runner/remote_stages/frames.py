@@ -26,6 +26,7 @@ LOADING_HEARTBEATS = 240
 """The same while a model is loaded: an interpreter may be busy."""
 _HEADER = struct.Struct("<BQ")
 _MOST_BYTES = 1 << 34
+_CLOSE_S = 5.0
 _CHUNK_BYTES = 1 << 24
 """Memory for a frame is taken as its bytes arrive."""
 
@@ -129,10 +130,11 @@ class FrameWriter:
         self._frames.put((kind, payload))
 
     def close(self) -> None:
-        """End the thread when what was queued is sent; idempotent. `cut` the connection to end it at once."""
+        """End the thread when what was queued is sent, or after some seconds; idempotent. `cut` the connection to end
+        it at once."""
         self._frames.put(None)
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         try:

@@ -141,11 +141,15 @@ class StageWorker:
         """Tell the leader why this one ends."""
         self._writer.send(FrameKind.FAILED, reason.encode())
 
+    def stop(self) -> None:
+        """Make `follow` end with RankLost when it next waits, from any thread; idempotent."""
+        self._writer.close()
+        self._links.cut()
+
     def close(self) -> None:
         """Send what was said, and cut the connections; idempotent."""
         self._ended.set()
-        self._writer.close()
-        self._links.cut()
+        self.stop()
 
     def _compute(self, micro: MicroBatch, payload: bytearray | None) -> None:
         transformer, received = self._transformer, None

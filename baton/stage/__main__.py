@@ -24,11 +24,12 @@ def main(text: str) -> int:
     # Imported only now, since torch and transformers take seconds.
     from baton.runner.backends.cpu.kernels.errors import RankLost
     from baton.runner.remote_stages.stage_links import StageLinks
+    from baton.runner.remote_stages.stage_worker import StageWorker
     from baton.stage.running import run_stage
 
     links = StageLinks("the leader", down, up, moves)
     try:
-        run_stage(links, Path(what["model_dir"]), what["num_threads"], what["device"])
+        run_stage(StageWorker(links, Path(what["model_dir"]), what["num_threads"], what["device"]))
     except RankLost:
         return 0
     except BatonError:  # the leader is told, and says it

@@ -9,6 +9,7 @@ import signal
 from baton.config import NodeConfig
 from baton.errors import ConfigError, ExitCode, Unreachable
 from baton.runner.backends.cpu.kernels.errors import RankLost
+from baton.runner.remote_stages.stage_worker import StageWorker
 from baton.security.binds import is_loopback
 from baton.stage.running import run_stage
 from baton.wire.stage_hosts import FirstHost
@@ -50,7 +51,7 @@ def run_stage_host(config: NodeConfig) -> int:
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, on_signal)
     try:
-        run_stage(links, config.model, config.num_threads, config.device)
+        run_stage(StageWorker(links, config.model, config.num_threads, config.device))
     except RankLost as error:
         if num_signals:
             return int(ExitCode.OK)

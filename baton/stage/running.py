@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from pathlib import Path
 
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.remote_stages.stage_links import StageLinks
 from baton.runner.remote_stages.stage_worker import StageWorker
 from kv_transfer.remote.mover_server import MoverServer
 
 _log = logging.getLogger(__name__)
 
 
-def run_stage(links: StageLinks, model_dir: Path, num_threads: int, device: str) -> None:
+def run_stage(worker: StageWorker) -> None:
     """Load what the leader says, and compute and move blocks for it until it is gone; raises RankLost then.
 
-    Raises ConfigError for a model that can't be loaded here; the leader is told. `links` are closed in the end.
+    Raises ConfigError for a model that can't be loaded here; the leader is told. The connections are closed in the end.
     """
-    worker = StageWorker(links, model_dir, num_threads, device)
+    links = worker.links
     moving: threading.Thread | None = None
     try:
         worker.load()
-        moving = threading.Thread(target=_move_blocks, args=(worker, links), name="baton-moves", daemon=True)
+        moving = threading.Thread(target=_move_blocks, args=(worker,), name="baton-moves", daemon=True)
         moving.start()
         _log.info("stage %d of %d is loaded, and computes for %s", worker.stage.index, worker.stage.count, links.name)
         worker.follow()
@@ -38,10 +36,10 @@ def run_stage(links: StageLinks, model_dir: Path, num_threads: int, device: str)
         links.close()
 
 
-def _move_blocks(worker: StageWorker, links: StageLinks) -> None:
+def _move_blocks(worker: StageWorker) -> None:
     """Move blocks of this stage's part of the KV cache until the leader is gone, or this stage can't any more."""
     try:
-        MoverServer(links.moves, worker.memory).serve()
+        MoverServer(worker.links.moves, worker.memory).serve()
     except Exception as error:
         _log.exception("this stage can't move blocks any more: it ends")
         worker.fail(f"{type(error).__name__}: {error}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
-from baton.errors import BatonError
-from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stage_links import StageLinks
 from baton.runner.remote_stages.stage_worker import StageWorker
+from baton.stage.running import run_stage
 
 
 class FakeStages(StageLeader):
@@ -19,10 +19,7 @@ class FakeStages(StageLeader):
         """`count`: number of all stages."""
         ends = [StageLinks.pair(index) for index in range(1, count)]
         self.workers = [StageWorker(theirs, model_dir, num_threads, "cpu") for _, theirs in ends]
-        self._threads = [
-            threading.Thread(target=_run, args=(worker, theirs), daemon=True)
-            for worker, (_, theirs) in zip(self.workers, ends, strict=True)
-        ]
+        self._threads = [threading.Thread(target=_run, args=(worker,), daemon=True) for worker in self.workers]
         for thread in self._threads:
             thread.start()
         super().__init__([ours for ours, _ in ends])
@@ -33,14 +30,7 @@ class FakeStages(StageLeader):
             thread.join()
 
 
-def _run(worker: StageWorker, links: StageLinks) -> None:
-    try:
-        worker.load()
-        worker.follow()
-    except (RankLost, BatonError):
-        return
-    except Exception as error:
-        worker.fail(f"{type(error).__name__}: {error}")
-    finally:
-        worker.close()
-        links.close()
+def _run(worker: StageWorker) -> None:
+    # The leader is told of whatever goes wrong.
+    with contextlib.suppress(Exception):
+        run_stage(worker)

@@ -145,8 +145,11 @@ class StageLeader:
     # What steps need.
 
     def send_all(self, kind: FrameKind, payload: bytes | bytearray | memoryview) -> None:
-        """Send a frame to all other stages; its bytes must not change any more."""
-        for other in self._others:
+        """Send a frame to all other stages; its bytes must not change any more.
+
+        The first stage gets it last: it answers numbers with rows, which must not overtake them at the next stage.
+        """
+        for other in reversed(self._others):
             other.writer.send(kind, payload)
 
     def announce_copies(self, decided: SchedulerOutput) -> None:

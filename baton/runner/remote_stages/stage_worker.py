@@ -44,7 +44,7 @@ class StageWorker:
 
     def __init__(self, links: StageLinks, model_dir: Path, num_threads: int, device: str) -> None:
         """`links`: this end of the connections; the caller closes them. `model_dir`: this stage's copy of the model."""
-        self._links = links
+        self.links = links
         self._model_dir = model_dir
         self._num_threads = num_threads
         self._device = device
@@ -135,7 +135,7 @@ class StageWorker:
                 case FrameKind.CLEAR:
                     self._transformer.clear_blocks(int.from_bytes(frame.payload, "little"))
                 case _:
-                    raise RankLost(f"the leader sent {frame.kind.name}, which no stage expects now")
+                    raise ValueError(f"the leader sent {frame.kind.name}, which no stage expects now")
 
     def fail(self, reason: str) -> None:
         """Tell the leader why this one ends."""
@@ -144,7 +144,7 @@ class StageWorker:
     def stop(self) -> None:
         """Make `follow` end with RankLost when it next waits, from any thread; idempotent."""
         self._writer.close()
-        self._links.cut()
+        self.links.cut()
 
     def close(self) -> None:
         """Send what was said, and cut the connections; idempotent."""
@@ -185,7 +185,7 @@ class StageWorker:
             self._frames.put(RankLost(f"the leader {error}"))
 
     def _lost(self, why: str) -> None:
-        self._links.cut()
+        self.links.cut()
 
 
 def _reading(payload: bytearray) -> Callable[[int], npt.NDArray[np.uint8]]:

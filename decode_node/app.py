@@ -34,10 +34,11 @@ class DecodeRole:
     def __init__(
         self,
         context: RoleContext,
-        make_backend: Callable[[RoleContext], TransferBackend],
+        make_backend: Callable[[RoleContext, str], TransferBackend],
         protocol: int = PROTOCOL_VERSION,
     ) -> None:
-        """`protocol`: the version of the link's protocol; tests pass other versions."""
+        """`make_backend` makes a transfer agent of a name. `protocol`: the version of the link's protocol; tests pass
+        other versions."""
         runner, config = context.runner, context.config
         layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
         identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address, protocol)
@@ -48,9 +49,13 @@ class DecodeRole:
         digests = block_digests(runner.memory)
 
         def make_mover(deliver: DeliverEvent) -> PartsMover:
-            def make_part(deliver: DeliverEvent) -> Mover:
+            def make_part(agent: str, deliver: DeliverEvent) -> Mover:
                 return Mover(
-                    lambda: make_backend(context), deliver, context.clock, digests=digests, stall_s=config.kv_stall_s
+                    lambda: make_backend(context, agent),
+                    deliver,
+                    context.clock,
+                    digests=digests,
+                    stall_s=config.kv_stall_s,
                 )
 
             return mover_of_node(runner, context.incarnation, make_part, deliver, context.clock, config.kv_stall_s)
@@ -137,4 +142,4 @@ class DecodeRole:
 
 def make_role(context: RoleContext) -> NodeRole:
     """Make a decode role that reads blocks with NIXL."""
-    return DecodeRole(context, lambda c: NixlBackend(c.incarnation, c.runner.memory))
+    return DecodeRole(context, lambda c, agent: NixlBackend(agent, c.runner.memory))

@@ -31,18 +31,19 @@ class PrefillRole:
     def __init__(
         self,
         context: RoleContext,
-        make_backend: Callable[[RoleContext], TransferBackend],
+        make_backend: Callable[[RoleContext, str], TransferBackend],
         protocol: int = PROTOCOL_VERSION,
     ) -> None:
-        """`protocol`: the version of the link's protocol; tests pass other versions."""
+        """`make_backend` makes a transfer agent of a name. `protocol`: the version of the link's protocol; tests pass
+        other versions."""
         runner, config = context.runner, context.config
         layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
         identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address, protocol)
         self._identity = identity
 
         def make_mover(deliver: DeliverEvent) -> PartsMover:
-            def make_part(deliver: DeliverEvent) -> Mover:
-                return Mover(lambda: make_backend(context), deliver, context.clock)
+            def make_part(agent: str, deliver: DeliverEvent) -> Mover:
+                return Mover(lambda: make_backend(context, agent), deliver, context.clock)
 
             return mover_of_node(runner, context.incarnation, make_part, deliver, context.clock)
 
@@ -110,4 +111,4 @@ class PrefillRole:
 
 def make_role(context: RoleContext) -> NodeRole:
     """Make a prefill role whose blocks decode nodes read with NIXL."""
-    return PrefillRole(context, lambda c: NixlBackend(c.incarnation, c.runner.memory))
+    return PrefillRole(context, lambda c, agent: NixlBackend(agent, c.runner.memory))

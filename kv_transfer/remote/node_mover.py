@@ -18,24 +18,28 @@ from kv_transfer.remote.remote_mover import RemoteMover, digests_of_parts
 def mover_of_node(
     runner: ModelRunner,
     incarnation: str,
-    make_mover: Callable[[DeliverEvent], PartMover],
+    make_mover: Callable[[str, DeliverEvent], PartMover],
     deliver: DeliverEvent,
     clock: Clock,
     stall_s: float = STALL_S,
 ) -> PartsMover:
-    """The mover of all parts of a node's KV cache. `make_mover` makes that of the part in this process.
+    """The mover of all parts of a node's KV cache. `make_mover` makes that of the part in this process, with an agent
+    of that name.
 
-    Raises ConfigError if the parts don't have each layer once, in order.
+    Raises ConfigError if the parts don't have each layer once.
     """
-    layers = runner.memory.layers
-    here = OwnPart(range(runner.layout.num_layers) if layers is None else layers, make_mover)
+    own_layers = runner.memory.layers
 
-    def make_remote(number: int, part: RemotePart, deliver: DeliverEvent) -> PartMover:
+    def make(number: int, part: RemotePart | None, deliver: DeliverEvent) -> PartMover:
         name = part_name(incarnation, number)
+        if part is None:
+            return make_mover(name, deliver)
         return RemoteMover(part.socket, name, part.layers, runner.layout, deliver, clock, stall_s)
 
-    others = [OwnPart(part.layers, partial(make_remote, n, part)) for n, part in enumerate(runner.remote_parts, 1)]
-    return PartsMover(runner.layout, [here, *others], deliver)
+    here = (range(runner.layout.num_layers) if own_layers is None else own_layers, None)
+    parts = sorted([here, *((part.layers, part) for part in runner.remote_parts)], key=lambda part: part[0].start)
+    movers = [OwnPart(layers, partial(make, number, part)) for number, (layers, part) in enumerate(parts)]
+    return PartsMover(runner.layout, movers, deliver)
 
 
 def digests_of_node(runner: ModelRunner, movers: Callable[[], Sequence[PartMover]]) -> BlockDigests:

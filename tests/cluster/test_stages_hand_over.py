@@ -92,7 +92,9 @@ async def test_tokens_through_nodes_that_are_divided_in_different_ways(
 
 
 @pytest.mark.parametrize(
-    "lose", [lambda stages: stages.lose("ended by a test"), lambda stages: stages.workers[0].stop()]
+    "lose",
+    [lambda stages: stages.lose("ended by a test"), lambda stages: stages.workers[0].stop()],
+    ids=["by the leader", "by the stage"],
 )
 async def test_a_stream_goes_on_when_a_stage_is_lost(tmp_path: Path, lose: Callable[[FakeStages], None]) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)

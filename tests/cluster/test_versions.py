@@ -43,7 +43,7 @@ def transport() -> str:
 def make_older_role(context: RoleContext) -> NodeRole:
     """Make the role of a node of the previous version."""
     make_role = PrefillRole if context.config.role == "prefill" else DecodeRole
-    return make_role(context, lambda c: NixlBackend(c.incarnation, c.runner.memory), OLD)
+    return make_role(context, lambda c, agent: NixlBackend(agent, c.runner.memory), OLD)
 
 
 @asynccontextmanager

@@ -37,11 +37,11 @@ LONG_S = 30.0
 SPEC = SimulatedSpec(num_blocks=64, block_size=4, vocab_size=997, max_model_len=256)
 
 
-def no_backend(context: RoleContext) -> TransferBackend:
+def no_backend(context: RoleContext, agent: str) -> TransferBackend:
     raise AssertionError("nothing is to be moved here")
 
 
-MakeBackend = Callable[[RoleContext], TransferBackend]
+MakeBackend = Callable[[RoleContext, str], TransferBackend]
 Role = DecodeRole | PrefillRole
 
 

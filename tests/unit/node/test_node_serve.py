@@ -301,7 +301,7 @@ async def test_a_mover_that_dies_ends_the_node_and_its_streams(tmp_path: Path) -
 
     def make_role(context: RoleContext) -> PrefillRole:
         fabric = FakeTransferFabric()
-        return PrefillRole(context, lambda c: Unpumped(fabric, c.incarnation, c.runner.memory))
+        return PrefillRole(context, lambda c, agent: Unpumped(fabric, agent, c.runner.memory))
 
     async with running(tmp_path, make_role) as (node, _, stream):
         stream.send(submit(Leg.PREFILL))
@@ -319,7 +319,7 @@ async def test_a_mover_that_dies_ends_the_node_and_its_streams(tmp_path: Path) -
 async def test_kv_that_no_decode_node_asks_for_is_kept_as_long_as_the_setting_says(tmp_path: Path) -> None:
     def make_role(context: RoleContext) -> PrefillRole:
         fabric = FakeTransferFabric()
-        return PrefillRole(context, lambda c: FakeTransferBackend(fabric, c.incarnation, c.runner.memory))
+        return PrefillRole(context, lambda c, agent: FakeTransferBackend(fabric, agent, c.runner.memory))
 
     async with running(tmp_path, make_role, kv_unclaimed_s=1.0) as (_, client, stream):
         stream.send(submit(Leg.PREFILL))

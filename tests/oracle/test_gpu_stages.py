@@ -5,10 +5,11 @@ Each stage behind the first is a process of its own, with its own part of the KV
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from baton.engine.request import Request
 from baton.engine.runner import RunnerLost
 from baton.errors import ConfigError
+from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
@@ -27,7 +29,8 @@ from baton.runner.model_runner import TorchModelRunner
 from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stages_here import start_on
 from tests.oracle.test_ranks_exact import Run, compute
-from tests.oracle.test_token_exact import make_engine
+from tests.oracle.test_token_exact import make_engine, make_prompts, run_all
+from tests.support.mini_cluster import mini_cluster
 from tests.support.tiny_models import TINY_MODELS
 
 DEVICE = "cuda"
@@ -76,6 +79,36 @@ def test_stages_on_a_gpu_give_the_bits_of_one_process(tmp_path: Path, name: str,
         # The last stage's decode steps are graphs where the whole model's are.
         assert (graphs is not None and graphs.num_replays > 0) == (num_replays > 0)
         assert run_of(divided, ahead=True).tokens == expected.tokens
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "name"), [(2, 1, "qwen3"), (1, 2, "gemma3_text"), (2, 3, "deepseek_v3")], ids=str
+)
+async def test_stages_on_a_gpu_hand_over(tmp_path: Path, prefill: int, decode: int, name: str) -> None:
+    """Each stage's process reads and is read with its own agent, from GPU memory to GPU memory."""
+    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
+    prompts = make_prompts(256)
+    with on_gpu(tmp_path, 1, dtype="float32") as alone:
+        greedy = SamplingParams(temperature=0.0, max_tokens=24)
+        expected = run_all(make_engine(alone), [Request(key, prompt, greedy) for key, prompt in prompts.items()])
+    with ExitStack() as stack:
+
+        def make_runner(node_id: str) -> TorchModelRunner:
+            count = prefill if node_id.startswith("prefill") else decode
+            return stack.enter_context(on_gpu(tmp_path, count, dtype="float32", num_blocks=96))
+
+        limits = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "kv_digests": "on"}
+        async with mini_cluster(make_runner, tmp_path, **limits) as cluster:  # type: ignore[arg-type]
+            requests = [
+                GenerateRequest(prompt, request_id=key, temperature=0.0, max_tokens=24, ignore_eos=True)
+                for key, prompt in prompts.items()
+            ]
+            answers = await asyncio.gather(*(cluster.generate(request) for request in requests))
+            await cluster.wait_until_idle()
+    for key, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected[key], key
+        path = answer.end.path
+        assert (path.prefill_node, path.decode_node, path.attempts) == ("prefill-0", "decode-0", 1)
 
 
 def test_a_stage_on_a_gpu_that_is_killed_is_noticed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model in stages with caches of their own gives the bits of one process, for every supported architecture.
+"""A model in stages with caches of their own gives the bits of one process, for each kind of architecture.
 
 The stages before the last are threads of this process, over connected sockets as between hosts.
 """
@@ -54,7 +54,7 @@ def bytes_of_blocks(transformer: Transformer) -> npt.NDArray[np.uint8]:
     return transformer.kv_cache.view(torch.uint8).numpy().reshape(transformer.num_blocks, -1)
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize("name", [*NAMED, "gpt2"])
 def test_stages_with_caches_of_their_own_give_the_bits_of_one_process(tmp_path: Path, name: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
     sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=NEW_TOKENS, repetition_penalty=1.1)

@@ -58,6 +58,7 @@ class Schedule:
     """One cluster, a few requests and their faults, all drawn from one seed."""
 
     happening_s = HAPPENING_S
+    cluster_type: type[SimulatedCluster] = SimulatedCluster
 
     def __init__(self, seed: int, struck: Counter[str]) -> None:
         self.rng = Random(seed)
@@ -99,7 +100,7 @@ class Schedule:
         rng = self.rng
         kinds = [rng.randint(1, 2), rng.randint(1, 2)]
         async with simulated_cluster(
-            rng, prefill=kinds[0], decode=kinds[1], limits=self.limits, faults=self.faults
+            rng, prefill=kinds[0], decode=kinds[1], limits=self.limits, faults=self.faults, cluster=self.cluster_type
         ) as self.cluster:
             asking = [asyncio.create_task(self._ask(number)) for number in range(rng.randint(2, 5))]
             doing = [asyncio.create_task(self._disturb()) for _ in range(rng.randint(1, 4))]
@@ -114,8 +115,8 @@ class Schedule:
             assert self.cluster.dispatcher.requests.num_live == 0
 
     def _count(self, node: SimulatedNode) -> None:
-        if node.backend is not None:
-            self.struck.update(node.backend.counters)
+        for backend in node.backends:
+            self.struck.update(backend.counters)
         self.struck.update({event.name for event in node.log.after(0)} & NOTED)
         failed = [event.detail for event in node.log.after(0) if event.name == "kv_failed"]
         arrived = sum(event.name == "kv_arrived" for event in node.log.after(0))

@@ -1,5 +1,5 @@
-"""A runner without a model whose KV cache is in parts. All but the first have their mover at the other end of a stream,
-as stages in other processes have."""
+"""Runners without a model whose KV cache is in parts: all in this process, or all but the first at the other end of a
+stream, as stages in other processes are."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kv_transfer.remote.mover_server import MoverServer
 _JOIN_S = 60.0
 
 
-class PartsRunner(SimulatedRunner):
-    """Computes in undivided blocks, which hold what the parts hold."""
+class DividedRunner(SimulatedRunner):
+    """Computes in undivided blocks, which hold what the memories of the parts hold."""
 
     def __init__(self, spec: SimulatedSpec, layers: Sequence[range]) -> None:
         super().__init__(spec)
         whole = super().memory
-        self._layers = layers
+        self.layers_of_parts = layers
         self._parts = [np.zeros_like(whole.owner[:, each.start : each.stop], order="C") for each in layers]
-        self._memories = [
+        self.memories = [
             KVMemory(
                 part.ctypes.data,
                 whole.num_blocks,
@@ -41,33 +41,41 @@ class PartsRunner(SimulatedRunner):
             )
             for part, each in zip(self._parts, layers, strict=True)
         ]
-        self._streams: list[tuple[socket.socket, socket.socket]] = [socket.socketpair() for _ in layers[1:]]
-        self.servers = [
-            MoverServer(theirs, memory) for (_, theirs), memory in zip(self._streams, self._memories[1:], strict=True)
-        ]
-        self._threads = [threading.Thread(target=server.serve, daemon=True) for server in self.servers]
-        for thread in self._threads:
-            thread.start()
 
     @property
     def memory(self) -> KVMemory:
-        return self._memories[0]
-
-    @property
-    def remote_parts(self) -> Sequence[RemotePart]:
-        return [RemotePart(layers, ours) for layers, (ours, _) in zip(self._layers[1:], self._streams, strict=True)]
+        return self.memories[0]
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         blocks = self._cache
-        for layers, part in zip(self._layers, self._parts, strict=True):
+        for layers, part in zip(self.layers_of_parts, self._parts, strict=True):
             blocks[:, layers.start : layers.stop] = part[: len(blocks)]
         before = blocks.copy()
         output = super().execute_model(scheduler_output)
         # Reads may write to the others meanwhile.
         written = np.flatnonzero((blocks != before).reshape(len(blocks), -1).any(axis=1))
-        for layers, part in zip(self._layers, self._parts, strict=True):
+        for layers, part in zip(self.layers_of_parts, self._parts, strict=True):
             part[written] = blocks[written, layers.start : layers.stop]
         return output
+
+
+class PartsRunner(DividedRunner):
+    """A divided runner whose parts but the first are served over streams."""
+
+    def __init__(self, spec: SimulatedSpec, layers: Sequence[range]) -> None:
+        super().__init__(spec, layers)
+        self._streams: list[tuple[socket.socket, socket.socket]] = [socket.socketpair() for _ in layers[1:]]
+        served = zip(self._streams, self.memories[1:], strict=True)
+        self._threads = [
+            threading.Thread(target=MoverServer(theirs, memory).serve, daemon=True) for (_, theirs), memory in served
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def remote_parts(self) -> Sequence[RemotePart]:
+        others = zip(self.layers_of_parts[1:], self._streams, strict=True)
+        return [RemotePart(layers, ours) for layers, (ours, _) in others]
 
     def lose(self, part: int) -> None:
         """End the stream of a part, as the end of its process does."""

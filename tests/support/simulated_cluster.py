@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -22,6 +23,7 @@ from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
+from baton.engine.runner import KVMemory
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
@@ -36,7 +38,7 @@ from baton.node.reports.event_log import EventLog
 from baton.node.service import NodeService
 from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
-from baton.runner.blocks.block_digests import block_digests
+from baton.runner.blocks.block_digests import BlockDigests, block_digests
 from baton.runner.simulated import SimulatedRunner
 from baton.testing.fake_engine_driver import FakeEngineDriver
 from baton.testing.fake_mover import FakeMover
@@ -50,6 +52,7 @@ from kv_transfer.link.liveness import PortState
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.mover.window import WindowLimits
+from kv_transfer.peer_node import part_name
 from kv_transfer.receiver.join_probe_machine import ProbeState
 from kv_transfer.sender.lease_values import LeaseTimes
 from prefill_node.handoff import HandOff, OfferConnector
@@ -98,6 +101,7 @@ class SimulatedLimits:
     """Whether both nodes compute digests."""
     meets_senders: bool = True
     """Whether decode nodes open links to prefill nodes as these join, and not before the first request."""
+    num_layers: int = 1
 
     def spec_for(self, role: Role) -> SimulatedSpec:
         """The model and cache of a node of this role."""
@@ -105,7 +109,7 @@ class SimulatedLimits:
 
     @property
     def spec(self) -> SimulatedSpec:
-        return self.spec_of(num_layers=1, num_kv_heads=1)
+        return self.spec_of(num_layers=self.num_layers, num_kv_heads=1)
 
     def spec_of(self, *, num_layers: int, num_kv_heads: int) -> SimulatedSpec:
         return SimulatedSpec(
@@ -233,10 +237,11 @@ class _Driver(FakeEngineDriver):
 
 
 class _Mover(FakeMover):
-    def __init__(self, machine: _Machine, is_busy: Callable[[], bool], *args: Any) -> None:
-        """`is_busy`: returns whether the mover is too busy to compute digests itself."""
+    def __init__(self, machine: _Machine, name: str, is_busy: Callable[[], bool], *args: Any) -> None:
+        """`name`: of its turns. `is_busy`: returns whether the mover is too busy to compute digests itself."""
         super().__init__(*args)
         self._machine = machine
+        self._name = name
         self._is_busy = is_busy
 
     @property
@@ -245,14 +250,14 @@ class _Mover(FakeMover):
 
     def _enqueue(self, command: Callable[[], None]) -> bool:
         taken = super()._enqueue(command)
-        self._machine.wake("mover", self._go_on, 0.0)
+        self._machine.wake(self._name, self._go_on, 0.0)
         return taken
 
     def _go_on(self) -> None:
         for _ in range(4):
             self.turn()
         if self.has_work:
-            self._machine.wake("mover", self._go_on, MOVER_TURN_S)
+            self._machine.wake(self._name, self._go_on, MOVER_TURN_S)
 
 
 class _Role:
@@ -291,7 +296,7 @@ class SimulatedNode:
         self.incarnation = f"{node_id}.{run}"
         self.role = Role(node_id.partition("-")[0])
         self.runner = self._make_runner(limits)
-        self.backend: FaultyTransferBackend | None = None
+        self.backends: list[FaultyTransferBackend] = []
         self.machine = _Machine()
         self.log = self._make_log()
         self._cluster = cluster
@@ -301,7 +306,7 @@ class SimulatedNode:
         identity = LinkIdentity("sim", node_id, self.incarnation, layout, address)
         clock, post = cluster.clock, asyncio.get_running_loop().call_soon
         outbox = Outbox(post)
-        digests = block_digests(self.runner.memory) if limits.digests else None
+        digests = self._make_digests() if limits.digests else None
         self._hasher = _Hasher(self.machine, lambda: cluster.rng.choice([0.0005, 0.02, 0.2]))
         self.half: HandOff | Intake
         connector: OfferConnector | IntakeConnector
@@ -413,26 +418,30 @@ class SimulatedNode:
         """The record of the node in the registry."""
         return record_of(self.description)
 
-    def _make_mover(self, deliver: DeliverEvent) -> PartsMover:
-        return PartsMover.of_one(self.runner.layout, self._make_part_mover, deliver)
+    def _make_digests(self) -> BlockDigests:
+        return block_digests(self.runner.memory)
 
-    def _make_part_mover(self, deliver: DeliverEvent) -> FakeMover:
-        cluster = self._cluster
+    def _make_mover(self, deliver: DeliverEvent) -> PartsMover:
+        return PartsMover.of_one(self.runner.layout, partial(self._make_part_mover, 0, self.runner.memory), deliver)
+
+    def _make_part_mover(self, number: int, memory: KVMemory, deliver: DeliverEvent) -> FakeMover:
+        cluster, agent = self._cluster, part_name(self.incarnation, number)
         return _Mover(
             self.machine,
+            f"mover-{number}",
             lambda: cluster.rng.random() < 0.5,
-            self._make_backend,
+            lambda: self._make_backend(agent, memory),
             deliver,
             cluster.clock,
             cluster.limits.window,
-            block_digests(self.runner.memory),
+            block_digests(memory),
             self._hasher,
         )
 
-    def _make_backend(self) -> TransferBackend:
-        inner = FakeTransferBackend(self._cluster.fabric, self.incarnation, self.runner.memory)
-        self.backend = FaultyTransferBackend(inner, self._faults, in_probes=self._cluster.has_faults_in_probes)
-        return self.backend
+    def _make_backend(self, agent: str, memory: KVMemory) -> TransferBackend:
+        inner = FakeTransferBackend(self._cluster.fabric, agent, memory)
+        self.backends.append(FaultyTransferBackend(inner, self._faults, in_probes=self._cluster.has_faults_in_probes))
+        return self.backends[-1]
 
     def _sender_joined(self, source: KVSource) -> None:
         if isinstance(self.half, Intake) and self._cluster.limits.meets_senders:
@@ -726,8 +735,8 @@ class SimulatedCluster:
         """Resume everything that was stopped, held or stalled."""
         for node in self.nodes.values():
             self.resume(node)
-            if node.backend is not None:
-                node.backend.heal()
+            for backend in node.backends:
+                backend.heal()
         self.network.heal()
 
     async def generate(self, request: GenerateRequest, timeout_s: float | None = None) -> Answer:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import queue
 import socket
-import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.security.authority import make_certificates
 from kv_transfer.remote.message_stream import MAX_FRAME, MAX_QUEUED, MessageStream, StreamEnded, StreamLost
+from tests.support.tls_pair import tls_pair
 
 WITHIN_S = 20.0
 ENDS: list[End] = []
@@ -47,28 +45,6 @@ class End:
         return self.received.get(timeout=WITHIN_S)
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("certificates")
-    make_certificates(directory, "c", ["localhost"], 1, datetime.datetime.now(datetime.UTC))
-    return directory
-
-
-def tls_pair(directory: Path) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
-    """The two ends of a connection over TLS."""
-    ours, theirs = socket.socketpair()
-    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    serving.load_cert_chain(directory / "node.crt", directory / "node.key")
-    calling = ssl.create_default_context(cafile=str(directory / "ca.crt"))
-    calling.check_hostname = False
-    accepted: Future[ssl.SSLSocket] = Future()
-    thread = threading.Thread(target=lambda: accepted.set_result(serving.wrap_socket(theirs, server_side=True)))
-    thread.start()
-    called = calling.wrap_socket(ours)
-    thread.join(WITHIN_S)
-    return called, accepted.result(WITHIN_S)
-
-
 @pytest.fixture(autouse=True)
 def ended() -> Iterator[None]:
     """Nothing reads a socket any more when it is closed, since its number may be another's then."""
@@ -84,8 +60,8 @@ def ended() -> Iterator[None]:
 
 
 @pytest.fixture(params=["plain", "tls"])
-def sockets(request: pytest.FixtureRequest, certificates: Path) -> tuple[socket.socket, socket.socket]:
-    return tls_pair(certificates) if request.param == "tls" else socket.socketpair()
+def sockets(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[socket.socket, socket.socket]:
+    return tls_pair(tmp_path) if request.param == "tls" else socket.socketpair()
 
 
 def test_messages_of_any_length_arrive_in_order_in_both_directions(
@@ -142,9 +118,9 @@ def test_an_end_that_leaves_has_sent_everything_and_took_nothing_of_the_next(
         assert len(ours.next()) == 100_000
 
 
-def test_messages_that_tls_has_decrypted_together_are_all_received(certificates: Path) -> None:
+def test_messages_that_tls_has_decrypted_together_are_all_received(tmp_path: Path) -> None:
     """The socket has nothing more to read then, so nothing would wake a thread that waits for it."""
-    ours, theirs = tls_pair(certificates)
+    ours, theirs = tls_pair(tmp_path)
     end = End(ours)
     messages = [b"%d" % n for n in range(1000)]
     theirs.sendall(b"".join(len(message).to_bytes(4, "big") + message for message in messages))

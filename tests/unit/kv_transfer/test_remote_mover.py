@@ -9,6 +9,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,7 @@ from kv_transfer.remote.remote_messages import (
     Turns,
 )
 from kv_transfer.remote.remote_mover import RemoteMover, digests_of_parts
+from tests.support.tls_pair import tls_pair
 from tests.support.virtual_time import run_virtually
 
 LAYOUT = KVLayout.uniform(4, 4, 1, 8, "float32")
@@ -461,7 +463,7 @@ class FailingBackend(FakeTransferBackend):
 class Both:
     """A node's end, and the real end of a part in a thread, over the in-process fake."""
 
-    def __init__(self) -> None:
+    def __init__(self, pair: tuple[socket.socket, socket.socket]) -> None:
         self.fabric = FakeTransferFabric()
         self.part_memory = new_part_memory(LAYERS)
         self.sender_memory = new_part_memory(LAYERS)
@@ -470,7 +472,7 @@ class Both:
             ctypes.memset(self.sender_memory.base_address + block * size, block + 1, size)
         sender = FakeTransferBackend(self.fabric, "p/1", self.sender_memory)
         self.peer = PeerMemory.of(self.sender_memory, "p/1", sender.agent_metadata())
-        self.ours, self.theirs = socket.socketpair()
+        self.ours, self.theirs = pair
         self.backends: list[FailingBackend] = []
         self.server = MoverServer(self.theirs, self.part_memory, self._make_backend)
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -513,9 +515,9 @@ def new_part_memory(layers: range) -> KVMemory:
     return KVMemory(*where, num_probe_blocks=NUM_PROBE_BLOCKS, layout=LAYOUT, layers=layers)
 
 
-@pytest.fixture
-def both() -> Iterator[Both]:
-    made = Both()
+@pytest.fixture(params=["plain", "tls"])
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Both]:
+    made = Both(tls_pair(tmp_path) if request.param == "tls" else socket.socketpair())
     yield made
     made.close()
 

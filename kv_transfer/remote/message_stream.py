@@ -49,7 +49,7 @@ class MessageStream:
         self._outbox: deque[memoryview] = deque()
         self._queued = 0
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._leaving = False
+        self._leaving = self._is_cut = False
         self._frame = bytearray()
         """The header or the body that is being read."""
         self._missing = _HEADER
@@ -80,10 +80,16 @@ class MessageStream:
             self._leaving = True
             self._wake()
 
+    def cut(self) -> None:
+        """Make `run` end the stream at once, for both ends. From any thread."""
+        with self._lock:
+            self._is_cut = True
+            self._wake()
+
     def run(self, received: Callable[[bytes], None]) -> None:
         """Send and receive until `leave` is called; `received` is called with each message, in this thread.
 
-        Raises StreamLost when the stream ends, and what `received` raises.
+        Raises StreamLost when the stream ends, and what `received` raises. The other end then finds the stream ended.
         """
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
@@ -94,14 +100,16 @@ class MessageStream:
                 if self._has_left():
                     return
                 writes = self._wants_write or (bool(self._outbox) and not self._wants_read)
-                if self._socket.fileno() < 0:
-                    raise StreamEnded("the stream was closed")
+                if self._is_cut or self._socket.fileno() < 0:
+                    raise StreamEnded("the stream was cut")
                 poll.register(self._socket, select.POLLIN | (select.POLLOUT if writes else 0))
                 poll.poll(0 if may_have_more else None)
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
-        except (OSError, ssl.SSLError) as error:
-            raise StreamEnded(f"the stream has failed: {error!r}") from error
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            raise
         finally:
             with self._lock:
                 os.close(self._wake_read)
@@ -129,6 +137,8 @@ class MessageStream:
             except ssl.SSLWantWriteError:
                 self._wants_write = True
                 return False
+            except OSError as error:
+                raise StreamEnded(f"the stream has failed: {error!r}") from error
             if not data:
                 raise StreamEnded("the other process has ended the stream")
             self._frame += data
@@ -158,6 +168,8 @@ class MessageStream:
             except ssl.SSLWantReadError:
                 self._wants_read = True
                 return
+            except OSError as error:
+                raise StreamEnded(f"the stream has failed: {error!r}") from error
             with self._lock:
                 self._queued -= sent
                 if sent < len(data):

@@ -160,7 +160,7 @@ class MoverServer:
             self._say(MoverFault(str(fault)))
         except StreamLost:
             _log.error("the node of this part can't be told of a fault, which ends it: %s", fault)
-            self._stream.leave()
+            self._stream.cut()
 
     # Below: called by the worker's thread.
 

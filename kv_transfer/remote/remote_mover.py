@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from socket import SHUT_RDWR, socket
+from socket import socket
 from typing import Any
 
 from baton.background import current_watch
@@ -125,8 +125,8 @@ class RemoteMover:
         self._watch = current_watch.get()
         self._lock = threading.Lock()
         """Guards what follows."""
-        self._stream: MessageStream | None = None
-        self._thread: threading.Thread | None = None
+        self._stream: MessageStream
+        self._thread = threading.Thread(target=self._run, name="baton-remote-mover", daemon=True)
         self._accepting = False
         self._reads: dict[int, set[int]] = {}
         """The sub-blocks whose digests are to come, of each read that is not answered."""
@@ -153,13 +153,12 @@ class RemoteMover:
         if the other process is gone or does not answer.
         """
         self._stream = MessageStream(self._socket)
-        self._thread = threading.Thread(target=self._run, name="baton-remote-mover", daemon=True)
         self._thread.start()
         self._send(StartMover(self._agent, self._stall_s))
         try:
             self._memory = self._up.result(self._start_within_s)
         except TimeoutError:
-            self._cut()
+            self._stream.cut()
             detail = f"a part of this node made no transfer agent within {self._start_within_s:g} s"
             raise EngineFault(detail) from None
         except ConfigError:
@@ -251,9 +250,8 @@ class RemoteMover:
             self._stopped.result(self._stop_within_s)
         except (TimeoutError, BatonError):
             _log.error("the mover of a part of this node did not stop: its process must end")
-            self._cut()
-        if self._thread is not None:
-            self._thread.join()
+            self._stream.cut()
+        self._thread.join()
 
     async def watch_turns(self) -> None:
         """As `Mover.watch_turns`; a process that does not answer hangs, too."""
@@ -278,11 +276,10 @@ class RemoteMover:
 
     def _send(self, message: ToPart) -> None:
         frame = write_to_part(message)
-        assert self._stream is not None, "start was not called"
         try:
             self._stream.send(frame)
         except StreamLost:
-            self._cut()
+            self._stream.cut()
 
     def _await_digests(self, question: int, found: Future[Sequence[int]]) -> Sequence[int]:
         try:
@@ -297,25 +294,15 @@ class RemoteMover:
         with self._lock:
             self._digests.pop(question, None)
 
-    def _cut(self) -> None:
-        """End the stream: the thread that reads it finds it ended."""
-        try:
-            self._socket.shutdown(SHUT_RDWR)
-        except OSError:
-            return
-
     # Everything below runs in the thread that reads the stream.
 
     def _run(self) -> None:
-        assert self._stream is not None
         try:
             self._stream.run(lambda frame: self._received(read_from_part(frame)))
         except BaseException as error:
             self._failed(error)
 
     def _failed(self, error: BaseException) -> None:
-        # The other process ends, too, if it can't make itself understood.
-        self._cut()
         with self._lock:
             was_accepting, self._accepting = self._accepting, False
             waiting: list[Future[Any]] = [found for _, found in self._digests.values()]
@@ -331,7 +318,7 @@ class RemoteMover:
             case MoverUp() | MoverNotUp():
                 self._answered_start(message)
             case MoverStopped():
-                if self._accepting or self._stream is None:
+                if self._accepting:
                     raise StreamLost("a mover stopped that was not told to")
                 self._stream.leave()
                 self._stopped.set_result(None)

@@ -137,6 +137,27 @@ def test_the_end_of_the_stream_is_reported(sockets: tuple[socket.socket, socket.
     ours.stream.send(b"to nobody")
 
 
+def test_an_end_that_cuts_the_stream_ends_it_for_both(sockets: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = (End(each) for each in sockets)
+    ours.stream.send(b"before")
+    assert theirs.next() == b"before"
+    ours.stream.cut()
+    for end in (ours, theirs):
+        with pytest.raises(StreamEnded):
+            end.ended.result(WITHIN_S)
+    assert theirs.received.empty()
+
+
+def test_a_stream_is_cut_though_the_other_end_does_not_read() -> None:
+    ours, theirs = socket.socketpair()
+    end = End(ours)
+    end.stream.send(bytes(MAX_FRAME))
+    end.stream.cut()
+    with pytest.raises(StreamEnded):
+        end.ended.result(WITHIN_S)
+    theirs.close()
+
+
 @pytest.mark.parametrize("header", [(0).to_bytes(4, "big"), (MAX_FRAME + 1).to_bytes(4, "big"), b"GET "])
 def test_a_length_out_of_bounds_ends_the_stream(header: bytes) -> None:
     ours, theirs = socket.socketpair()

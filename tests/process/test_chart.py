@@ -141,10 +141,23 @@ CASES: dict[str, dict[str, Any]] = {
             "resources": {"requests": {"cpu": 2, "hugepages-2Mi": "1Gi"}, "limits": {"cpu": 2.5}},
         },
     },
+    "stages on GPUs": {**OPEN, "decode": {"gpus": 2, "flags": {"pp": 2}}},
     "ranks of other costs": {
         **OPEN,
         "nodes": {"kind": "LeaderWorkerSet", "rankResources": {"cpu": "250m", "memory": "1G"}},
         "decode": {"flags": {"tp": 1, "pp": 3}},
+    },
+    "hosts": {
+        **SAFE,
+        "nodes": {"kind": "LeaderWorkerSet"},
+        "prefill": {"replicas": 2, "hosts": 2, "gpus": 8, "rdma": 1, "flags": {"dtype": "bfloat16"}},
+        "decode": {"hosts": 3, "affinity": SPECIAL["affinity"]},
+        "serviceMonitor": {"enabled": True},
+    },
+    "a set of hosts": {
+        **OPEN,
+        "nodes": {"kind": "DisaggregatedSet"},
+        "decode": {"hosts": 2, "affinity": {"podAntiAffinity": {}}},
     },
     "no account": {**OPEN, "serviceAccount": {"create": False}},
     "bare": {**OPEN, "networkPolicy": {"enabled": False}, "podDisruptionBudget": {"enabled": False}},
@@ -204,11 +217,22 @@ CASES: dict[str, dict[str, Any]] = {
     "a secret in capitals": {"tls": {"existingSecret": "TLS"}, "apiKeys": {"existingSecret": "k"}},
     "the longest name": {**OPEN, "serviceMonitor": {"enabled": True}},
     "ranks with a GPU": {**OPEN, "decode": {"gpus": 1, "flags": {"tp": 2}}},
+    "more stages than GPUs": {**OPEN, "decode": {"gpus": 2, "flags": {"pp": "3"}}},
     "a cache beyond the limit": {**OPEN, "decode": {"flags": {"tp": 2, "kv-cache-memory": "9GiB"}}},
     "a rank of words": {**OPEN, "nodes": {"rankResources": {"memory": "much"}}},
     "a long name": {**OPEN, "nodes": {"kind": "LeaderWorkerSet"}},
+    "hosts of a Deployment": {**OPEN, "decode": {"hosts": 2}},
+    "hosts with ranks": {**OPEN, "nodes": {"kind": "LeaderWorkerSet"}, "prefill": {"hosts": 2, "flags": {"tp": 2}}},
+    "too many hosts": {**OPEN, "nodes": {"kind": "LeaderWorkerSet"}, "prefill": {"hosts": 65}},
+    "a rank among the flags": {**OPEN, "decode": {"flags": {"host-rank": 1}}},
+    "a long name of hosts": {**OPEN, "nodes": {"kind": "LeaderWorkerSet"}, "decode": {"hosts": 2}},
 }
-NAMES = {"names of digits": "20261126", "the longest name": "r" * 41, "a long name": "r" * 39}
+NAMES = {
+    "names of digits": "20261126",
+    "the longest name": "r" * 41,
+    "a long name": "r" * 39,
+    "a long name of hosts": "r" * 36,
+}
 """The releases' names in some cases."""
 REFUSED = {
     "no protection": "tls.existingSecret",
@@ -229,10 +253,16 @@ REFUSED = {
     "a route without a gateway": "gateway.parentRefs",
     "two routes for all hosts": "gateway.hostnames",
     "two routes for a host": "b.example.com is in gateway.hostnames, too",
-    "ranks with a GPU": "decode.gpus",
+    "ranks with a GPU": "decode.gpus: the ranks of a stage (the flag tp)",
+    "more stages than GPUs": "decode.gpus: each stage (the flag pp) computes on a GPU of its own",
     "a cache beyond the limit": "decode.resources.limits.memory: 8832Mi has no room for the KV cache",
     "a rank of words": "/nodes/rankResources/memory",
     "a long name": "at most 44 characters",
+    "hosts of a Deployment": "decode.hosts: a Deployment does not start and stop the pods of a node together",
+    "hosts with ranks": "prefill.hosts: a node on several hosts has one stage of one rank on each",
+    "too many hosts": "/prefill/hosts",
+    "a rank among the flags": "host-rank",
+    "a long name of hosts": "at most 41 characters",
     "an ingress without a host": "ingress.host",
     "a URL as a host": "/ingress/host",
     "a host with a space": "/gateway/hostnames/0",
@@ -395,6 +425,90 @@ def test_a_node_of_several_ranks_requests_more_cores_and_memory(answers: dict[st
         "limits": {"memory": "10100Mi"},
     }
     assert resources("ranks of other costs", "prefill") == resources("open", "prefill")
+
+
+def group(found: Objects, role: str) -> dict[str, Any]:
+    """What a LeaderWorkerSet, alone or in a DisaggregatedSet, says of the pods of a node."""
+    specs = [each["spec"] for each in found if each["kind"] == "LeaderWorkerSet"]
+    specs += [role["spec"] for each in found if each["kind"] == "DisaggregatedSet" for role in each["spec"]["roles"]]
+    name = "app.kubernetes.io/component"
+    (spec,) = (
+        spec for spec in specs if spec["leaderWorkerTemplate"]["workerTemplate"]["metadata"]["labels"][name] == role
+    )
+    return {**spec["leaderWorkerTemplate"], "replicas": spec["replicas"]}
+
+
+@pytest.mark.parametrize(("case", "role", "hosts"), [("hosts", "prefill", 2), ("a set of hosts", "decode", 2)])
+def test_the_pods_of_a_node_on_several_hosts_have_the_same_settings(
+    answers: dict[str, Any], case: str, role: str, hosts: int
+) -> None:
+    made = group(objects(answers, case), role)
+    assert (made["size"], made["restartPolicy"]) == (hosts, "RecreateGroupOnPodRestart")
+    first, other = made["leaderTemplate"]["spec"], made["workerTemplate"]["spec"]
+    told, told_others = flags(first), flags(other)
+    assert (told.pop("--node-id"), told_others.pop("--node-id")) == ("$(POD_NAME)", "$(LEADER_NAME)")
+    assert told == told_others
+    port = {port["name"]: port["containerPort"] for port in first["containers"][0]["ports"]}["hosts"]
+    assert told["--first-host"] == f"$(LWS_LEADER_ADDRESS):{port}", "the address that the operator gives every pod"
+    given = {flag.removeprefix("--").replace("-", "_"): value for flag, value in told.items()}
+    read = NodeConfig.model_validate(
+        {**given, "node_id": "n", "registry": "r", "first_host": f"demo-0.demo.prod:{port}"}
+    )
+    assert (read.hosts, read.host_rank, read.first_host_address[1]) == (hosts, 0, port)
+    own = [each for each in other["containers"][0]["env"] if each not in first["containers"][0]["env"]]
+    assert {each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"] for each in own} == {
+        "LEADER_NAME": "metadata.annotations['leaderworkerset.sigs.k8s.io/leader-name']",
+        "BATON_HOST_RANK": "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']",
+    }
+
+
+def test_a_pod_that_only_computes_for_its_node_is_not_asked_whether_it_serves(answers: dict[str, Any]) -> None:
+    found = objects(answers, "hosts")
+    probed = {"startupProbe", "livenessProbe", "readinessProbe", "ports"}
+    for role in ("prefill", "decode"):
+        made = group(found, role)
+        (first,), (other,) = (made[name]["spec"]["containers"] for name in ("leaderTemplate", "workerTemplate"))
+        assert (probed & set(first), probed & set(other)) == (probed, set())
+        # Devices, memory and files are those of every pod.
+        for name in ("resources", "securityContext", "volumeMounts", "image"):
+            assert first[name] == other[name]
+    assert made["replicas"] == 1
+    prefill = group(found, "prefill")
+    assert prefill["replicas"] == 2
+    (other,) = prefill["workerTemplate"]["spec"]["containers"]
+    assert other["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": 8, "rdma/hca": 1}
+    assert other["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    # Any host is as long needed as the first one drains.
+    grace = [prefill[name]["spec"]["terminationGracePeriodSeconds"] for name in ("leaderTemplate", "workerTemplate")]
+    assert grace == [45, 45]
+
+
+def test_pods_of_a_node_go_to_different_machines_unless_told_otherwise(answers: dict[str, Any]) -> None:
+    for role in ("prefill", "decode"):
+        made = group(objects(answers, "hosts"), role)
+        for template in (made["leaderTemplate"], made["workerTemplate"]):
+            affinity = template["spec"]["affinity"]
+            assert ("nodeAffinity" in affinity) == (role == "decode")
+            ((apart,),) = affinity["podAntiAffinity"].values()
+            term = apart["podAffinityTerm"]
+            assert term["topologyKey"] == "kubernetes.io/hostname"
+            assert term["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    own = group(objects(answers, "a set of hosts"), "decode")
+    assert own["workerTemplate"]["spec"]["affinity"] == {"podAntiAffinity": {}}
+
+
+def test_all_pods_of_a_node_are_under_the_policies_of_its_role(answers: dict[str, Any]) -> None:
+    found = objects(answers, "hosts")
+    made = group(found, "prefill")
+    for template in (made["leaderTemplate"], made["workerTemplate"]):
+        for kind, selector in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
+            chosen = one(found, kind, "-prefill")["spec"][selector]["matchLabels"]
+            assert chosen.items() <= template["metadata"]["labels"].items()
+    # Hosts of a node reach each other at any port, as nodes do.
+    (peers, _) = one(found, "NetworkPolicy", "-prefill")["spec"]["ingress"]
+    (ours,) = peers["from"]
+    assert ours["podSelector"]["matchLabels"].items() <= made["workerTemplate"]["metadata"]["labels"].items()
+    assert "ports" not in peers
 
 
 def test_each_pod_gets_its_own_private_key_only(answers: dict[str, Any]) -> None:

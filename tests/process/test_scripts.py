@@ -90,7 +90,7 @@ def test_a_state_machine_without_a_place_in_its_page_is_named(shell: Shell, copy
     ("name", "old", "new"),
     [
         ("values.schema.json", '"max-queue"', '"max-queues"'),
-        ("values.schema.json", '"minimum": 1, ', ""),
+        ("values.schema.json", '"minimum": 1, "pattern"', '"pattern"'),
         ("README.md", "| `model.path` |", "| `model.place` |"),
         ("values.yaml", "# Fewest pods.", "# Fewest pods of the role."),
     ],

@@ -27,10 +27,10 @@ import kubernetes_validate.utils
 import yaml
 
 POD_HOMES = {
-    "LeaderWorkerSet": lambda spec: [spec["leaderWorkerTemplate"]["workerTemplate"]],
-    "DisaggregatedSet": lambda spec: [role["spec"]["leaderWorkerTemplate"]["workerTemplate"] for role in spec["roles"]],
+    "LeaderWorkerSet": lambda spec: [spec["leaderWorkerTemplate"]],
+    "DisaggregatedSet": lambda spec: [role["spec"]["leaderWorkerTemplate"] for role in spec["roles"]],
 }
-"""The pod templates of kinds that are not built into Kubernetes."""
+"""Where the pod templates of kinds are that are not built into Kubernetes."""
 CUSTOM_KINDS = yaml.safe_load((Path(__file__).parent / "custom_resources.yaml").read_text())["kinds"]
 """The JSON schemas of other kinds that are not built in."""
 
@@ -72,12 +72,12 @@ def complaints(each: dict[str, Any], version: str) -> list[str]:
 
     Of kinds that are not built in, pods are held against it, and other fields against schemas of our own.
     """
-    if each["kind"] in POD_HOMES:
-        pods = POD_HOMES[each["kind"]](each["spec"])
-        return [error for pod in pods for error in complaints(deployment_of(pod), version)]
     if schema := CUSTOM_KINDS.get(each["kind"]):
         errors = jsonschema.Draft7Validator(schema).iter_errors(each)
-        return [f"{each['kind']} {each['metadata']['name']} {error.json_path}: {error.message}" for error in errors]
+        found = [f"{each['kind']} {each['metadata']['name']} {error.json_path}: {error.message}" for error in errors]
+        homes = POD_HOMES[each["kind"]](each["spec"]) if each["kind"] in POD_HOMES else []
+        pods = [home[name] for home in homes for name in ("leaderTemplate", "workerTemplate") if name in home]
+        return found + [error for pod in pods for error in complaints(deployment_of(pod), version)]
     try:
         kubernetes_validate.validate(each, version, strict=True)
     except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:

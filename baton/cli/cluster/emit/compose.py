@@ -80,7 +80,7 @@ def _service(config: UpConfig, process: EmittedProcess, index: int) -> dict[str,
         # For transfers by RDMA and over shared memory.
         service["ulimits"] = {"memlock": -1}
         if config.device.startswith("cuda"):
-            service["deploy"] = {"resources": {"reservations": {"devices": [_one_gpu()]}}}
+            service["deploy"] = {"resources": {"reservations": {"devices": [_gpus(int(process.flags.get("--pp", 1)))]}}}
     if not config.registry:
         service["depends_on"] = {"redis": {"condition": "service_healthy"}}
     return service
@@ -148,8 +148,9 @@ def _health(config: UpConfig, process: EmittedProcess) -> dict[str, Any]:
     }
 
 
-def _one_gpu() -> dict[str, Any]:
-    return {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+def _gpus(count: int) -> dict[str, Any]:
+    """The reservation of a GPU for each stage of a node."""
+    return {"driver": "nvidia", "count": count, "capabilities": ["gpu"]}
 
 
 def _confined() -> dict[str, Any]:

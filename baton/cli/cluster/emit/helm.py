@@ -20,6 +20,7 @@ FLAGS_OF_THE_CHART = frozenset(
         *("--cluster", "--host", "--drain-s", "--model", "--model-name", "--config", "--registry", "--insecure"),
         *("--tls-cert", "--tls-key", "--tls-ca", "--api-keys", "--router-id", "--node-id", "--role"),
         *("--port", "--grpc-port", "--http-port", "--metrics-port", "--operator-port"),
+        *("--hosts", "--host-rank", "--first-host"),
     }
 )
 """Flags that the chart renders from its own values, or with fixed paths and ports."""
@@ -51,8 +52,15 @@ def helm_files(config: UpConfig, processes: Sequence[EmittedProcess], settings: 
         values["config"] = settings
     for role, replicas in (("router", config.routers), ("prefill", config.prefill), ("decode", config.decode)):
         values[role] = {"replicas": replicas} | _flags([each for each in processes if each.role == role])
-        if role != "router" and config.device.startswith("cuda"):
-            values[role]["gpus"] = 1
+    for role, hosts, stages in (
+        ("prefill", config.prefill_hosts, config.prefill_pp or config.pp),
+        ("decode", config.decode_hosts, config.decode_pp or config.pp),
+    ):
+        if config.device.startswith("cuda"):
+            values[role]["gpus"] = stages
+        if hosts > 1:
+            values[role]["hosts"] = hosts
+            values["nodes"] = {"kind": "LeaderWorkerSet"}
     return {FILE: _HEAD + _comments(config) + yaml_text(values)}
 
 

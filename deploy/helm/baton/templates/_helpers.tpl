@@ -18,8 +18,9 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 
 {{- /* Nobody starts a cluster that is open to its whole network without having said so. */}}
 {{- define "baton.checkProtection" -}}
-{{- /* A name of a Service has at most 63 characters, and a StatefulSet's, such as a LeaderWorkerSet makes, at most 52. */}}
-{{- $longest := ternary 47 44 (eq .Values.nodes.kind "Deployment") }}
+{{- /* A name of a Service has at most 63 characters, and a StatefulSet's, such as a LeaderWorkerSet makes, at most 52.
+A node on several hosts has one of its own, with the node's number in its name. */}}
+{{- $longest := ternary 47 (ternary 41 44 (gt (max (int .Values.prefill.hosts) (int .Values.decode.hosts)) 1)) (eq .Values.nodes.kind "Deployment") }}
 {{- if gt (len (include "baton.name" .)) $longest }}{{ fail (printf "%s is too long for the names of Services and pods: choose a release name with which it has at most %d characters" (include "baton.name" .) $longest) }}{{ end }}
 {{- if not .Values.insecure }}
 {{- if not .Values.tls.existingSecret }}{{ fail "tls.existingSecret: name a secret with the files of `baton certs init`, or say insecure: true if this network is trusted" }}{{ end }}
@@ -303,7 +304,8 @@ readinessProbe:
 {{- $own := index $.Values $role }}
 {{- $flags := $own.flags | default dict }}
 {{- if $own.gpus }}
-{{- if gt (include "baton.ranks" $flags | int64) 1 }}{{ fail (printf "%s.gpus: ranks (the flags tp and pp) compute on cores, and this node would refuse a GPU" $role) }}{{ end }}
+{{- if gt (get $flags "tp" | default 1 | int64) 1 }}{{ fail (printf "%s.gpus: the ranks of a stage (the flag tp) compute on cores, and this node would refuse a GPU" $role) }}{{ end }}
+{{- if gt (get $flags "pp" | default 1 | int64) (int64 $own.gpus) }}{{ fail (printf "%s.gpus: each stage (the flag pp) computes on a GPU of its own" $role) }}{{ end }}
 {{- else if hasKey $flags "kv-cache-memory" }}
 {{- $limits := get (include "baton.nodeResources" (dict "Values" $.Values "role" $role) | fromYaml) "limits" | default dict }}
 {{- if hasKey $limits "memory" }}
@@ -314,9 +316,43 @@ readinessProbe:
 {{- end }}
 {{- end }}
 
-{{- /* The pods of one role of nodes: a template that Deployments and LeaderWorkerSets share. */}}
+{{- define "baton.checkHosts" -}}
+{{- range $role := list "prefill" "decode" }}
+{{- $own := index $.Values $role }}
+{{- if gt (int $own.hosts) 1 }}
+{{- if eq $.Values.nodes.kind "Deployment" }}{{ fail (printf "%s.hosts: a Deployment does not start and stop the pods of a node together; set nodes.kind to LeaderWorkerSet or DisaggregatedSet" $role) }}{{ end }}
+{{- if gt (include "baton.ranks" $own.flags | int64) 1 }}{{ fail (printf "%s.hosts: a node on several hosts has one stage of one rank on each, so leave the flags tp and pp out" $role) }}{{ end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* The pods of a node in a LeaderWorkerSet: one, or one for each of its hosts, of which the leader is the first. */}}
+{{- define "baton.nodePods" -}}
+{{- $hosts := int (index .root.Values .role).hosts -}}
+size: {{ $hosts }}
+{{- if gt $hosts 1 }}
+{{- /* A node that has lost a host has ended, and so has one of which a pod is stopped: its first host drains, too. */}}
+restartPolicy: RecreateGroupOnPodRestart
+leaderTemplate:
+  {{- include "baton.nodePod" (dict "root" .root "role" .role) | nindent 2 }}
+{{- end }}
+workerTemplate:
+  {{- include "baton.nodePod" (dict "root" .root "role" .role "isStage" (gt $hosts 1)) | nindent 2 }}
+{{- end }}
+
+{{- /* A pod of one role of nodes: a template that Deployments and LeaderWorkerSets share. `isStage`: of a host that is not
+the first of its node. It computes for that one, and has neither an address nor a page of its own. */}}
 {{- define "baton.nodePod" -}}
 {{- $own := index .root.Values .role }}
+{{- $isAcrossHosts := gt (int $own.hosts) 1 }}
+{{- if $isAcrossHosts }}
+{{- /* Two hosts of a node on one machine would share its network. The label of one node's pods is not known here. */}}
+{{- $others := dict "labelSelector" (dict "matchLabels" (include "baton.selector" . | fromYaml)) "topologyKey" "kubernetes.io/hostname" }}
+{{- $apart := dict "preferredDuringSchedulingIgnoredDuringExecution" (list (dict "weight" 100 "podAffinityTerm" $others)) }}
+{{- $affinity := deepCopy ($own.affinity | default dict) }}
+{{- if not (hasKey $affinity "podAntiAffinity") }}{{ $_ := set $affinity "podAntiAffinity" $apart }}{{ end }}
+{{- $own = set (deepCopy $own) "affinity" $affinity }}
+{{- end }}
 {{- $all := dict "root" .root "role" .role "own" $own "certificate" "node" "port" "metrics" }}
 metadata:
   {{- include "baton.podMeta" $all | nindent 2 }}
@@ -332,19 +368,35 @@ spec:
         - --role
         - {{ .role }}
         - --node-id
-        - $(POD_NAME)
+        - $({{ ternary "LEADER_NAME" "POD_NAME" (.isStage | default false) }})
         - --port
         - "50061"
         - --metrics-port
         - "9400"
+        {{- if $isAcrossHosts }}
+        - --hosts
+        - {{ $own.hosts | toString | quote }}
+        - --first-host
+        - $(LWS_LEADER_ADDRESS):50062
+        {{- end }}
         {{- include "baton.commonArgs" $all | nindent 8 }}
         {{- include "baton.flags" $own.flags | nindent 8 }}
       env:
         {{- include "baton.env" $all | nindent 8 }}
+        {{- if .isStage }}
+        - name: LEADER_NAME
+          valueFrom: {fieldRef: {fieldPath: "metadata.annotations['leaderworkerset.sigs.k8s.io/leader-name']"}}
+        - name: BATON_HOST_RANK
+          valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"}}
+        {{- else }}
       ports:
         - {name: node, containerPort: 50061}
         - {name: metrics, containerPort: 9400}
+        {{- if $isAcrossHosts }}
+        - {name: hosts, containerPort: 50062}
+        {{- end }}
       {{- include "baton.probes" $all | nindent 6 }}
+        {{- end }}
       resources:
         {{- $resources := include "baton.nodeResources" (dict "Values" .root.Values "role" .role) | fromYaml }}
         {{- $devices := dict }}

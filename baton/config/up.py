@@ -25,6 +25,12 @@ class UpConfig(RouterSettings, NodeSettings):
     decode_tp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="tp of decode nodes. Default: tp.")
     prefill_pp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="pp of prefill nodes. Default: pp.")
     decode_pp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="pp of decode nodes. Default: pp.")
+    prefill_hosts: Annotated[int, Field(ge=1, le=64)] = Field(
+        1, description="Hosts that compute each prefill node, one stage each. More than one needs --emit helm or slurm."
+    )
+    decode_hosts: Annotated[int, Field(ge=1, le=64)] = Field(
+        1, description="Hosts that compute each decode node, one stage each. More than one needs --emit helm or slurm."
+    )
     prefill_block_size: Count | None = Field(
         None,
         description="block_size of prefill nodes. Default: block_size. It must divide that of decode nodes, or be "
@@ -56,6 +62,19 @@ class UpConfig(RouterSettings, NodeSettings):
         return self
 
     @model_validator(mode="after")
+    def _one_stage_a_host(self) -> Self:
+        for role, hosts, tp, pp in (
+            ("prefill", self.prefill_hosts, self.prefill_tp or self.tp, self.prefill_pp or self.pp),
+            ("decode", self.decode_hosts, self.decode_tp or self.tp, self.decode_pp or self.pp),
+        ):
+            if hosts > 1 and (tp > 1 or pp > 1):
+                raise ValueError(
+                    f"{role}_hosts is {hosts}, and {role} nodes have tp {tp} and pp {pp}: a node on several hosts has "
+                    f"one stage of one rank on each, so leave {role}_tp and {role}_pp at 1"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _enough_ports(self) -> Self:
         nodes = self.prefill + self.decode
         for name, first, count, processes in (
@@ -66,6 +85,11 @@ class UpConfig(RouterSettings, NodeSettings):
             if first + count > 65536:
                 raise ValueError(f"{name} {first} leaves no ports for {count} {processes}")
         return self
+
+    @property
+    def is_across_hosts(self) -> bool:
+        """Whether a node is computed by several hosts."""
+        return max(self.prefill_hosts, self.decode_hosts) > 1
 
     @property
     def protection(self) -> Protection:

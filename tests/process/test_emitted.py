@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import GenerationClient
-from baton.messages.generation import Chunk, Finished
+from baton.messages.generation import Chunk, Finished, GenerateRequest
 from baton.registry.embedded import READY_WORDS
 from tests.process.shell import BOUND_S, Shell
 from tests.process.test_by_hand import line_with
@@ -24,6 +24,7 @@ from tests.support.free_ports import first_free_port
 from tests.support.slow_model import expected_tokens_of, slow_request
 from tests.support.slurm_site import NoSlurm, SlurmSite, slurm_site
 
+PROMPT = "def fibonacci(n):"
 UP = ("up", "--runner", "simulated", "--insecure", "--grpc-port", "0", "--http-port", "0")
 
 
@@ -71,6 +72,63 @@ def test_a_slurm_job_serves_and_drains_when_it_is_cancelled(shell: Shell, site: 
     assert event.path.prefill_node == "prefill-0"
     site.wait_for_end(job)
     assert "Traceback" not in (site.place / f"baton-{job}.log").read_text()
+    assert not ready.exists()
+
+
+@pytest.mark.timeout(300)  # Slurm may have to be installed.
+def test_a_node_on_two_hosts_of_a_job_starts_again_as_a_whole(shell: Shell, site: SlurmSite) -> None:
+    """Its first host is killed: both hosts start again, and the tokens are the same. A cancelled job drains."""
+    (script,) = emitted(shell, "slurm", "--runner", "torch", "--decode-hosts", "2")
+    ready = shell.home / "ready"
+    os.mkfifo(ready)
+    ports = first_free_port(3)
+    given = {
+        "BATON_READY_FILE": str(ready),
+        "BATON_REDIS_PORT": str(ports),
+        "BATON_JOB_FIRST_PORT": str(ports + 1),
+        "BATON_THREADS": "1",
+    }
+    # Three tasks: host 1 of the decode node is alone on the second node of the site.
+    job = site.run("sbatch", "--parsable", "--nodes=2", script, **given).strip()
+    log = site.place / f"baton-{job}.log"
+    with ready.open() as news:
+        told = json.loads(news.readline())
+    address, operators = told["address"], told["operator_address"]
+
+    def answer() -> list[int]:
+        ask = ("generate", PROMPT, "--temperature", 0, "-o", "json", "--address", address)
+        answered = json.loads(shell.baton(*ask).stdout)
+        assert answered["path"]["prefill_node"] == "prefill-0"
+        assert answered["kv_bytes"] > 0
+        tokens: list[int] = answered["token_ids"]
+        return tokens
+
+    def incarnation() -> str:
+        nodes = shell.baton("get", "nodes", "-l", "role=decode", "-o", "json", "--address", operators)
+        (node,) = json.loads(nodes.stdout)["items"]
+        assert node["name"] == "decode-0"
+        return str(node["incarnation"]) if node["status"] == "Ready" else ""
+
+    first, tokens = incarnation(), answer()
+    assert (bool(first), len(tokens)) == (True, 16)
+    (first_host,) = (pid for pid, command in shell.remaining_processes().items() if "--host-rank 0 " in command)
+    os.kill(first_host, signal.SIGKILL)
+    while incarnation() in ("", first):  # asking takes a while
+        pass
+    # A stream that is cancelled at its first token: the second host computes until the first one has drained.
+    request = GenerateRequest(PROMPT, request_id="long", temperature=0.0, max_tokens=400, ignore_eos=True)
+    streamed: list[int] = []
+    with GenerationClient(address) as client:
+        for event in client.generate(request):
+            if isinstance(event, Chunk):
+                if not streamed:
+                    site.run("scancel", job)
+                streamed += event.token_ids
+    assert (streamed[: len(tokens)], len(streamed)) == (tokens, request.max_tokens)
+    site.wait_for_end(job)
+    said = log.read_text()
+    assert said.count("is loaded, and computes for the first host") == 2
+    assert "this stage ends with its node" in said
     assert not ready.exists()
 
 

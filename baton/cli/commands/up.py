@@ -18,6 +18,7 @@ from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
 from baton.cli.output import Format, print_document, print_table, print_text
 from baton.cli.target import run_dir_of, run_dir_path
 from baton.config import Loaded, UpConfig
+from baton.errors import UsageError
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -73,6 +74,11 @@ def _up(
         for path in write(emit, with_model_directory(loaded.config), file, emit_dir):
             print_text(str(path))
         return
+    if loaded.config.is_across_hosts:
+        raise UsageError(
+            "`baton up` starts all processes on this machine: leave --prefill-hosts and --decode-hosts out, write the "
+            "files for several hosts with --emit helm or slurm, or run `baton node --hosts` on each host"
+        )
     from baton.cli.cluster.supervisor.run import run_cluster
     from baton.config.cluster import bundled_model_dir
     from baton.observe import logs

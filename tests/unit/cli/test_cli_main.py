@@ -79,6 +79,7 @@ def taken_port() -> Callable[[], int]:
         (["down"], 0, ""),
         (["up", "--prefil", "1"], 2, "--prefill"),
         (["up", "--decode", "0"], 2, "decode '0' from --decode"),
+        (["up", "--decode-hosts", "2"], 2, "`baton up` starts all processes on this machine: leave --prefill-hosts"),
         (["up", "--model", "/nowhere"], 78, "model directory /nowhere does not exist"),
         (["up", "--registry", "localhost"], 78, "use redis:// or rediss:// or unix://"),
         (["up", "--registry", "redis://127.0.0.1:1"], 78, "does not answer"),

@@ -141,7 +141,7 @@ def test_the_units_of_the_repository_equal_the_emitted_ones() -> None:
         assert service["User"] == "baton"
 
 
-@pytest.mark.parametrize("name", ["node-prefill", "node-decode", "router"])
+@pytest.mark.parametrize("name", ["node-prefill", "node-decode", "node-decode-host-1", "router"])
 def test_the_environment_files_of_the_repository_are_valid(name: str) -> None:
     environment: dict[str, str] = {}
     for file in ("baton.env", f"{name}.env"):
@@ -156,6 +156,23 @@ def test_the_environment_files_of_the_repository_are_valid(name: str) -> None:
     assert {f"BATON_{field}".upper() for field in type(read).model_fields} >= set(environment) - {"BATON_ROLE"}
 
 
+def test_the_unit_of_a_host_that_is_not_the_first_leaves_everything_to_its_environment_file() -> None:
+    text = (ROOT / "deploy/systemd/stage-host.conf").read_text()
+    cleared, command = (line.removeprefix("ExecStart=") for line in text.splitlines() if line.startswith("ExecStart="))
+    _, *words = command.split()
+    environment = dict(
+        line.split("=", 1)
+        for name in ("baton", "node-decode-host-1")
+        for line in (ROOT / "deploy/systemd" / f"{name}.env").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    read = settings_of_command(words, environment)
+    assert isinstance(read, NodeConfig)
+    # The name is that of the first host's unit, `--node-id %i.%l`.
+    assert (cleared, read.node_id, read.hosts, read.host_rank) == ("", "decode.gpu-1", 2, 1)
+    assert read.first_host_address == ("192.0.2.11", 50062)
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here (Debian: systemd)")
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     config = up(prefill=2)
@@ -163,8 +180,12 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     for name in ("baton-node@.service", "baton-router.service"):
         text = (ROOT / "deploy/systemd" / name).read_text().replace("/opt/baton/bin/baton", "/bin/true")
         units[name.replace("@", "@prefill")] = text
+        units[name.replace("@", "@decode")] = text
     for name, text in units.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "baton-node@decode.service.d").mkdir()
+    drop_in = (ROOT / "deploy/systemd/stage-host.conf").read_text().replace("/opt/baton/bin/baton", "/bin/true")
+    (tmp_path / "baton-node@decode.service.d/stage-host.conf").write_text(drop_in)
     paths = [str(tmp_path / name) for name in units]
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *paths], capture_output=True, text=True, check=False
@@ -172,10 +193,15 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     assert (done.returncode, [line for line in done.stderr.splitlines() if "baton" in line]) == (0, [])
     spoilt = tmp_path / "baton-spoilt.service"
     spoilt.write_text(units["baton-router-0.service"].replace("KillMode=mixed", "KillMode=gently"))
+    (tmp_path / "baton-node@decode.service.d/stage-host.conf").write_text(drop_in.replace("exec", "hastily"))
     done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", spoilt], capture_output=True, text=True, check=False
+        ["systemd-analyze", "verify", "--man=no", spoilt, tmp_path / "baton-node@decode.service"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "gently" in done.stderr
+    assert "hastily" in done.stderr
 
 
 # compose
@@ -240,6 +266,22 @@ def test_containers_reserve_gpus() -> None:
     devices = services["decode-0"]["deploy"]["resources"]["reservations"]["devices"]
     assert devices == [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
     assert "deploy" not in services["router-0"]
+    services = compose(up(device="cuda", decode_pp=4))["services"]
+    counts = {
+        name: service["deploy"]["resources"]["reservations"]["devices"][0]["count"]
+        for name, service in services.items()
+        if "deploy" in service
+    }
+    assert counts == {"prefill-0": 1, "decode-0": 4}
+
+
+def test_a_pod_has_a_gpu_for_each_stage_of_its_node() -> None:
+    config = up(device="cuda", pp=2, decode_pp=4)
+    values = yaml.safe_load(helm_files(config, processes(config), "")["values.yaml"])
+    assert {role: (values[role]["gpus"], values[role]["flags"]["pp"]) for role in ("prefill", "decode")} == {
+        "prefill": (2, "2"),
+        "decode": (4, "4"),
+    }
 
 
 def test_a_dollar_is_escaped_in_a_compose_file() -> None:
@@ -334,8 +376,12 @@ _STANDS_FOR_SLURM = """
 keep_running() { echo "$@"; }
 address_of() { echo "host of $1"; }
 srun() {
-    while [[ $1 != bash ]]; do shift; done
-    for task in 0 1 2; do SLURM_PROCID=$task SLURMD_NODENAME=n$task "$@"; done
+    local label=
+    while [[ $1 == --* ]]; do [[ $1 != --label ]] || label=1 && shift; done
+    # As srun does, the tasks of a step answer in any order.
+    for ((task = $(sed -n "s/^#SBATCH --ntasks=//p" <<<"$script") - 1; task >= 0; task--)); do
+        SLURM_PROCID=$task SLURMD_NODENAME=n$task "$@" | sed "${label:+s/^/$task: /}"
+    done
 }
 export -f address_of keep_running
 """
@@ -360,29 +406,62 @@ def test_each_task_of_a_job_has_a_core_for_each_thread_or_rank(settings: dict[st
     assert (found and found[1]) == cores
     if cores is not None:
         assert script.index("#SBATCH --ntasks") < script.index("#SBATCH --cpus-per-task") < script.index("set -euo")
-    started = script[script.index("\nsrun ") : script.index(" &\nnodes=")]
-    shell = 'srun() { echo "$1 $2 $3"; }; prefill=1 prefill_flags=() decode_flags=() baton=b node_flags=();'
+    started = script[script.index("\ntasks=(") : script.index(" &\nnodes=")]
+    shell = 'srun() { echo "$1 $2 $3"; }; prefill=1 prefill_hosts=1 decode_hosts=1 prefill_flags=() decode_flags=();'
+    shell += "baton=b node_flags=();"
     for given, words in (({"SLURM_CPUS_PER_TASK": "4"}, "--cpus-per-task=4"), ({}, "bash")):
         told = subprocess.run(["bash", "-euc", shell + started], env=given, capture_output=True, text=True, check=True)
         assert told.stdout == f"--kill-on-bad-exit=0 --wait=0 {words}\n"
 
 
-def test_the_nodes_of_a_job_get_the_flags_of_their_role() -> None:
-    config = up(prefill=1, decode=2, prefill_tp=1, decode_tp=4, drain_s=5)
+def commands_of_a_job(config: UpConfig) -> list[str]:
+    """What the tasks of a job run, in their order."""
     script = slurm_files(config, processes(config), "baton")["baton.sbatch"]
     settings = script[script.index("\nbaton=") : script.index("# Hosts reach")]
     functions = script[script.index("\nnode() {") : script.index("export -f address_of")]
-    start = script[script.index("\nsrun ") : script.index(" &\nnodes=")]
+    start = script[script.index("\ntasks=(") : script.index(" &\nnodes=")]
     told = subprocess.run(
         ["bash", "-euc", f"{settings}{functions}export -f node\n{_STANDS_FOR_SLURM}{start}"],
+        env={**os.environ, "script": script, "SLURM_JOB_ID": "79"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert told.stdout.splitlines() == [
+    return told.stdout.splitlines()[::-1]
+
+
+def test_the_nodes_of_a_job_get_the_flags_of_their_role() -> None:
+    assert commands_of_a_job(up(prefill=1, decode=2, prefill_tp=1, decode_tp=4, drain_s=5)) == [
         "baton node --drain-s 5 --role prefill --node-id prefill-0 --host host of n0",
         "baton node --drain-s 5 --tp 4 --role decode --node-id decode-0 --host host of n1",
         "baton node --drain-s 5 --tp 4 --role decode --node-id decode-1 --host host of n2",
+    ]
+
+
+def test_the_hosts_of_a_node_are_tasks_of_a_job_that_know_the_first_one() -> None:
+    config = up(prefill=2, prefill_hosts=2, decode=2, decode_hosts=3, drain_s=5)
+    shown = [
+        ("prefill", 0, 0, 2, 0),
+        ("prefill", 0, 1, 2, 0),
+        ("prefill", 1, 0, 2, 2),
+        ("prefill", 1, 1, 2, 2),
+        *(("decode", 0, rank, 3, 4) for rank in range(3)),
+        *(("decode", 1, rank, 3, 7) for rank in range(3)),
+    ]
+    ports = {0: 10128, 2: 10129, 4: 10130, 7: 10131}
+    assert commands_of_a_job(config) == [
+        f"baton node --drain-s 5 --hosts {hosts} --host-rank {rank} --first-host host of n{first}:{ports[first]} "
+        f"--role {role} --node-id {role}-{index} --host host of n{task}"
+        for task, (role, index, rank, hosts, first) in enumerate(shown)
+    ]
+    # A node on one host beside it needs no other.
+    assert commands_of_a_job(up(decode_hosts=2, drain_s=5)) == [
+        "baton node --drain-s 5 --role prefill --node-id prefill-0 --host host of n0",
+        *(
+            f"baton node --drain-s 5 --hosts 2 --host-rank {rank} --first-host host of n1:10129 --role decode "
+            f"--node-id decode-0 --host host of n{1 + rank}"
+            for rank in range(2)
+        ),
     ]
 
 
@@ -413,6 +492,23 @@ def test_a_cluster_on_a_network_needs_certificates_and_keys(kind: Emission, tmp_
     write(Emission.SYSTEMD, UpConfig.model_validate({}), None, tmp_path)
 
 
+@pytest.mark.parametrize("kind", [Emission.SYSTEMD, Emission.COMPOSE])
+def test_files_for_one_machine_have_no_nodes_on_several(kind: Emission, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"--emit {kind}: the files are for one machine, so leave --prefill-hosts"):
+        write(kind, up(decode_hosts=2), None, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"decode_hosts": 2, "tp": 2}, {"prefill_hosts": 2, "prefill_pp": 2}, {"decode_hosts": 3, "pp": 3}]
+)
+def test_each_host_of_a_node_has_one_stage_of_one_rank(settings: dict[str, int]) -> None:
+    role = next(name for name in settings if name.endswith("hosts"))
+    with pytest.raises(ValueError, match=f"{role} is {settings[role]}, .* has one stage of one rank on each"):
+        up(**settings)
+    up(**settings | dict.fromkeys(("prefill_tp", "prefill_pp", "decode_tp", "decode_pp"), 1))
+
+
 def test_a_directory_that_can_not_be_written_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="choose another directory with --emit-dir"):
@@ -439,3 +535,10 @@ def test_the_chart_knows_all_values_that_are_emitted(tmp_path: Path) -> None:
         {"certs": tmp_path, "api_keys": tmp_path, "registry": "redis://r", "model_name": "m"}
     )
     assert set(yaml.safe_load(helm_files(config, processes(config), "x = 1\n")["values.yaml"])) <= set(properties)
+
+
+def test_helm_values_have_the_hosts_of_each_node() -> None:
+    config = up(prefill=2, prefill_hosts=2, decode_hosts=4)
+    values = yaml.safe_load(helm_files(config, processes(config), "")["values.yaml"])
+    assert (values["prefill"], values["decode"]) == ({"replicas": 2, "hosts": 2}, {"replicas": 1, "hosts": 4})
+    assert values["nodes"] == {"kind": "LeaderWorkerSet"}

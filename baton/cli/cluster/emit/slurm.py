@@ -26,11 +26,13 @@ def slurm_files(config: UpConfig, processes: Sequence[EmittedProcess], baton: st
         FILE: _fill(
             files(__package__).joinpath(FILE).read_text("utf-8"),
             {
-                "TASKS": str(len(nodes)),
+                "TASKS": str(config.prefill * config.prefill_hosts + config.decode * config.decode_hosts),
                 "CORES": _cores(nodes),
                 "BATON": shlex.quote(baton),
                 "PREFILL": str(config.prefill),
                 "DECODE": str(config.decode),
+                "PREFILL_HOSTS": str(config.prefill_hosts),
+                "DECODE_HOSTS": str(config.decode_hosts),
                 "NODE_FLAGS": shlex.join(words(node_flags | drain)),
                 "PREFILL_FLAGS": shlex.join(words(_role_flags(nodes, "prefill"))),
                 "DECODE_FLAGS": shlex.join(words(_role_flags(nodes, "decode"))),

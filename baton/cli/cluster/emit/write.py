@@ -18,13 +18,21 @@ from baton.config import UpConfig
 from baton.errors import ConfigError, UsageError
 from baton.registry.embedded import embedded_redis
 
+_OF_ONE_MACHINE = frozenset({Emission.SYSTEMD, Emission.COMPOSE})
+"""The systems whose files are for the processes of one machine."""
+
 
 def write(kind: Emission, config: UpConfig, file: Path | None, directory: Path) -> list[Path]:
     """Write the files with which `kind` runs the cluster into `directory`, and return their paths.
 
-    Raises UsageError for a cluster that is reached over a network without TLS and keys, and ConfigError if a file can't
-    be written.
+    Raises UsageError for a cluster that is reached over a network without TLS and keys, and for a node on several hosts
+    where the files are for one machine, and ConfigError if a file can't be written.
     """
+    if config.is_across_hosts and kind in _OF_ONE_MACHINE:
+        raise UsageError(
+            f"--emit {kind}: the files are for one machine, so leave --prefill-hosts and --decode-hosts out; --emit "
+            "helm or slurm writes files for several hosts"
+        )
     if kind is not Emission.SYSTEMD and not (config.insecure or (config.certs and config.api_keys)):
         raise UsageError(
             f"--emit {kind}: the processes communicate over a network, so give --certs DIR and --api-keys FILE "

@@ -93,6 +93,9 @@ def _node_flags(config: UpConfig, role: str, index: int, number: int) -> dict[st
         "--pp": config.prefill_pp if prefills else config.decode_pp,
         "--block-size": config.prefill_block_size if prefills else config.decode_block_size,
     }
+    hosts = config.prefill_hosts if prefills else config.decode_hosts
+    if hosts > 1:
+        of_role["--hosts"] = hosts
     own |= {flag: str(value) for flag, value in of_role.items() if value is not None}
     return _tls(config, "node") | own | _port("--metrics-port", config.metrics_port, number)
 

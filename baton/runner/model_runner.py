@@ -126,6 +126,9 @@ class TorchModelRunner:
                 [copy.source for copy in scheduler_output.blocks_to_copy],
                 [copy.destination for copy in scheduler_output.blocks_to_copy],
             )
+        if self._leader is not None:
+            # Once a step is over its blocks may be used otherwise, also if it copies only.
+            self._leader.await_copies()
         return StepResults(scheduler_output, copied, copied - started if num_copied else 0.0)
 
     def _rows_of(self, step: StepResults, counts: Iterable[tuple[str, int]]) -> StepRows | None:

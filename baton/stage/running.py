@@ -9,6 +9,8 @@ from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.remote_stages.stage_worker import StageWorker
 from kv_transfer.remote.mover_server import MoverServer
 
+_END_S = 30.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -32,7 +34,8 @@ def run_stage(worker: StageWorker) -> None:
     finally:
         worker.close()
         if moving is not None:
-            moving.join()
+            # It ends with the connection, unless a call into the transfer agent does not return.
+            moving.join(_END_S)
         links.close()
 
 

@@ -77,6 +77,9 @@ class FirstRank:
     def announce_copies(self, decided: SchedulerOutput) -> None:
         """The KV cache is one memory of all ranks, in which the first one copies."""
 
+    def await_copies(self) -> None:
+        """The first rank has made them."""
+
     def end_ranks(self) -> None:
         """End the other ranks, and with RankLost a step that is being computed; idempotent."""
         self.followers.close()

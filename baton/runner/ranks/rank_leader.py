@@ -32,6 +32,10 @@ class RankLeader(Protocol):
         """Make those with parts of the KV cache copy the blocks that a step copies. None may be computing."""
         ...
 
+    def await_copies(self) -> None:
+        """Wait until they have made the copies that were announced last: then blocks may be used otherwise."""
+        ...
+
     def end_ranks(self) -> None:
         """End the others, and with RankLost a step that is being computed; idempotent."""
         ...

@@ -55,6 +55,8 @@ class FrameKind(enum.IntEnum):
     """The rows between two stages: from a stage, and to the next one."""
     FIGURES = 10
     """From a stage: how its process is (`RankReport`), every few seconds."""
+    COPIED = 12
+    """From a stage: it has made the copies that it was told last."""
     CLEAR = 11
     """To a stage: how many of the first blocks are to be filled with zeros."""
 

@@ -45,7 +45,7 @@ class _OtherStage:
     reader: FrameReader
     process: StageProcess | None
     answers: queue.SimpleQueue[Frame | None] = field(default_factory=queue.SimpleQueue)
-    """Its answers while it loads; None: it is lost."""
+    """Its answers to what it was told; None: it is lost."""
     thread: threading.Thread | None = None
     figures: RankReport | None = None
     """What it said last of its process."""
@@ -71,6 +71,7 @@ class StageLeader:
         self._callback: Callable[[str], None] | None = None
         self._lock = threading.Lock()
         self._is_closing = False
+        self._are_copying = False
         self._layers: Sequence[range] = ()
         self._news, self._news_end = socket.socketpair()
         """Can be read while there are rows, one byte for each, and once the stages are lost."""
@@ -158,7 +159,15 @@ class StageLeader:
         No micro-batch may be on its way between the stages.
         """
         if copies := StepCopies.of(decided):
+            self._are_copying = True
             self.send_all(FrameKind.COPIES, copies.to_json())
+
+    def await_copies(self) -> None:
+        """Wait until the other stages have made the copies that were announced last. Raises RankLost."""
+        if self._are_copying:
+            self._are_copying = False
+            for other in self._others:
+                self._answer(other, FrameKind.COPIED)
 
     @property
     def news(self) -> socket.socket:
@@ -256,7 +265,7 @@ class StageLeader:
             while True:
                 frame = other.reader.read()
                 match frame.kind:
-                    case FrameKind.REPORT | FrameKind.READY:
+                    case FrameKind.REPORT | FrameKind.READY | FrameKind.COPIED:
                         other.answers.put(frame)
                     case FrameKind.ROWS if next_stage is not None:
                         next_stage.writer.send(FrameKind.ROWS, frame.payload)

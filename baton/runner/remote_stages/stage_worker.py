@@ -130,6 +130,7 @@ class StageWorker:
                     self._compute(waiting.pop(0), frame.payload)
                 case FrameKind.COPIES:
                     self._copy(StepCopies.from_json(frame.payload))
+                    self._writer.send(FrameKind.COPIED)
                 case FrameKind.ROWS_PER_CALL:
                     self._transformer.set_rows_per_call(int.from_bytes(frame.payload, "little"))
                 case FrameKind.CLEAR:

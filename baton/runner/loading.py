@@ -67,13 +67,13 @@ def load_runner(
     `cache_dtype` is auto, int8 or fp8; `device` is auto, cpu, cuda or cuda:N. `num_threads` is set for the whole
     process. `operations` replaces the machine's kernels (tests). `quantization`, `dequantize`, `draft`,
     `tensor_parallel` and `pipeline_parallel`: see TorchSpec; `start_ranks` starts the ranks behind the first on a CPU,
-    and `start_stages` the stages behind the first on GPUs. `stages`: those of other hosts, which the runner ends, as it
+    and `start_stages` the stages before the last on GPUs. `stages`: those of other hosts, which the runner ends, as it
     does if this raises. Raises ConfigError.
     """
-    where = resolve_device(device)
     with _named_errors(model_dir), ExitStack() as on_failure:
         if stages is not None:
             on_failure.callback(stages.close)
+        where = resolve_device(device)
         own_caches = stages is not None or (where.type != "cpu" and pipeline_parallel > 1)
         _check_ranks(tensor_parallel, pipeline_parallel, where, stages)
         torch.set_num_threads(elementwise_threads(num_threads))
@@ -108,7 +108,7 @@ def load_runner(
             )
             stages.load(stage_spec)
             leading = LeadingStage(loaded, whole, block_size, cache, num_threads, stages)
-            stages.wait_until_ready(numerics_of(loaded, whole, leading), leading.layout.num_layers)
+            stages.wait_until_ready(leading.layout.num_layers)
             leader = stages
         elif tensor_parallel * pipeline_parallel > 1:
             spec = RankSpec(
@@ -128,6 +128,8 @@ def load_runner(
             leading = first_rank.transformer(loaded)
         transformer = leading or Transformer(loaded, whole, block_size, cache, num_threads)
         info = _model_info(loaded, transformer, whole, name or model_dir.resolve().name)
+        if isinstance(leader, StageLeader):
+            leader.check_numerics(info.numerics)
         if leader is not None:
             info = replace(info, compute_paths=(*info.compute_paths, leader.path))
         draft_model = None
@@ -206,7 +208,7 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         fingerprint=loaded.fingerprint,
         architecture=loaded.architecture,
         dtype=loaded.dtype,
-        numerics=numerics_of(loaded, operations, transformer),
+        numerics=numerics_of(loaded.weights.treatment, operations, transformer.layout),
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,
         eos_token_ids=loaded.checkpoint.eos_token_ids,

@@ -6,12 +6,15 @@ Only `LocalStage` (`baton/runner/remote_stages/stages_here.py`) starts it, with 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import sys
 from pathlib import Path
 
 from baton.errors import BatonError
+
+_GONE = 0
 
 
 def main(text: str) -> int:
@@ -29,7 +32,12 @@ def main(text: str) -> int:
 
     links = StageLinks("the leader", down, up, moves)
     try:
-        run_stage(StageWorker(links, Path(what["model_dir"]), what["num_threads"], what["device"]))
+        # While a model is loaded, nothing else would end this process and free what it has.
+        run_stage(
+            StageWorker(
+                links, Path(what["model_dir"]), what["num_threads"], what["device"], lambda _why: os._exit(_GONE)
+            )
+        )
     except RankLost:
         return 0
     except BatonError:  # the leader is told, and says it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,6 +103,18 @@ class Transformer:
         """`cache`: None for a model that drafts, whose blocks are those of another model: `allocate_cache` says how
         many, and all layers are in one group, whatever their windows. `stages`: this one computes its own layers only.
         """
+        with on_device(model.device):
+            self._build(model, operations, block_size, cache, num_threads, stages)
+
+    def _build(
+        self,
+        model: LoadedModel,
+        operations: Operations,
+        block_size: int,
+        cache: CacheSpec | None,
+        num_threads: int,
+        stages: Stages,
+    ) -> None:
         self._module: Any = model.module
         self._operations = operations
         self.device = model.device
@@ -115,6 +128,8 @@ class Transformer:
         self.has_own_cache = stages.has_own_cache
         """Whether the cache holds this stage's layers only, and other stages have caches of their own."""
         self._part = StageModule(model.module, model.config.num_hidden_layers, self.stage, self.dtype)
+        # Only now, so that no GPU has to hold the layers of other stages.
+        model.module.to(self.device)
         mapped = MappedFiles(model.checkpoint.weight_files)
         self._why_not_recognised = fuse(model.module, operations, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
@@ -226,7 +241,7 @@ class Transformer:
         The rows are those that sample, or `logits_rows` if given.
         """
         wanted = batch.logits_rows if logits_rows is None else logits_rows
-        with torch.inference_mode():
+        with on_device(self.device), torch.inference_mode():
             recorded = self._compute_recorded(batch, wanted)
             if recorded is None:
                 return on_host(self._compute(batch, wanted, logits_rows is None).logits)
@@ -238,7 +253,7 @@ class Transformer:
     ) -> HiddenAndLogits:
         """Compute a step like `compute`, and return also the hidden states of the same rows."""
         wanted = batch.logits_rows if logits_rows is None else logits_rows
-        with torch.inference_mode():
+        with on_device(self.device), torch.inference_mode():
             output = self._compute(batch, wanted, logits_rows is None)
             return HiddenAndLogits(on_host(output.hidden), on_host(output.logits))
 
@@ -254,8 +269,10 @@ class Transformer:
         Without `wants_hidden` the last stage may leave hidden states out. The output is valid until the next call.
         """
         wanted = batch.logits_rows if logits_rows is None else logits_rows
-        with torch.inference_mode():
-            recorded = None if wants_hidden else self._compute_recorded(batch, wanted, received)
+        with on_device(self.device), torch.inference_mode():
+            # The stage behind expects rows for padding, too, which a graph leaves out.
+            leaves_out = not self.stage.is_last and batch.token_ids.size != batch.seq_lens.size
+            recorded = None if wants_hidden or leaves_out else self._compute_recorded(batch, wanted, received)
             if recorded is None:
                 return self._compute(batch, wanted, logits_rows is None, received)
             nothing = recorded.new_empty(recorded.shape[0], 0)
@@ -315,7 +332,7 @@ class Transformer:
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         """Copy whole blocks within the cache."""
-        with torch.inference_mode():
+        with on_device(self.device), torch.inference_mode():
             blocks = self.kv_cache.view(self.num_blocks, -1)
             blocks[destinations] = blocks[sources]
 
@@ -426,6 +443,12 @@ class Transformer:
 
     def _keep_hidden(self, _head: Any, given: Any) -> None:
         self._last_hidden = given[0]
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU this thread's current one: Triton's kernels and recorded graphs are started on the current one, whatever
+    their tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def on_host(rows: torch.Tensor, copy: bool = False) -> npt.NDArray[np.float32]:

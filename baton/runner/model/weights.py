@@ -60,6 +60,7 @@ class LoadedModel:
     """A causal language model as transformers built it, in evaluation mode, before its products are replaced."""
 
     module: nn.Module
+    """Its plain weights are in host memory: `Transformer` moves those of its layers to `device`."""
     config: Any
     """The text model's transformers configuration."""
     checkpoint: Checkpoint
@@ -190,7 +191,7 @@ def load_model(
         raise ConfigError(
             f"the weights in {directory} lack {len(missing)} tensors that its config.json asks for, first {missing[0]}"
         )
-    module.to(device).eval().requires_grad_(False)
+    module.eval().requires_grad_(False)
     weights = _weights(plan, module, weight_format, quantization, dequantize, dtype)
     return LoadedModel(module, config.get_text_config(), checkpoint, dtype, model_class.__name__, device, weights)
 

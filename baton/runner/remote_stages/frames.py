@@ -20,10 +20,11 @@ from baton.runner.backends.cpu.kernels.errors import RankLost
 INTERVAL_S = 0.5
 """Seconds without a frame after which a heartbeat is sent."""
 MISSED_HEARTBEATS = 10
-"""So many intervals without a byte mean that the other end is lost. They are counted and not timed, since this process
-may have been stopped itself."""
-LOADING_HEARTBEATS = 240
-"""The same while a model is loaded: an interpreter may be busy."""
+"""So many intervals without a byte from a stage that computes mean that it is lost. They are counted and not timed, since
+this process may have been stopped itself."""
+IDLE_HEARTBEATS = 240
+"""The same of a stage that owes no rows: while a model is loaded, and while a transfer agent is made, its interpreter may
+be busy."""
 _HEADER = struct.Struct("<BQ")
 _MOST_BYTES = 1 << 34
 _CLOSE_S = 5.0
@@ -49,6 +50,10 @@ class FrameKind(enum.IntEnum):
     """To a stage: how many rows torch's products take in one call."""
     COPIES = 7
     """To a stage: blocks to be copied before the next micro-batch (`StepCopies`)."""
+    ASK_NUMERICS = 13
+    """To a stage: with which kernels does it compute?"""
+    NUMERICS = 14
+    """From a stage: the answer."""
     NUMBERS = 8
     """To a stage: the next micro-batch; its rows follow, unless the stage is the first."""
     ROWS = 9
@@ -74,8 +79,8 @@ class FrameReader:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._connection.settimeout(INTERVAL_S)
-        self.silence_allowed = LOADING_HEARTBEATS
-        """Intervals without a byte after which the other end is lost."""
+        self.silence_allowed: int | None = IDLE_HEARTBEATS
+        """Intervals without a byte after which the other end is lost; None: it may be silent for ever."""
 
     def read(self) -> Frame:
         """The next frame that is no heartbeat. Raises RankLost once the other end is gone, silent or not to be
@@ -103,7 +108,7 @@ class FrameReader:
                     count = self._connection.recv_into(view[at:])
             except TimeoutError:
                 silence += 1
-                if silence > self.silence_allowed:
+                if self.silence_allowed is not None and silence > self.silence_allowed:
                     raise RankLost("sends no heartbeats") from None
                 continue
             except OSError as error:
@@ -151,8 +156,13 @@ class FrameWriter:
                 self._connection.sendall(_HEADER.pack(kind, len(payload)))
                 if payload:
                     self._connection.sendall(payload)
-        except OSError as error:
-            self._on_lost(f"has lost its connection ({error})")
+        except Exception as error:
+            self._on_lost(f"can't be sent anything ({error!r})")
+
+
+def heartbeat() -> bytes:
+    """The bytes of a heartbeat."""
+    return _HEADER.pack(FrameKind.HEARTBEAT, 0)
 
 
 def cut(connection: socket.socket) -> None:

@@ -53,7 +53,7 @@ class LeadingStage(PipelinedTransformer):
 
     def begin(self, task: Task, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None) -> None:
         micro = MicroBatch(task, batch, logits_rows)
-        self._others.send_all(FrameKind.NUMBERS, _numbers_of(micro))
+        self._others.begin(_numbers_of(micro))
         self._begun.append(micro)
 
     def wait(self, other: socket.socket | None = None, timeout: float | None = None) -> bool:

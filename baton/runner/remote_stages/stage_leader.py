@@ -26,10 +26,18 @@ from baton.messages.node_report import ComputePath, RankReport
 from baton.observe.rank_reports import rank_report
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.model.stage import Stage, StageReport
-from baton.runner.remote_stages.frames import MISSED_HEARTBEATS, Frame, FrameKind, FrameReader, FrameWriter, cut
+from baton.runner.remote_stages.frames import (
+    IDLE_HEARTBEATS,
+    MISSED_HEARTBEATS,
+    Frame,
+    FrameKind,
+    FrameReader,
+    FrameWriter,
+    cut,
+)
 from baton.runner.remote_stages.stage_links import StageLinks
 from baton.runner.remote_stages.stage_process import StageProcess
-from baton.runner.remote_stages.stage_spec import StageReady, StageSpec, StepCopies, figures_from_json
+from baton.runner.remote_stages.stage_spec import StageSpec, StepCopies, figures_from_json
 
 _MOST_TEXT = 4096
 _SAID_ITSELF = "has failed"
@@ -49,6 +57,8 @@ class _OtherStage:
     thread: threading.Thread | None = None
     figures: RankReport | None = None
     """What it said last of its process."""
+    num_rows_owed: int = 0
+    """For how many micro-batches it owes rows."""
 
     @property
     def index(self) -> int:
@@ -111,24 +121,25 @@ class StageLeader:
         self.send_all(FrameKind.REPORTS, text)
         return reports
 
-    def wait_until_ready(self, numerics: str, num_layers: int) -> None:
-        """Wait until all stages have loaded their parts. `numerics`: the leader's.
-
-        Raises ConfigError for a stage that computes with other kernels, and RankLost.
-        """
+    def wait_until_ready(self, num_layers: int) -> None:
+        """Wait until all stages have loaded their parts. Raises RankLost."""
         for other in self._others:
-            frame = self._answer(other, FrameKind.READY)
-            try:
-                ready = StageReady.from_json(frame.payload)
-            except ValueError as error:
-                raise RankLost(self._lost_by(other, str(error))) from error
-            if ready.numerics != numerics:
-                raise ConfigError(
-                    f"{other.links.name} computes with {ready.numerics}, and this process with {numerics}: tokens "
-                    "would depend on where a layer is computed; use equal processors and versions for all stages"
-                )
-            other.reader.silence_allowed = MISSED_HEARTBEATS
+            self._answer(other, FrameKind.READY)
         self._layers = [Stage(index, self.stage.count).layers(num_layers) for index in range(self.stage.count)]
+
+    def check_numerics(self, own: str) -> None:
+        """Raise ConfigError for a stage that computes with other kernels than this process, and RankLost.
+
+        Call it when a step was computed, since some kernels are chosen then.
+        """
+        self.send_all(FrameKind.ASK_NUMERICS, b"")
+        for other in self._others:
+            theirs = self._answer(other, FrameKind.NUMERICS).payload.decode(errors="replace")
+            if theirs != own:
+                raise ConfigError(
+                    f"{other.links.name} computes with {theirs:.1000}, and this process with {own}: tokens would "
+                    "depend on where a layer is computed; use equal processors and versions for all stages"
+                )
 
     @property
     def remote_parts(self) -> Sequence[RemotePart]:
@@ -152,6 +163,14 @@ class StageLeader:
         """
         for other in reversed(self._others):
             other.writer.send(kind, payload)
+
+    def begin(self, numbers: bytes | bytearray | memoryview) -> None:
+        """Make the other stages compute a micro-batch; its rows will come behind those of the ones before it."""
+        with self._lock:
+            for other in self._others:
+                other.num_rows_owed += 1
+                other.reader.silence_allowed = MISSED_HEARTBEATS
+        self.send_all(FrameKind.NUMBERS, numbers)
 
     def announce_copies(self, decided: SchedulerOutput) -> None:
         """Make the other stages copy the blocks that a step copies, before they compute its micro-batches.
@@ -265,21 +284,32 @@ class StageLeader:
             while True:
                 frame = other.reader.read()
                 match frame.kind:
-                    case FrameKind.REPORT | FrameKind.READY | FrameKind.COPIED:
+                    case FrameKind.REPORT | FrameKind.READY | FrameKind.COPIED | FrameKind.NUMERICS:
                         other.answers.put(frame)
-                    case FrameKind.ROWS if next_stage is not None:
-                        next_stage.writer.send(FrameKind.ROWS, frame.payload)
                     case FrameKind.ROWS:
-                        self._rows.append(frame.payload)
-                        self._news_end.send(b"\0")
+                        self._note_rows(other)
+                        if next_stage is not None:
+                            next_stage.writer.send(FrameKind.ROWS, frame.payload)
+                        else:
+                            self._rows.append(frame.payload)
+                            self._news_end.send(b"\0")
                     case FrameKind.FIGURES:
                         other.figures = figures_from_json(frame.payload, other.rank, other.links.host)
                     case FrameKind.FAILED:
                         raise RankLost(f"{_SAID_ITSELF}: {frame.payload[:_MOST_TEXT].decode(errors='replace')}")
                     case _:
                         raise RankLost(f"sent {frame.kind.name}, which only the leader sends")
-        except (RankLost, OSError, ValueError) as error:
-            self.lose(_who_and_why(other, str(error)))
+        except Exception as error:
+            # Whatever it was, nobody listens to this stage any more.
+            self.lose(_who_and_why(other, str(error) or repr(error)))
+
+    def _note_rows(self, other: _OtherStage) -> None:
+        with self._lock:
+            other.num_rows_owed -= 1
+            if other.num_rows_owed < 0:
+                raise RankLost("sent rows that belong to no micro-batch")
+            if not other.num_rows_owed:
+                other.reader.silence_allowed = IDLE_HEARTBEATS
 
 
 def _who_and_why(other: _OtherStage, why: str) -> str:

@@ -1,10 +1,10 @@
-"""What the leading stage tells another one to load, what that answers, and the copies of a step, as JSON."""
+"""What the leading stage tells another one to load, figures of its process, and the copies of a step, as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from baton.engine.batch import BlockCopy, SchedulerOutput
@@ -15,6 +15,8 @@ from baton.runner.spec import CacheSpec
 PROTOCOL = 1
 """Version of the frames between stages, and of the messages and digests of their movers. All stages of a model must have
 the same, so it is raised when any of them changes."""
+
+_MOST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +58,6 @@ class StageSpec:
             raise ValueError(f"the leader sent something else than what to load ({error})") from error
 
 
-@dataclass(frozen=True, slots=True)
-class StageReady:
-    """A stage's answer when its model is loaded."""
-
-    numerics: str
-    """Names the kernels of the stage. With other kernels than the leader's it would give other bits."""
-    weight_bytes: int
-    pid: int
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes | bytearray) -> StageReady:
-        """The answer that `to_json` wrote. Raises ValueError."""
-        try:
-            return cls(**_object(text))
-        except TypeError as error:
-            raise ValueError(f"it sent something else than that it is ready ({error})") from error
-
-
 def figures_to_json(report: RankReport) -> bytes:
     """What a stage says of its process."""
     return json.dumps(asdict(report)).encode()
@@ -86,17 +67,11 @@ def figures_from_json(text: bytes | bytearray, rank: int, host: str) -> RankRepo
     """The report that `figures_to_json` wrote, of the rank on that host. Raises ValueError."""
     try:
         read = RankReport(**_object(text))
-        return RankReport(
-            rank,
-            int(read.pid),
-            bool(read.is_up),
-            int(read.resident_bytes),
-            int(read.shared_bytes),
-            float(read.cpu_s),
-            int(read.num_threads),
-            host,
-        )
-    except TypeError as error:
+        counts = (read.pid, read.resident_bytes, read.shared_bytes, read.num_threads)
+        if not all(isinstance(count, int) and 0 <= count < _MOST for count in counts):
+            raise ValueError(f"its figures are {counts}")
+        return replace(read, rank=rank, is_up=bool(read.is_up), cpu_s=min(float(read.cpu_s), _MOST), host=host)
+    except (TypeError, ArithmeticError) as error:
         raise ValueError(f"it sent something else than figures ({error})") from error
 
 

@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +28,10 @@ from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model_for
 from baton.runner.numerics import numerics_of
 from baton.runner.ranks.micro_batch import MicroBatch, read_numbers
-from baton.runner.remote_stages.frames import MISSED_HEARTBEATS, Frame, FrameKind, FrameReader, FrameWriter
+from baton.runner.remote_stages.frames import Frame, FrameKind, FrameReader, FrameWriter
 from baton.runner.remote_stages.rows import bytes_of, tensor_of
 from baton.runner.remote_stages.stage_links import StageLinks
-from baton.runner.remote_stages.stage_spec import StageReady, StageSpec, StepCopies, figures_to_json
+from baton.runner.remote_stages.stage_spec import StageSpec, StepCopies, figures_to_json
 
 _MOST_FRAMES = 64
 """The most frames that wait for being computed."""
@@ -42,13 +43,28 @@ class StageWorker:
 
     has_own_cache = True
 
-    def __init__(self, links: StageLinks, model_dir: Path, num_threads: int, device: str) -> None:
-        """`links`: this end of the connections; the caller closes them. `model_dir`: this stage's copy of the model."""
+    def __init__(
+        self,
+        links: StageLinks,
+        model_dir: Path,
+        num_threads: int,
+        device: str,
+        on_lost_while_loading: Callable[[str], None] = lambda _why: None,
+    ) -> None:
+        """`links`: this end of the connections; the caller closes them. `model_dir`: this stage's copy of the model.
+
+        `on_lost_while_loading` is called with the reason, in a thread of its own, when the leader is gone while the
+        model is loaded, which may go on for minutes: a process ends itself then.
+        """
+        self._on_lost_while_loading = on_lost_while_loading
+        self._is_ready = False
         self.links = links
         self._model_dir = model_dir
         self._num_threads = num_threads
         self._device = device
         self._reader = FrameReader(links.down)
+        # A leader that is gone ends the connection; its interpreter may be busy for long.
+        self._reader.silence_allowed = None
         self._writer = FrameWriter(links.up, "to-leader", self._lost)
         self._frames: queue.Queue[Frame | RankLost] = queue.Queue(_MOST_FRAMES)
         """What has arrived. It arrives while the stage computes, too."""
@@ -90,7 +106,6 @@ class StageWorker:
                 f"the model in {self._model_dir} has the fingerprint {loaded.fingerprint}, and the leader's "
                 f"{spec.fingerprint}: give all hosts the same files"
             )
-        weight_bytes = loaded.weights.num_bytes
         try:
             self._transformer = Transformer(
                 loaded, self._operations, spec.block_size, spec.cache, spec.torch_threads, self
@@ -99,9 +114,9 @@ class StageWorker:
             raise ConfigError(f"the model in {self._model_dir} can't be used: {error}") from error
         host_blocks = host_blocks_in(spec.host_cache_bytes, self._transformer.largest_block_bytes)
         self._host = self._transformer.host_blocks(host_blocks)
-        numerics = numerics_of(loaded, self._operations, self._transformer)
-        self._writer.send(FrameKind.READY, StageReady(numerics, weight_bytes, os.getpid()).to_json())
-        self._reader.silence_allowed = MISSED_HEARTBEATS
+        self._numerics = partial(numerics_of, loaded.weights.treatment, self._operations, self._transformer.layout)
+        self._is_ready = True
+        self._writer.send(FrameKind.READY)
         threading.Thread(target=self._tell_figures, name="baton-stage-figures", daemon=True).start()
 
     def exchange(self, own: StageReport) -> list[StageReport]:
@@ -131,6 +146,8 @@ class StageWorker:
                 case FrameKind.COPIES:
                     self._copy(StepCopies.from_json(frame.payload))
                     self._writer.send(FrameKind.COPIED)
+                case FrameKind.ASK_NUMERICS:
+                    self._writer.send(FrameKind.NUMERICS, self._numerics().encode())
                 case FrameKind.ROWS_PER_CALL:
                     self._transformer.set_rows_per_call(int.from_bytes(frame.payload, "little"))
                 case FrameKind.CLEAR:
@@ -182,8 +199,11 @@ class StageWorker:
         try:
             while True:
                 self._frames.put(self._reader.read())
-        except RankLost as error:
-            self._frames.put(RankLost(f"the leader {error}"))
+        except Exception as error:
+            why = f"the leader {error}" if isinstance(error, RankLost) else f"nothing can be received: {error!r}"
+            if not self._is_ready:
+                self._on_lost_while_loading(why)
+            self._frames.put(RankLost(why))
 
     def _lost(self, why: str) -> None:
         self.links.cut()

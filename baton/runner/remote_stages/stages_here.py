@@ -53,6 +53,7 @@ def start_on(devices: Sequence[str], model_dir: Path, num_threads: int) -> Stage
             each.close()
         for process in processes:
             process.kill()
+            process.end()
         raise
 
 
@@ -63,9 +64,11 @@ class LocalStage:
         """`links`: the stage's end of the connections, of which its process gets copies."""
         descriptors = [connection.fileno() for connection in links.sockets]
         what = {"model_dir": str(model_dir), "num_threads": num_threads, "device": device, "descriptors": descriptors}
-        self._process = subprocess.Popen(  # the interpreter that runs this, and arguments of our own
-            [sys.executable, "-m", STAGE_PROGRAM, json.dumps(what)], pass_fds=descriptors, stdin=subprocess.DEVNULL
-        )
+        command = [sys.executable, "-m", STAGE_PROGRAM, json.dumps(what)]  # this interpreter, and arguments of our own
+        try:
+            self._process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            raise ConfigError(f"the process of a stage can't be started: {error}") from error
 
     @property
     def pid(self) -> int:

@@ -62,8 +62,9 @@ class NodeSettings(ClusterSettings):
     )
     pp: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="Stages that compute a node's model one behind the other, each its own layers on as many processes "
-        "as `tp` says (pipeline parallelism). They compute as many parts of the work at once. The tokens are the same.",
+        description="Stages that compute a node's model one behind the other, each its own layers (pipeline "
+        "parallelism): on CPUs on as many processes as `tp` says, on GPUs each on a GPU. They compute as many parts of "
+        "the work at once. The tokens are the same.",
     )
     metrics_port: Port | None = Field(
         None,

@@ -87,8 +87,9 @@ def _other_hosts(config: NodeConfig) -> StageLeader | None:
         raise ConfigError("a node on several hosts needs a model and --first-host HOST:PORT, where host 0 waits")
     # torch, which it imports, takes seconds.
     from baton.runner.remote_stages.stage_leader import StageLeader
-    from baton.wire.stage_hosts import StageListener
+    from baton.wire.stage_hosts import StageListener, check_reachable
 
+    check_reachable(config.host, config.first_host)
     tls = config.tls.live() if config.tls is not None else None
     _, port = config.first_host_address
     with closing(StageListener(config.host, port, node_id=config.node_id, cluster=config.cluster, tls=tls)) as hosts:

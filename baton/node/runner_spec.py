@@ -60,15 +60,18 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
     longest = runner.model.max_model_len
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model can have at most {longest} tokens")
+    # Every part of the cache has as many blocks as the one with the largest.
+    parts = [runner.memory.block_bytes, *(runner.layout.part(part.layers).block_bytes for part in runner.remote_parts)]
+    block_bytes = max(parts)
     if runner.memory.num_blocks < _MIN_BLOCKS:
         raise ConfigError(
             f"kv_cache_memory {int(config.kv_cache_memory)} bytes holds {runner.memory.num_blocks} blocks of "
-            f"{runner.memory.block_bytes} bytes; give it at least {_MIN_BLOCKS * runner.memory.block_bytes}"
+            f"{block_bytes} bytes; give it at least {_MIN_BLOCKS * block_bytes}"
         )
     if config.host_cache_memory and not runner.num_host_blocks:
         raise ConfigError(
             f"host_cache_memory {int(config.host_cache_memory)} bytes holds less than 2 blocks of "
-            f"{runner.memory.block_bytes} bytes; give it more, or 0 for no host tier"
+            f"{block_bytes} bytes; give it more, or 0 for no host tier"
         )
     own = settings_for(SchedulerConfig, config) | {"max_model_len": config.max_model_len or longest}
     return SchedulerConfig(

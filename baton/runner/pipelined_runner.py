@@ -124,8 +124,9 @@ class PipelinedModelRunner(TorchModelRunner):
         """Forget the micro-batches that are computed, once they are, and the steps that they are of."""
         for step in self._steps:
             step.is_void = True
-        while self._computing:
-            self._computing.popleft()
+        computing = len(self._computing)
+        self._computing.clear()
+        for _ in range(computing):
             self._leading.end()
 
     def _advance(self) -> None:

@@ -12,7 +12,7 @@ from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.remote_stages.stage_worker import StageWorker
 from baton.security.binds import is_loopback
 from baton.stage.running import run_stage
-from baton.wire.stage_hosts import FirstHost
+from baton.wire.stage_hosts import FirstHost, check_reachable
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ def run_stage_host(config: NodeConfig) -> int:
             f"{host} is another machine: give --tls-cert, --tls-key and --tls-ca (`baton certs init DIR` makes them), "
             "or --insecure if this network is trusted"
         )
+    check_reachable(config.host, config.first_host)
     if is_loopback(config.host):
         # UCX listens as well, by default on every interface that it finds.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -51,9 +52,15 @@ def run_stage_host(config: NodeConfig) -> int:
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, on_signal)
     try:
-        run_stage(StageWorker(links, config.model, config.num_threads, config.device))
+        run_stage(StageWorker(links, config.model, config.num_threads, config.device, _end_at_once))
     except RankLost as error:
         if num_signals:
             return int(ExitCode.OK)
         raise Unreachable(f"the node's first host is gone: {error}") from error
     return int(ExitCode.OK)
+
+
+def _end_at_once(why: str) -> None:
+    # While a model is loaded, nothing else would end this process and free what it has.
+    _log.error("the node's first host is gone: %s", why)
+    os._exit(ExitCode.UNREACHABLE)

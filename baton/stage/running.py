@@ -25,7 +25,8 @@ def run_stage(worker: StageWorker) -> None:
         worker.load()
         moving = threading.Thread(target=_move_blocks, args=(worker,), name="baton-moves", daemon=True)
         moving.start()
-        _log.info("stage %d of %d is loaded, and computes for %s", worker.stage.index, worker.stage.count, links.name)
+        layers = worker.memory.layers or range(0)
+        _log.info("the layers %d to %d are loaded, and computed for %s", layers.start, layers.stop - 1, links.name)
         worker.follow()
     except Exception as error:
         if not isinstance(error, RankLost):

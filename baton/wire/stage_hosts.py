@@ -21,8 +21,10 @@ from typing import Any
 import structlog
 
 from baton.errors import ConfigError
+from baton.runner.remote_stages.frames import INTERVAL_S, heartbeat
 from baton.runner.remote_stages.stage_links import StageLinks
 from baton.runner.remote_stages.stage_spec import PROTOCOL
+from baton.security.binds import is_loopback
 from baton.security.matrix import CallerRole, certificate_name, certificate_role
 from baton.security.tls_files import LiveTls
 
@@ -30,6 +32,11 @@ HELLO_S = 10.0
 _MOST_LINE = 1024
 _MOST_HANDSHAKES = 64
 """The most connections that have not said yet what they are; further ones are closed."""
+_MOST_OF_HOST = 8
+"""The most of them from one address."""
+_ACCEPT_AGAIN_S = 0.1
+_VANISHED_MS = 30_000
+"""Milliseconds without an answer to what was sent after which a connection is lost (tcp(7), TCP_USER_TIMEOUT)."""
 _KINDS = ("down", "up", "moves")
 _RETRY_S = 1.0
 _SAY_AGAIN_S = 30.0
@@ -39,6 +46,11 @@ _log = structlog.get_logger(__name__)
 
 class _Refused(Exception):
     """A connection that is not taken, and why."""
+
+    def __init__(self, why: str, *, may_pass: bool = False) -> None:
+        """`may_pass`: the same may be taken later."""
+        super().__init__(why)
+        self.may_pass = may_pass
 
 
 @dataclass(slots=True)
@@ -69,7 +81,8 @@ class StageListener:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._arriving: dict[int, _Arriving] = {}
-        self._num_handshakes = 0
+        self._meeting: list[str] = []
+        """The addresses of connections that have not said yet what they are."""
         self._closed = False
 
     @property
@@ -79,16 +92,19 @@ class StageListener:
         return port
 
     def accept(self, num_hosts: int) -> list[StageLinks]:
-        """Wait for the stages of the hosts 1 to `num_hosts` - 1; returns this end of their connections, in order."""
+        """Wait for the stages of the hosts 1 to `num_hosts` - 1; returns this end of their connections, in order.
+
+        Those that are here and end meanwhile are waited for again.
+        """
         accepting = threading.Thread(target=self._accept, args=(num_hosts,), name="baton-stage-hosts", daemon=True)
         accepting.start()
         said: list[int] | None = None
         with self._changed:
-            while missing := [rank for rank in range(1, num_hosts) if not self._is_complete(rank)]:
+            while missing := [rank for rank in range(1, num_hosts) if not self._is_here(rank)]:
                 if missing != said:
                     _log.info("waits for this node's other hosts", missing=missing, port=self.port)
                     said = missing
-                self._changed.wait()
+                self._changed.wait(INTERVAL_S)
             arrived = [self._arriving.pop(rank).connections for rank in range(1, num_hosts)]
         addresses = [_address_of(each["up"]) for each in arrived]
         return [
@@ -110,26 +126,50 @@ class StageListener:
     def _is_complete(self, rank: int) -> bool:
         return rank in self._arriving and len(self._arriving[rank].connections) == len(_KINDS)
 
+    def _is_here(self, rank: int) -> bool:
+        """Whether a rank has all its connections, and has not ended since."""
+        if not self._is_complete(rank):
+            return False
+        try:
+            self._arriving[rank].connections["down"].sendall(heartbeat())
+        except OSError:
+            self._arriving.pop(rank).close()
+            return False
+        return True
+
     def _accept(self, num_hosts: int) -> None:
         while True:
             try:
-                connection, _ = self._listening.accept()
-            except OSError:
-                return
+                connection, address = self._listening.accept()
+            except OSError as error:
+                with self._lock:
+                    if self._closed:
+                        return
+                # accept(2): most errors are of the connection, or pass.
+                _log.warning("could not take a connection of a stage", reason=str(error))
+                time.sleep(_ACCEPT_AGAIN_S)
+                continue
+            host = str(address[0])
             with self._lock:
-                if self._closed or self._num_handshakes >= _MOST_HANDSHAKES:
+                if self._closed or len(self._meeting) >= _MOST_HANDSHAKES or self._meeting.count(host) >= _MOST_OF_HOST:
                     connection.close()
                     continue
-                self._num_handshakes += 1
-            threading.Thread(
-                target=self._meet, args=(connection, num_hosts), name="baton-stage-hello", daemon=True
-            ).start()
+                self._meeting.append(host)
+            meeting = threading.Thread(
+                target=self._meet, args=(connection, num_hosts, host), name="baton-stage-hello", daemon=True
+            )
+            try:
+                meeting.start()
+            except RuntimeError as error:
+                _log.warning("could not take a connection of a stage", reason=str(error))
+                connection.close()
+                with self._lock:
+                    self._meeting.remove(host)
 
-    def _meet(self, connection: socket.socket, num_hosts: int) -> None:
-        address = _address_of(connection)
+    def _meet(self, connection: socket.socket, num_hosts: int, address: str) -> None:
         try:
             connection.settimeout(HELLO_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_options(connection)
             if self._tls is not None:
                 wrapped = self._tls.now().peer_context().wrap_socket(connection, server_side=True)
                 connection = wrapped
@@ -137,14 +177,15 @@ class StageListener:
             try:
                 self._take(connection, _read_line(connection), num_hosts)
             except _Refused as refused:
-                connection.sendall(_line({"error": str(refused)}))
+                connection.sendall(_line({"error": str(refused), "may_pass": refused.may_pass}))
                 raise
-        except (OSError, ValueError, _Refused) as error:
+        except Exception as error:
+            # A stranger may send anything.
             _log.warning("refused a connection of a stage", address=address, reason=str(error) or repr(error))
             connection.close()
         finally:
             with self._lock:
-                self._num_handshakes -= 1
+                self._meeting.remove(address)
 
     def _take(self, connection: socket.socket, hello: dict[str, Any], num_hosts: int) -> None:
         for name, value, wanted in (
@@ -160,11 +201,12 @@ class StageListener:
             raise _Refused(f"there is no connection {kind!r} of a host {rank!r}")
         with self._changed:
             if self._closed:
-                raise _Refused("the node has all its hosts")
+                raise _Refused("the node has all its hosts", may_pass=True)
             arriving = self._arriving.get(rank)
             if arriving is None or arriving.token != token:
                 if self._is_complete(rank):
-                    raise _Refused(f"host {rank} is here already")
+                    # It may have ended a moment ago.
+                    raise _Refused(f"host {rank} is here already", may_pass=True)
                 if arriving is not None:
                     arriving.close()
                 self._arriving[rank] = arriving = _Arriving(token)
@@ -197,18 +239,17 @@ class FirstHost:
         while not is_stopped():
             try:
                 return self._connect()
-            except ssl.SSLEOFError as error:
-                why: Exception = error
-            except ssl.SSLError as error:
-                raise ConfigError(
-                    f"no connection with certificates of the cluster {self.cluster!r} to the node's first host at "
-                    f"{self.host}:{self.port}: {error}; give both hosts the node's certificate of the same authority"
-                ) from error
-            except (OSError, ValueError) as error:
-                why = error
-            if time.monotonic() - said_at >= _SAY_AGAIN_S:
-                said_at = time.monotonic()
-                _log.info("waits for the node's first host", address=f"{self.host}:{self.port}", reason=str(why))
+            except (OSError, ValueError) as error:  # a TLS error is an OSError
+                if isinstance(error, ssl.SSLError) and _is_final(error):
+                    raise ConfigError(
+                        f"no connection with certificates of the cluster {self.cluster!r} to the node's first host at "
+                        f"{self.host}:{self.port}: {error}; give both hosts the node's certificate of the same "
+                        "authority"
+                    ) from error
+                if time.monotonic() - said_at >= _SAY_AGAIN_S:
+                    said_at = time.monotonic()
+                    address = f"{self.host}:{self.port}"
+                    _log.info("waits for the node's first host", address=address, reason=str(error))
             time.sleep(_RETRY_S)
         return None
 
@@ -226,7 +267,7 @@ class FirstHost:
     def _open(self, kind: str, token: str) -> socket.socket:
         connection = socket.create_connection((self.host, self.port), timeout=HELLO_S)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_options(connection)
             if self.tls is not None:
                 name = certificate_name(CallerRole.NODE, self.cluster)
                 connection = self.tls.now().client_context().wrap_socket(connection, server_hostname=name)
@@ -242,12 +283,39 @@ class FirstHost:
             connection.sendall(_line(hello))
             answer = _read_line(connection)
             if "ok" not in answer:
-                raise ConfigError(f"the node's first host refused this one: {answer.get('error', answer)!s:.500}")
+                why = f"the node's first host refused this one: {answer.get('error', answer)!s:.500}"
+                raise OSError(why) if answer.get("may_pass") is True else ConfigError(why)
             connection.settimeout(None)
         except BaseException:
             connection.close()
             raise
         return connection
+
+
+def check_reachable(host: str, first_host: str) -> None:
+    """Raise ConfigError if hosts of a node are to meet at an address of the network while this one listens on loopback
+    alone: for the other hosts, or for reads of its KV blocks."""
+    if is_loopback(host) and not is_loopback(first_host.rpartition(":")[0]):
+        raise ConfigError(
+            f"the hosts of this node meet at {first_host}, but this one listens on {host} alone: give --host the "
+            "address at which the others reach it"
+        )
+
+
+def _is_final(error: ssl.SSLError) -> bool:
+    """Whether a handshake will fail again: for the certificates, and not for a connection that was cut."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return True
+    return not isinstance(error, ssl.SSLEOFError) and any(
+        text in str(error).upper() for text in ("ALERT", "CERTIFICATE", "WRONG_VERSION", "UNSUPPORTED")
+    )
+
+
+def _set_options(connection: socket.socket) -> None:
+    """Send each frame at once, and notice a host that has vanished."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _VANISHED_MS)
 
 
 def _check_certificate(connection: ssl.SSLSocket, cluster: str) -> None:

@@ -56,9 +56,10 @@ def test_a_killed_or_stopped_stage_ends_them_all(model: Path, number: signal.Sig
             os.kill(second.pid, name)
         assert runner.execute_model(step("before")).sampled_token_ids["before"]
         os.kill(third.pid, number)
-        assert told.get(timeout=BOUND_S) == f"rank 2 (process {third.pid}) {reason}"
+        # A stage that is stopped is noticed soon when something is to be computed.
         with pytest.raises(RankLost, match=reason):
             runner.execute_model(step("behind"))
+        assert told.get(timeout=BOUND_S) == f"rank 2 (process {third.pid}) {reason}"
         assert not any(report.is_up for report in runner.rank_reports()[1:])
     wait_until_gone([second.pid, third.pid])
 

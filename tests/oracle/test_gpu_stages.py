@@ -1,6 +1,6 @@
 """On a GPU: a model in stages gives the bits of one process. All stages are on one GPU here, as they would be on many.
 
-Each stage behind the first is a process of its own, with its own part of the KV cache.
+Each stage before the last is a process of its own, with its own part of the KV cache.
 """
 
 from __future__ import annotations

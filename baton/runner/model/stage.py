@@ -78,8 +78,13 @@ class StageReport:
                 int(index): LayerReport(LayerGeometry(**layer["geometry"]), layer["window"])
                 for index, layer in read.pop("layers").items()
             }
-            return cls(layers=layers, **read)
-        except (TypeError, KeyError, AttributeError) as error:
+            report = cls(layers=layers, **read)
+            texts = (*report.missed_products, report.why_no_own_loop, report.why_not_fused)
+            numbers = (report.embedding_size, report.num_logits)
+            if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, int) for n in numbers):
+                raise TypeError(f"{texts} are not texts, or {numbers} not numbers")
+            return report
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"this is no report of a stage ({error!r})") from error
 
 

@@ -446,8 +446,8 @@ class Transformer:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU this thread's current one: Triton's kernels and recorded graphs are started on the current one, whatever
-    their tensors are on."""
+    """Makes a GPU this thread's current one: Triton's kernels and recorded graphs are started on that, whatever their
+    tensors are on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -20,11 +20,12 @@ from baton.runner.backends.cpu.kernels.errors import RankLost
 INTERVAL_S = 0.5
 """Seconds without a frame after which a heartbeat is sent."""
 MISSED_HEARTBEATS = 10
-"""So many intervals without a byte from a stage that computes mean that it is lost. They are counted and not timed, since
-this process may have been stopped itself."""
-IDLE_HEARTBEATS = 240
-"""The same of a stage that owes no rows: while a model is loaded, and while a transfer agent is made, its interpreter may
-be busy."""
+"""So many intervals without a byte from a stage that computes mean that it is lost. They are counted and not timed,
+since this process may have been stopped itself."""
+IDLE_HEARTBEATS = 60
+"""The same of a stage that owes no rows: its interpreter may be busy with a transfer agent."""
+LOADING_HEARTBEATS = 240
+"""The same of a stage that loads its model."""
 _HEADER = struct.Struct("<BQ")
 _MOST_BYTES = 1 << 34
 _CLOSE_S = 5.0
@@ -79,7 +80,7 @@ class FrameReader:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._connection.settimeout(INTERVAL_S)
-        self.silence_allowed: int | None = IDLE_HEARTBEATS
+        self.silence_allowed: int | None = LOADING_HEARTBEATS
         """Intervals without a byte after which the other end is lost; None: it may be silent for ever."""
 
     def read(self) -> Frame:

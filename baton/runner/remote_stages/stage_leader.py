@@ -125,6 +125,7 @@ class StageLeader:
         """Wait until all stages have loaded their parts. Raises RankLost."""
         for other in self._others:
             self._answer(other, FrameKind.READY)
+            other.reader.silence_allowed = IDLE_HEARTBEATS
         self._layers = [Stage(index, self.stage.count).layers(num_layers) for index in range(self.stage.count)]
 
     def check_numerics(self, own: str) -> None:

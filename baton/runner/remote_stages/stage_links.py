@@ -10,8 +10,9 @@ from baton.runner.remote_stages.frames import cut
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageLinks:
-    """One end of the connections between the leading stage and another one. Each carries frames one way, so that no two
-    threads use a TLS connection at once; `moves` belongs to the thread that moves blocks."""
+    """One end of the connections between the leading stage and another one. `down` and `up`
+    carry frames one way, so that no two threads use a TLS connection at once; `moves` belongs to the thread that moves
+    blocks."""
 
     name: str
     """The other end, for messages: `rank 1 at 10.0.0.2`."""

@@ -13,8 +13,8 @@ from baton.runner.model.stage import Stage
 from baton.runner.spec import CacheSpec
 
 PROTOCOL = 1
-"""Version of the frames between stages, and of the messages and digests of their movers. All stages of a model must have
-the same, so it is raised when any of them changes."""
+"""Version of the frames between stages, and of the messages and digests of their movers. All stages of a model must
+have the same, so it is raised when any of them changes."""
 
 _MOST = 1 << 62
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from baton.engine.batch import BlockCopy
+from baton.messages.node_report import RankReport
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.remote_stages import frames
 from baton.runner.remote_stages.frames import FrameKind, FrameReader, FrameWriter, cut
-from baton.runner.remote_stages.stage_spec import StageReady, StageSpec, StepCopies
+from baton.runner.remote_stages.stage_spec import StageSpec, StepCopies, figures_from_json, figures_to_json
 from baton.runner.spec import CacheSpec
 
 Pair = tuple[socket.socket, socket.socket]
@@ -81,17 +83,33 @@ def test_a_writer_whose_connection_fails_says_so_once(pair: Pair) -> None:
         writer.send(FrameKind.ROWS, b"rows")
     writer.close()
     assert len(lost) == 1
-    assert "lost its connection" in lost[0]
+    assert "can't be sent anything" in lost[0]
 
 
 def test_specifications_answers_and_copies_are_read_as_they_were_written() -> None:
     spec = StageSpec(1, 3, "abc", "bfloat16", 16, CacheSpec(64, None, "int8"), 1 << 20, 2, "int4", dequantize=True)
     assert StageSpec.from_json(spec.to_json()) == spec
-    ready = StageReady("kernels", 123, 456)
-    assert StageReady.from_json(ready.to_json()) == ready
+    report = RankReport(5, 456, True, 1 << 30, 1 << 20, 7.5, 3)
+    assert figures_from_json(figures_to_json(report), 2, "10.0.0.2") == replace(report, rank=2, host="10.0.0.2")
     copies = StepCopies([BlockCopy(1, 2)], [BlockCopy(3, 4), BlockCopy(5, 6)], [BlockCopy(7, 8)])
     assert StepCopies.from_json(copies.to_json()) == copies
     assert not StepCopies()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[]",
+        b'{"pid": 1}',
+        b'{"rank": 0, "pid": Infinity, "is_up": true}',
+        b'{"rank": 0, "pid": 99999999999999999999, "is_up": true}',
+        b'{"rank": 0, "pid": 1, "is_up": true, "cpu_s": "much"}',
+        b'{"rank": 0, "pid": 1, "is_up": true, "threads": 3}',
+    ],
+)
+def test_other_figures_are_refused(text: bytes) -> None:
+    with pytest.raises(ValueError, match=r"it sent|its figures are|could not convert"):
+        figures_from_json(text, 1, "")
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
+from baton.runner.remote_stages.frames import heartbeat
 from baton.runner.remote_stages.stage_links import StageLinks
 from baton.runner.remote_stages.stage_spec import PROTOCOL
 from baton.security.authority import make_certificates
 from baton.security.tls_files import LiveTls, certificate_files
 from baton.wire import stage_hosts
-from baton.wire.stage_hosts import FirstHost, StageListener
+from baton.wire.stage_hosts import FirstHost, StageListener, check_reachable
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +60,12 @@ class Meeting:
 
 def check_connected(ours: StageLinks, theirs: StageLinks | None) -> None:
     assert theirs is not None
-    for number, (one, other) in enumerate(zip(ours.sockets, theirs.sockets, strict=True)):
-        for sender, receiver in ((one, other), (other, one)):
-            sender.sendall(bytes([number]))
-            assert receiver.recv(1) == bytes([number])
+    for number, (one, other) in enumerate(zip(ours.sockets, theirs.sockets, strict=True), 100):
+        other.sendall(bytes([number]))
+        assert one.recv(1) == bytes([number])
+        one.sendall(bytes([number]))
+        while (received := other.recv(1)) != bytes([number]):
+            assert received in heartbeat(), "only heartbeats come before"
     ours.close()
     theirs.close()
 
@@ -177,15 +180,71 @@ def test_a_host_that_starts_again_replaces_its_half_open_connections(pool: Threa
         assert lines.readline() == b""
 
 
-def test_a_second_process_of_a_host_is_refused(pool: ThreadPoolExecutor) -> None:
+def test_a_second_process_of_a_host_waits_until_the_first_is_gone(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_hosts, "_RETRY_S", 0.01)
     meeting = Meeting(pool, None, num_hosts=3)
-    there = meeting.other.connect()
-    with pytest.raises(ConfigError, match="refused this one: host 1 is here already"):
-        meeting.other.connect()
+    first = meeting.other.connect()
+    assert first is not None
+    tries = iter([False, False, True])
+    assert meeting.other.connect(lambda: next(tries)) is None
+    first.close()
+    # The others of its node are still to come: whoever waits is taken when it is noticed that the first has ended.
+    second = meeting.other.connect()
     last = replace(meeting.other, rank=2).connect()
-    for ours, theirs in zip(meeting.accepted.result(20), (there, last), strict=True):
+    for ours, theirs in zip(meeting.accepted.result(20), (second, last), strict=True):
         check_connected(ours, theirs)
     meeting.listener.close()
+
+
+def test_a_host_that_waits_for_others_gets_heartbeats(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_hosts, "INTERVAL_S", 0.01)
+    meeting = Meeting(pool, None, num_hosts=3)
+    first = meeting.other.connect()
+    assert first is not None
+    for _ in range(3):
+        assert first.down.recv(len(heartbeat()), socket.MSG_WAITALL) == heartbeat()
+    last = replace(meeting.other, rank=2).connect()
+    assert last is not None
+    for links in (*meeting.accepted.result(20), first, last):
+        links.close()
+    meeting.listener.close()
+
+
+def test_an_error_while_taking_a_connection_is_no_end(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_hosts, "_ACCEPT_AGAIN_S", 0.0)
+    accept, errors = socket.socket.accept, iter([OSError(24, "too many open files"), ConnectionAbortedError()])
+
+    def fails_at_first(listening: socket.socket) -> Any:
+        if (error := next(errors, None)) is not None:
+            raise error
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", fails_at_first)
+    Meeting(pool, None).finish(pool)
+
+
+def test_one_address_can_not_keep_others_away(pool: ThreadPoolExecutor) -> None:
+    meeting = Meeting(pool, None)
+    idle = [socket.create_connection(("127.0.0.1", meeting.listener.port), timeout=10) for _ in range(12)]
+    for connection in idle[stage_hosts._MOST_OF_HOST :]:
+        assert connection.recv(1) == b""
+    for connection in idle:
+        connection.close()
+    meeting.finish(pool)
+
+
+@pytest.mark.parametrize(("host", "first_host"), [("127.0.0.1", "10.0.0.1:7000"), ("localhost", "gpu-1:7000")])
+def test_hosts_that_can_not_reach_each_other_are_refused(host: str, first_host: str) -> None:
+    with pytest.raises(ConfigError, match=r"listens on .* alone: give --host"):
+        check_reachable(host, first_host)
+    check_reachable("0.0.0.0", first_host)
+    check_reachable(host, "127.0.0.1:7000")
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

@@ -18,7 +18,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NewType, Protocol
 
 from baton.engine.runner import KVMemory
@@ -181,25 +181,18 @@ def coalesce(
     `groups`: the group of each pair; pairs of different groups are not merged. Raises ValueError when the lists differ
     in length.
     """
-    if groups is not None:
-        triples = zip(local_blocks, remote_blocks, groups, strict=True)
-        by_group = ((group, list(run)) for group, run in itertools.groupby(triples, key=lambda triple: triple[2]))
-        return [
-            replace(each, group=group)
-            for group, run in by_group
-            for each in coalesce([local for local, _, _ in run], [remote for _, remote, _ in run])
-        ]
     ranges: list[ReadRange] = []
-    start_local = start_remote = count = 0
-    for local, remote in zip(local_blocks, remote_blocks, strict=True):
-        if count and local == start_local + count and remote == start_remote + count:
+    start_local = start_remote = count = current = 0
+    group_of = itertools.repeat(0, len(local_blocks)) if groups is None else groups
+    for local, remote, group in zip(local_blocks, remote_blocks, group_of, strict=True):
+        if count and local == start_local + count and remote == start_remote + count and group == current:
             count += 1
             continue
         if count:
-            ranges.append(ReadRange(start_local, start_remote, count))
-        start_local, start_remote, count = local, remote, 1
+            ranges.append(ReadRange(start_local, start_remote, count, current))
+        start_local, start_remote, count, current = local, remote, 1, group
     if count:
-        ranges.append(ReadRange(start_local, start_remote, count))
+        ranges.append(ReadRange(start_local, start_remote, count, current))
     return ranges
 
 
@@ -209,11 +202,11 @@ def cut_ranges(ranges: deque[ReadRange], num_blocks: int) -> tuple[ReadRange, ..
     while ranges and num_blocks:
         first = ranges.popleft()
         count = min(first.count, num_blocks)
-        taken.append(replace(first, count=count))
         if count < first.count:
-            local, remote = first.local_block + count, first.remote_block + count
-            rest = replace(first, local_block=local, remote_block=remote, count=first.count - count)
-            ranges.appendleft(rest)
+            local, remote, group = first.local_block, first.remote_block, first.group
+            ranges.appendleft(ReadRange(local + count, remote + count, first.count - count, group))
+            first = ReadRange(local, remote, count, group)
+        taken.append(first)
         num_blocks -= count
     return tuple(taken)
 

@@ -7,6 +7,7 @@ each `block_size` tokens there is one of every group of layers, in the order of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -107,9 +108,18 @@ class SenderBlocks:
         For each sub-block: its number here, its number at the sender, and its group of layers.
         """
         parts, groups = self.sizes.sender_parts, len(self.sizes.windows)
+        end = first + len(remote_blocks)
+        # An entry costs as little as possible here: a long prompt has thousands, and the event loop waits.
+        group_of = itertools.cycle([*range(first % groups, groups), *range(first % groups)])
+        if parts == 1:
+            return [
+                (local, remote, group)
+                for local, remote, group in zip(self.local[first:end], remote_blocks, group_of, strict=False)
+                if local != NULL_BLOCK
+            ]
         return [
-            (local, remote * parts + part, entry % groups)
-            for entry, remote in enumerate(remote_blocks, first)
+            (local, remote * parts + part, group)
+            for entry, (remote, group) in enumerate(zip(remote_blocks, group_of, strict=False), first)
             for part in range(parts)
             if (local := self.local[entry * parts + part]) != NULL_BLOCK
         ]

@@ -204,6 +204,23 @@ def test_the_sub_blocks_of_a_block_have_each_of_its_bytes_once(which: int, parts
         sub_block_rows(layout, Division(3))
 
 
+@pytest.mark.parametrize("sizes", [(16, 16), (32, 16), (16, 32)])
+@pytest.mark.parametrize("windows", [(None,), (None, None, None)])
+def test_each_read_has_the_group_of_its_entry_wherever_an_offer_begins(
+    sizes: tuple[int, int], windows: tuple[None, ...]
+) -> None:
+    blocks = tuple(range(5, 5 + 8 * len(windows) * 16 // sizes[1]))
+    view = BlockMap(*sizes, windows).view(replace(PLAN, num_prompt_tokens=128, block_ids=blocks, first_block=0))
+    parts, remote = view.sizes.sender_parts, range(100, 100 + view.num_blocks)
+    for first in range(view.num_blocks):
+        for end in (first + 1, view.num_blocks):
+            assert view.reads(first, remote[first:end]) == [
+                (view.local[entry * parts + part], remote[entry] * parts + part, entry % len(windows))
+                for entry in range(first, end)
+                for part in range(parts)
+            ]
+
+
 def test_a_view_counts_blocks_of_the_sender() -> None:
     small, large = BlockMap(16, 32), BlockMap(32, 16)
     plan = replace(PLAN, num_prompt_tokens=70, block_ids=(5, 6, 7), first_block=1)

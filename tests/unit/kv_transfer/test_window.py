@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from random import Random
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.runner import KVLayout
-from kv_transfer.backends.base import coalesce
+from kv_transfer.backends.base import coalesce, cut_ranges
 from kv_transfer.mover.window import FairWindow, Piece, WindowLimits
 from kv_transfer.piece_plan import PiecePlan, ReadRange
 
@@ -41,9 +42,26 @@ def test_coalesced_ranges_are_the_same_pairs_in_the_same_order(blocks: list[tupl
         )
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 1)), max_size=20), st.integers(1, 7))
+def test_ranges_hold_one_group_each_also_when_they_are_cut(blocks: list[tuple[int, int, int]], at_once: int) -> None:
+    ranges = coalesce(*([block[n] for block in blocks] for n in range(3)))
+    assert [(*pair, r.group) for r in ranges for pair in pairs([r])] == blocks
+    for before, after in itertools.pairwise(ranges):
+        end = (before.local_block + before.count, before.remote_block + before.count, before.group)
+        assert end != (after.local_block, after.remote_block, after.group)
+    left, cut = deque(ranges), list[ReadRange]()
+    while left:
+        taken = cut_ranges(left, at_once)
+        assert sum(r.count for r in taken) == at_once or not left
+        cut += taken
+    assert [(*pair, r.group) for r in cut for pair in pairs([r])] == blocks
+
+
 def test_coalesce_refuses_lists_of_different_lengths() -> None:
     with pytest.raises(ValueError, match="shorter"):
         coalesce([1, 2], [1])
+    with pytest.raises(ValueError, match="shorter"):
+        coalesce([1, 2], [1, 2], [0])
 
 
 def test_neighbours_on_one_side_only_are_not_merged() -> None:

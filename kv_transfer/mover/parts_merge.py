@@ -150,9 +150,9 @@ class PartsMerge:
         """Answers that nobody waited for, by kind."""
 
     def divides(self, incarnation: str) -> bool:
-        """Whether reads of this peer are divided."""
+        """Whether reads of this peer are divided, or may be: nobody knows how many parts a forgotten peer had."""
         peer = self._peers.get(incarnation)
-        return len(self._layers) > 1 or (peer is not None and len(peer.node.parts) > 1)
+        return peer is None or len(self._layers) > 1 or len(peer.node.parts) > 1
 
     def has_read(self, read_id: int) -> bool:
         """Whether a divided read with this id is not answered."""
@@ -257,6 +257,9 @@ class PartsMerge:
         if read_id in self._reads:
             raise ValueError(f"read {read_id} is in flight")
         peer = self._peers.get(incarnation)
+        if peer is None and len(self._layers) == 1:
+            # The part was told to disconnect from it, or is before it hears of this read, and answers accordingly.
+            return [ReadPart(0, read_id, incarnation, ranges, to_digest, digest_parts)]
         if peer is None:
             gone = PeerGone(f"{incarnation} is not connected")
             return [Deliver(ReadFailed(read_id, gone.cause, str(gone)))]

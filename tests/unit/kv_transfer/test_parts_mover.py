@@ -185,6 +185,18 @@ def test_a_node_with_one_part_divides_the_reads_of_a_peer_with_two() -> None:
     assert rig.said() == [ReadDone(7, 10, 0.0, 0.0, 2)]
 
 
+def test_a_read_of_a_peer_comes_after_its_disconnection_that_is_being_carried_out() -> None:
+    """The first part of the peer, which has the name of the peer, would bring its own layers alone."""
+    rig = Rig([range(4)])
+    rig.connect()
+    (mover,) = rig.movers
+    mover.before = lambda: rig.mover.read(7, "p", [ReadRange(0, 0, 1)])
+    rig.mover.disconnect("p")
+    assert mover.told == [("disconnect", "p"), ("disconnect", "p/1"), ("read", 7, "p")]
+    mover.deliver(ReadFailed(7, TransferCause.CANCELLED, "disconnected"))
+    assert rig.said() == [ReadFailed(7, TransferCause.CANCELLED, "disconnected")]
+
+
 def test_a_part_that_answers_while_it_is_told_something_is_heard() -> None:
     """A mover that does not run answers from the calling thread."""
     rig = Rig()

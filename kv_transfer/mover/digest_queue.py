@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 
 from baton.background import BackgroundWatch
 from baton.runner.blocks.block_digests import BlockDigests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
+from kv_transfer.mover.daemon_worker import DaemonWorker
 from kv_transfer.mover.mover_events import BlocksDigested, DigestEvent, DigestsFailed
 
 _log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class DigestQueue:
         self._digests = digests
         self._deliver = deliver
         self._watch = watch
-        self._helper = helper or ThreadPoolExecutor(1, "baton-digests")
+        self._helper = helper or DaemonWorker("baton-digests")
         self._blocks: deque[tuple[int, Sequence[int], Division]] = deque()
         """A read's id, and local sub-blocks that it has filled."""
 

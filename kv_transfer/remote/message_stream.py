@@ -48,8 +48,9 @@ class MessageStream:
         self._lock = threading.Lock()
         self._outbox: deque[memoryview] = deque()
         self._queued = 0
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._leaving = self._is_cut = False
+        self._wake_write = -1
+        """The end of a pipe that wakes `run`; -1: it does not run."""
+        self._leaving = self._is_cut = self._is_over = False
         self._frame = bytearray()
         """The header or the body that is being read."""
         self._missing = _HEADER
@@ -66,7 +67,7 @@ class MessageStream:
             raise StreamLost(f"a message of {len(frame)} bytes is longer than {MAX_FRAME}")
         data = memoryview(len(frame).to_bytes(_HEADER, "big") + frame)
         with self._lock:
-            if self._wake_write < 0:
+            if self._is_over:
                 return
             if self._queued + len(data) > MAX_QUEUED:
                 raise StreamLost(f"the other end does not read: {self._queued} bytes wait to be sent")
@@ -92,7 +93,10 @@ class MessageStream:
         Raises StreamLost when the stream ends, and what `received` raises. The other end then finds the stream ended.
         """
         poll = select.poll()
-        poll.register(self._wake_read, select.POLLIN)
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        with self._lock:
+            self._wake_write = wake_write
+        poll.register(wake_read, select.POLLIN)
         try:
             while True:
                 may_have_more = self._receive(received)
@@ -105,16 +109,16 @@ class MessageStream:
                 poll.register(self._socket, select.POLLIN | (select.POLLOUT if writes else 0))
                 poll.poll(0 if may_have_more else None)
                 with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
+                    os.read(wake_read, 4096)
         except BaseException:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             raise
         finally:
             with self._lock:
-                os.close(self._wake_read)
-                os.close(self._wake_write)
-                self._wake_write = -1
+                os.close(wake_read)
+                os.close(wake_write)
+                self._wake_write, self._is_over = -1, True
 
     def _wake(self) -> None:
         if self._wake_write >= 0:

@@ -1,15 +1,16 @@
 """The end of a part's stream in the process that holds the part: it runs a mover for the node at the other end.
 
 One thread talks (`MoverServer.serve`). What takes time, making and stopping the agent and computing digests that the
-node asks for, is done one after the other by a second thread. The third is the mover's own.
+node asks for, is done one after the other by a second thread, which may hang in a call into the agent or a device: then
+the process ends without it. The third is the mover's own.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from socket import socket
 
@@ -21,6 +22,7 @@ from baton.runner.blocks.block_digests import BlockDigests, block_digests
 from baton.runner.blocks.sub_blocks import Division
 from kv_transfer.backends.base import PeerMemory, TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
+from kv_transfer.mover.daemon_worker import DaemonWorker
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_events import ConnectFailed, MoverEvent
 from kv_transfer.mover.window import WindowLimits
@@ -28,6 +30,7 @@ from kv_transfer.piece_plan import ReadRange
 from kv_transfer.remote.message_stream import MessageStream, StreamEnded, StreamLost
 from kv_transfer.remote.remote_codec import read_to_part, write_from_part
 from kv_transfer.remote.remote_messages import (
+    STOP_WITHIN_S,
     AskTurns,
     CancelRead,
     DigestBlocks,
@@ -63,9 +66,11 @@ class MoverServer:
         digests: BlockDigests | None = None,
         clock: Clock | None = None,
         window: WindowLimits | None = None,
+        stop_within_s: float = STOP_WITHIN_S,
     ) -> None:
         """`memory` is the part's, with its layers and the layout of the model. `make_backend` makes an agent of a name
-        over it. `digests` computes digests of its blocks; None: the usual way.
+        over it. `digests` computes digests of its blocks; None: the usual way. `stop_within_s`: how long `serve` waits
+        for the mover to stop.
         """
         self._stream = MessageStream(stream)
         self._memory = memory
@@ -73,15 +78,21 @@ class MoverServer:
         self._digests = digests or block_digests(memory)
         self._clock = clock or SystemClock()
         self._window = window
+        self._stop_within_s = stop_within_s
         self._mover: Mover | None = None
-        self._worker = ThreadPoolExecutor(1, "baton-part")
+        self._speaking = threading.Lock()
+        """Guards the next one, while an event of that mover is queued."""
+        self._speaker: object = None
+        """Stands for the mover whose events the node is told. One that was stopped may go on in a call into its agent,
+        and must not speak into the stream of the next one."""
+        self._worker = DaemonWorker("baton-part")
         self._watch = BackgroundWatch(self._work_failed)
         self.counters: Counter[str] = Counter()
-        """Calls for which there was no mover, by kind."""
+        """Calls for which there was no mover, and events of movers that were stopped, by kind."""
 
     def serve(self) -> None:
         """Do what the node says until the stream ends. Then the mover is stopped, and nothing of it writes any more
-        unless a read did not end in time.
+        unless it did not stop in time. What hangs here does not hold up the end of the process.
 
         Raises StreamLost if what came is no message.
         """
@@ -91,7 +102,9 @@ class MoverServer:
             _log.info("the node of this part is gone: %s", end)
         finally:
             self._worker.submit(self._stop_mover)
-            self._worker.shutdown()
+            self._worker.shutdown(wait=False)
+            if not self._worker.join(self._stop_within_s):
+                _log.error("the mover of this part did not stop within %g s: its process must end", self._stop_within_s)
 
     def _received(self, message: ToPart) -> None:
         match message:
@@ -149,11 +162,14 @@ class MoverServer:
 
     # Below: called by the mover.
 
-    def _deliver(self, event: MoverEvent) -> None:
-        if isinstance(event, ConnectFailed):
-            self._say(PeerNotConnected(event.incarnation, event.error.cause, event.error.detail))
-        else:
-            self._say(event)
+    def _deliver(self, speaker: object, event: MoverEvent) -> None:
+        with self._speaking:
+            if speaker is not self._speaker:
+                self.counters[f"{type(event).__name__}_late"] += 1
+            elif isinstance(event, ConnectFailed):
+                self._say(PeerNotConnected(event.incarnation, event.error.cause, event.error.detail))
+            else:
+                self._say(event)
 
     def _work_failed(self, fault: BackgroundFault) -> None:
         try:
@@ -171,13 +187,16 @@ class MoverServer:
         token = current_watch.set(self._watch)
         try:
             self._stop_mover()
-            make = partial(self._make_backend, agent, self._memory)
-            mover = Mover(make, self._deliver, self._clock, self._window, self._digests, stall_s=stall_s)
+            make, speaker = partial(self._make_backend, agent, self._memory), object()
+            deliver = partial(self._deliver, speaker)
+            mover = Mover(make, deliver, self._clock, self._window, self._digests, stall_s=stall_s)
             mover.start()
         except Exception as error:
             _log.exception("could not make a transfer agent")
             self._say(MoverNotUp(f"{type(error).__name__}: {error}"))
         else:
+            # It is told nothing before this, so it has said nothing.
+            self._speaker = speaker
             self._mover = mover
             memory = self._memory
             counts = (memory.num_blocks, memory.num_probe_blocks, memory.kind, memory.device_id)
@@ -193,6 +212,8 @@ class MoverServer:
         mover, self._mover = self._mover, None
         if mover is not None:
             mover.stop()
+            with self._speaking:
+                self._speaker = None
 
     def _answer_digests(self, asked: DigestBlocks) -> None:
         try:

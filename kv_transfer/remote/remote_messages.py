@@ -23,6 +23,9 @@ from kv_transfer.mover.mover_events import (
 )
 from kv_transfer.piece_plan import ReadRange
 
+STOP_WITHIN_S = 20.0
+"""How long a part may take to stop its mover: `Mover.stop` waits for reads in flight, and then for a thread."""
+
 
 @dataclass(frozen=True, slots=True)
 class StartMover:

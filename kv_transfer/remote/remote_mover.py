@@ -6,8 +6,9 @@ It is to the node what `Mover` is (`PartMover`). The rules it keeps:
    The calls of one thread are executed in order.
 2. The other process is one of this node, but what it says comes over a network: nothing is used that is out of bounds,
    and an answer that nobody waits for is counted and changes nothing.
-3. When the stream ends, the other mover fails, or something arrives that is no message, the node can't go on: that is a
-   fault as one of its own mover's would be. Reads then get no answer and stay counted, since they may still write.
+3. When the stream ends, the other mover fails, it computes no digests in time, or something arrives that is no message,
+   the node can't go on: that is a fault as one of its own mover's would be. Reads then get no answer and stay counted,
+   since they may still write.
 4. `stop` leaves the stream to the next mover over it: a node that changes its role keeps its processes.
 """
 
@@ -47,9 +48,10 @@ from kv_transfer.mover.mover_events import (
 )
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.piece_plan import ReadRange
-from kv_transfer.remote.message_stream import MessageStream, StreamLost
+from kv_transfer.remote.message_stream import MessageStream, StreamEnded, StreamLost
 from kv_transfer.remote.remote_codec import read_from_part, write_to_part
 from kv_transfer.remote.remote_messages import (
+    STOP_WITHIN_S,
     AskTurns,
     CancelRead,
     DigestBlocks,
@@ -75,8 +77,6 @@ START_WITHIN_S = 120.0
 """How long the other process may take to make its agent: it registers its memory, which may be large."""
 DIGEST_WITHIN_S = 30.0
 """How long it may take to compute digests; those of a whole prompt take much less than a second."""
-STOP_WITHIN_S = 20.0
-"""How long it may take to stop: `Mover.stop` waits for reads in flight, and then for a thread."""
 _MAX_BLOCKS = 1 << 32
 
 _NOT_RUNNING = TransferFailed(TransferCause.CANCELLED, "the mover is not running")
@@ -138,6 +138,8 @@ class RemoteMover:
         self._digests: dict[int, tuple[int, Future[Sequence[int]]]] = {}
         """How many digests were asked for in each question, and where they go."""
         self._turns: Turns | None = None
+        self._cut_for: BatonError | None = None
+        """Why this end has cut the stream, if it has."""
 
     @property
     def reads_in_flight(self) -> int:
@@ -158,9 +160,9 @@ class RemoteMover:
         try:
             self._memory = self._up.result(self._start_within_s)
         except TimeoutError:
-            self._stream.cut()
-            detail = f"a part of this node made no transfer agent within {self._start_within_s:g} s"
-            raise EngineFault(detail) from None
+            fault = EngineFault(f"a part of this node made no transfer agent within {self._start_within_s:g} s")
+            self._cut(fault)
+            raise fault from None
         except ConfigError:
             self._stream.leave()
             self._thread.join()
@@ -226,7 +228,8 @@ class RemoteMover:
     def ask_digests(self, ids: Sequence[int], division: Division = WHOLE) -> Callable[[], Sequence[int]]:
         """Ask for the digests of sub-blocks of the part's blocks, of the layers there.
 
-        Returns a function that waits for them. It raises EngineFault if they can't be computed, or don't come in time.
+        Returns a function that waits for them. It raises EngineFault if they can't be computed. If they don't come in
+        time, that is a fault of the mover, too: whoever asks next would wait as long, and mostly it is the engine.
         """
         if division.layers is not None:
             raise ValueError(f"a part has digests of all its layers, not of {division.layers} alone")
@@ -248,9 +251,9 @@ class RemoteMover:
             self._send(StopMover())
         try:
             self._stopped.result(self._stop_within_s)
-        except (TimeoutError, BatonError):
+        except (TimeoutError, BatonError) as error:
             _log.error("the mover of a part of this node did not stop: its process must end")
-            self._stream.cut()
+            self._cut(EngineFault(f"the mover of a part of this node did not stop: {error!r}"))
         self._thread.join()
 
     async def watch_turns(self) -> None:
@@ -278,15 +281,20 @@ class RemoteMover:
         frame = write_to_part(message)
         try:
             self._stream.send(frame)
-        except StreamLost:
-            self._stream.cut()
+        except StreamLost as error:
+            self._cut(error)
+
+    def _cut(self, why: BatonError) -> None:
+        self._cut_for = self._cut_for or why
+        self._stream.cut()
 
     def _await_digests(self, question: int, found: Future[Sequence[int]]) -> Sequence[int]:
         try:
             return found.result(self._digest_within_s)
         except TimeoutError:
-            detail = f"a part of this node computed no digests within {self._digest_within_s:g} s"
-            raise EngineFault(detail) from None
+            fault = EngineFault(f"a part of this node computed no digests within {self._digest_within_s:g} s")
+            self._cut(fault)
+            raise fault from None
         finally:
             self._forget_question(question)
 
@@ -299,6 +307,8 @@ class RemoteMover:
     def _run(self) -> None:
         try:
             self._stream.run(lambda frame: self._received(read_from_part(frame)))
+        except StreamEnded as error:
+            self._failed(self._cut_for or error)
         except BaseException as error:
             self._failed(error)
 

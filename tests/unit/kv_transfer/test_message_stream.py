@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
 import threading
@@ -188,6 +189,17 @@ def test_what_is_too_long_or_is_never_read_is_refused() -> None:
         stream.send(message)
     with pytest.raises(StreamLost, match="does not read"):
         stream.send(message)
+    ours.close()
+    theirs.close()
+
+
+def test_a_stream_that_never_runs_opens_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    before = os.listdir("/proc/self/fd")
+    stream = MessageStream(ours)
+    stream.send(b"x")
+    stream.cut()
+    assert os.listdir("/proc/self/fd") == before
     ours.close()
     theirs.close()
 

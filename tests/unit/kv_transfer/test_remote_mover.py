@@ -371,16 +371,17 @@ def test_digests_of_parts_are_sums_and_asked_for_at_once(scripted: Scripted) -> 
     assert list(digests_of_parts(here, lambda: [scripted.mover])([0, 1])) == [6, 1]
 
 
-def test_digests_that_do_not_come_are_given_up(hasty: Scripted) -> None:
+def test_digests_that_do_not_come_end_the_node(hasty: Scripted, faults: queue.SimpleQueue[BackgroundFault]) -> None:
+    """The engine would wait as long for those of the next offer."""
     hasty.mover._start_within_s = WITHIN_S
     hasty.start()
-    with pytest.raises(EngineFault, match=r"within 0\.01 s"):
+    with pytest.raises(EngineFault, match=r"computed no digests within 0\.01 s"):
         hasty.mover.ask_digests([1])()
-    question = hasty.part.next()
-    assert isinstance(question, DigestBlocks)
-    hasty.part.say(DigestsFound(question.question, (1,)))
-    hasty.settle()
-    assert hasty.mover.counters == {"digests_unknown": 1}
+    fault = faults.get(timeout=WITHIN_S)
+    assert "computed no digests" in str(fault)
+    assert hasty.mover.fault is fault.__cause__
+    with pytest.raises(EngineFault, match="not running"):
+        hasty.mover.ask_digests([1])
 
 
 def test_a_part_whose_turns_do_not_go_on_hangs_and_one_that_goes_on_or_sleeps_does_not(scripted: Scripted) -> None:
@@ -562,6 +563,47 @@ def test_a_part_serves_one_agent_after_the_other(both: Both) -> None:
         assert isinstance(both.next(), ReadDone)
         mover.stop()
     assert [both.fabric.find(name).alive for name in ("d0.first/1", "d0.next/1")] == [False, False]  # type: ignore[union-attr]
+
+
+def test_a_mover_that_was_stopped_says_nothing_to_the_next_node(both: Both) -> None:
+    """Its thread may still be in a call into the agent, and ids of sub-reads begin anew with every mover of a node."""
+    first = both.mover("d0.first/1")
+    first.start()
+    stopped = both.server._mover
+    assert stopped is not None
+    first.stop()
+    mover = both.mover("d0.next/1")
+    mover.start()
+    mover.connect(both.peer)
+    assert both.next() == Connected("p/1")
+    stopped._deliver(FillFailed(1, "of the first"))
+    mover.fill(1, NUM_BLOCKS, "seed")
+    assert isinstance(both.next(), BlockFilled)
+    assert both.server.counters == {"FillFailed_late": 1}
+    mover.stop()
+
+
+def test_an_agent_that_hangs_does_not_hold_up_the_end_of_a_part() -> None:
+    ours, theirs = socket.socketpair()
+    is_called, release = threading.Event(), threading.Event()
+
+    def make_backend(agent: str, memory: KVMemory) -> TransferBackend:
+        is_called.set()
+        release.wait(WITHIN_S)
+        raise ConfigError("too late")
+
+    server = MoverServer(theirs, new_part_memory(LAYERS), make_backend, stop_within_s=0.01)
+    thread = threading.Thread(target=server.serve, daemon=True)
+    thread.start()
+    frame = write_to_part(StartMover("d0/1", 1.0))
+    ours.sendall(len(frame).to_bytes(4, "big") + frame)
+    assert is_called.wait(WITHIN_S)
+    ours.close()
+    thread.join(WITHIN_S / 2)
+    assert not thread.is_alive()
+    release.set()
+    assert server._worker.join(WITHIN_S)
+    theirs.close()
 
 
 def test_a_fault_of_the_mover_there_ends_the_node_here(both: Both, faults: queue.SimpleQueue[BackgroundFault]) -> None:

@@ -18,6 +18,8 @@ from baton.runner.simulated import SimulatedRunner
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 
+pytestmark = pytest.mark.one_transport
+
 VOCAB = 256
 MODEL_LEN = 512
 GOOD = GenerateRequest(prompt=[1, 2, 3], temperature=0.0, max_tokens=4)

@@ -23,6 +23,8 @@ from tests.support.caller import Answer
 from tests.support.mini_cluster import mini_cluster, random_prompt, simulated_model_dir
 from tests.support.tiny_models import TINY_MODELS
 
+pytestmark = pytest.mark.one_transport
+
 NEW_TOKENS = 14
 SEARCHES: list[dict[str, Any]] = [
     {"beam_width": 2, "n": 2},

@@ -14,11 +14,7 @@ from tests.support.cut_connections import cut_connections_to
 from tests.support.mini_cluster import MiniCluster
 from tests.support.step_gate import StepGate
 
-
-@pytest.fixture(autouse=True)
-def transport() -> str:
-    """The transport of blocks does not matter here: one kind is enough."""
-    return "default"
+pytestmark = pytest.mark.one_transport
 
 
 async def count_events(cluster: MiniCluster, node_id: str, name: str) -> int:

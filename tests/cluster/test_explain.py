@@ -8,11 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from baton.messages.generation import GenerateRequest
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
 from tests.support.metrics_page import read_metrics_samples
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
+
+pytestmark = pytest.mark.one_transport
 
 SPEC = SimulatedSpec(
     num_blocks=96,

@@ -23,6 +23,8 @@ from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
 from tests.support.reports import QueuedReports
 from tests.support.tiny_models import TINY_MODELS
 
+pytestmark = pytest.mark.one_transport
+
 BLOCK_SIZE = 16
 NEW_TOKENS = 24
 SPLITS = (1, 7, 23)

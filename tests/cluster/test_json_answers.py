@@ -21,6 +21,8 @@ from tests.support.json_fit import SCHEMAS, check_fits, schema_text
 from tests.support.mini_cluster import mini_cluster
 from tests.support.schema_bombs import schema_bomb
 
+pytestmark = pytest.mark.one_transport
+
 DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
 PROMPT = "Once upon a time there was a dog. "
 SAMPLED: dict[str, object] = {"max_tokens": 60, "temperature": 1.0, "top_k": -1}

@@ -19,6 +19,8 @@ from baton.runner.model.random_model import write_random_model
 from tests.support.mini_cluster import mini_cluster
 from tests.support.tiny_models import TINY_MODELS
 
+pytestmark = pytest.mark.one_transport
+
 ALWAYS = {7: 100.0}
 PROMPT = [1, 2, 3, 4, 5]
 

@@ -22,6 +22,8 @@ from baton.runner.model_runner import TorchModelRunner
 from tests.support.mini_cluster import mini_cluster, random_prompt
 from tests.support.tiny_models import TINY_MODELS
 
+pytestmark = pytest.mark.one_transport
+
 BLOCK_SIZE = 16
 NEW_TOKENS = 16
 LENGTHS = (1, 15, 16, 17, 40, 64, 97, 130)

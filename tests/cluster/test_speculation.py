@@ -20,6 +20,8 @@ from tests.support.caller import Answer
 from tests.support.json_fit import schema_text
 from tests.support.mini_cluster import mini_cluster
 
+pytestmark = pytest.mark.one_transport
+
 DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
 LOOP = "one two three four one two three four one two three four one two"
 

@@ -20,16 +20,12 @@ from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
 
+pytestmark = pytest.mark.one_transport
+
 SPEC = SimulatedSpec(num_blocks=192, vocab_size=256, max_model_len=512)
 SLOW = replace(SPEC, step_time=StepTime(0.5))
 SETTINGS = {"token_ids_only": True, "max_num_batched_tokens": 64}
 NUM_CLIENTS = 6
-
-
-@pytest.fixture(autouse=True)
-def transport() -> str:
-    """The transport of blocks does not matter here: one kind is enough."""
-    return "default"
 
 
 class Load:

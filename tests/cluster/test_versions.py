@@ -26,18 +26,14 @@ from kv_transfer.layout import PROTOCOL_VERSION
 from prefill_node.app import PrefillRole
 from tests.support.mini_cluster import CLUSTER, MiniCluster, mini_cluster, random_prompt, simulated_model_dir
 
+pytestmark = pytest.mark.one_transport
+
 SPEC = SimulatedSpec(num_blocks=192, vocab_size=256, max_model_len=512)
 OLD = PROTOCOL_VERSION - 1
 REQUESTS = [
     GenerateRequest(random_prompt(Random(seed), 40 + 10 * seed, 256), temperature=0.0, max_tokens=12)
     for seed in range(8)
 ]
-
-
-@pytest.fixture(autouse=True)
-def transport() -> str:
-    """The transport of blocks does not matter here: one kind is enough."""
-    return "default"
 
 
 def make_older_role(context: RoleContext) -> NodeRole:

@@ -59,10 +59,13 @@ def step(request_id: str) -> SchedulerOutput:
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "sends no heartbeats")]
+    ("kind", "number", "reason"),
+    [
+        ("tensor_parallel", signal.SIGKILL, "was ended by SIGKILL"),
+        ("pipeline_parallel", signal.SIGSTOP, "sends no heartbeats"),
+    ],
 )
-@pytest.mark.parametrize("kind", ["tensor_parallel", "pipeline_parallel"])
-def test_a_killed_or_stopped_rank_ends_the_group(model: Path, number: signal.Signals, reason: str, kind: str) -> None:
+def test_a_killed_or_stopped_rank_ends_the_group(model: Path, kind: str, number: signal.Signals, reason: str) -> None:
     shared, told = shared_memory_segments(), queue.SimpleQueue[str]()
     with closing(load_runner(model, dtype="float32", num_blocks=16, **{kind: 2})) as runner:  # type: ignore[arg-type]
         (pid,) = pids_of(runner)

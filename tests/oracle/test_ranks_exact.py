@@ -133,8 +133,11 @@ def test_ranks_give_the_bits_of_one_process(tmp_path: Path, name: str, dtype: st
             assert divided.model.bit_exact
 
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("how", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    # Recomputing is a prompt in chunks, as above: one model of one group of layers and one of several are enough.
+    [*((name, "swap") for name in NAMED), ("llama", "recompute"), ("gemma3_text", "recompute")],
+)
 def test_preempted_and_swapped_requests_have_the_same_bits(tmp_path: Path, name: str, how: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
     sampling = SamplingParams(temperature=0.0, max_tokens=3 * NEW_TOKENS)
@@ -166,11 +169,10 @@ def test_quantised_weights_and_caches_have_the_same_bits(tmp_path: Path, name: s
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     runs = []
-    for shape in (ALONE, (2, 1), (2, 2)):
+    for shape in (ALONE, (2, 2)):
         with loaded(tmp_path, shape, **({"dtype": "float32"} | settings)) as runner:
             runs.append(compute(runner, sampling))
-    for run in runs[1:]:
-        run.check_equal(runs[0])
+    runs[1].check_equal(runs[0])
 
 
 def write_half_in_two_files(directory: Path) -> None:
@@ -204,8 +206,9 @@ STORED: Mapping[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("dequantize", [False, True])
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(
+    ("stored", "dequantize"), [*((stored, False) for stored in STORED), ("gguf", True), ("fp8-block", True)]
+)
 def test_ranks_read_what_one_process_reads_of_every_kind_of_file(tmp_path: Path, stored: str, dequantize: bool) -> None:
     """Each rank reads its part of the weights, and not as one process does, for which transformers reads plain ones."""
     STORED[stored](tmp_path / "model")

@@ -53,8 +53,7 @@ def test_a_slurm_job_serves_and_drains_when_it_is_cancelled(shell: Shell, site: 
     port = str(first_free_port(1))
     given = {"BATON_READY_FILE": str(ready), "BATON_REDIS_PORT": port, "BATON_SIMULATED_STEP_MS": "10"}
     job = site.run("sbatch", "--parsable", "--ntasks-per-node=1", script, **given).strip()
-    with ready.open() as news:
-        told = json.loads(news.readline())
+    told = json.loads(site.first_line(ready, job))
     listed = shell.baton("get", "nodes", "--address", told["operator_address"], "-o", "json")
     names = {node["name"]: node["status"] for node in json.loads(listed.stdout)["items"]}
     assert names == dict.fromkeys(("router-0", "prefill-0", "decode-0"), "Ready")
@@ -91,8 +90,7 @@ def test_a_node_on_two_hosts_of_a_job_starts_again_as_a_whole(shell: Shell, site
     # Three tasks: host 1 of the decode node is alone on the second node of the site.
     job = site.run("sbatch", "--parsable", "--nodes=2", script, **given).strip()
     log = site.place / f"baton-{job}.log"
-    with ready.open() as news:
-        told = json.loads(news.readline())
+    told = json.loads(site.first_line(ready, job))
     address, operators = told["address"], told["operator_address"]
 
     def answer() -> list[int]:

@@ -154,7 +154,6 @@ def no_tokenizer(model: Path) -> None:
             config_with(architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True),
             "holds T5ForConditionalGeneration, which is not supported: choose a decoder-only language model",
         ),
-        (config_with(architectures=["MadeUpForCausalLM"], model_type="made_up"), "choose another model or upgrade"),
         (config_with(hidden_size=128), "config.json asks for [256, 128]"),
         (config_with(vocab_size=None), "config.json has no vocab_size"),
         (no_tokenizer, "tokenizer.json is missing; save the model's fast tokenizer beside its weights"),

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.support.free_ports import first_free_port
 
 INSTALL = Path(__file__).parents[2] / "scripts" / "slurm"
+_BOUND_S = 100.0
+"""The longest wait for a job that serves."""
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
 _CONF = """\
 ClusterName=test
@@ -23,7 +28,7 @@ SlurmdUser=root
 AuthType=auth/none
 CredType=cred/none
 StateSaveLocation={place}/state
-SlurmdSpoolDir={place}/spool.%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={place}/slurmctld.pid
 SlurmdPidFile={place}/slurmd.%n.pid
 ProctrackType=proctrack/linuxproc
@@ -64,6 +69,17 @@ class SlurmSite:
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
+    def first_line(self, pipe: Path, job: str) -> str:
+        """Read the line that a job writes into a named pipe once it serves. Raises AssertionError with its log."""
+        log = self.place / f"baton-{job}.log"
+        descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        with open(descriptor) as news:
+            if select.select([news], [], [], _BOUND_S)[0]:
+                os.set_blocking(descriptor, True)
+                return news.readline()
+        said = log.read_text() if log.exists() else "Slurm has not begun it"
+        raise AssertionError(f"job {job} does not serve: {said}\n{self.run('scontrol', 'show', 'job', job)}")
+
     def wait_for_end(self, job: str) -> None:
         """Return when nothing of the job is left: another job can only run then."""
         self.run("srun", "--quiet", "--nodes=1", "--ntasks=1", f"--dependency=afterany:{job}", "true")
@@ -81,13 +97,17 @@ def slurm_site(place: Path, nodes: int, environment: Mapping[str, str]) -> Itera
         for index, port in enumerate(ports[1:])
     ]
     lines.append("PartitionName=all Nodes=ALL Default=YES MaxTime=10 State=UP")
-    (place / "slurm.conf").write_text(_CONF.format(place=place, port=ports[0]) + "\n".join(lines) + "\n")
     site = SlurmSite(place, environment)
     with ExitStack() as stack:
+        # The paths of sockets in it may have 107 characters: Slurm holds a job for which one has more.
+        spool = Path(stack.enter_context(TemporaryDirectory(dir="/tmp")))
+        (place / "slurm.conf").write_text(
+            _CONF.format(place=place, spool=spool, port=ports[0]) + "\n".join(lines) + "\n"
+        )
         controller = stack.enter_context(_daemon(site, "slurmctld", "-c", "-D"))
         _until_it_serves(controller)
         for index in range(nodes):
-            (place / f"spool.n{index}").mkdir()
+            (spool / f"n{index}").mkdir()
             stack.enter_context(_daemon(site, "slurmd", "-D", "-N", f"n{index}"))
         yield site
 
@@ -101,8 +121,6 @@ def _daemon(site: SlurmSite, *words: str) -> Iterator[subprocess.Popen[str]]:
             yield daemon
         finally:
             daemon.terminate()
-            if daemon.stderr is not None:
-                daemon.stderr.read()
             daemon.wait()
 
 
@@ -112,6 +130,8 @@ def _until_it_serves(controller: subprocess.Popen[str]) -> None:
     for line in controller.stderr:
         said.append(line)
         if "Running as primary controller" in line:
+            # A full pipe would stop it.
+            threading.Thread(target=controller.stderr.read, daemon=True).start()
             return
     raise AssertionError("".join(said))
 

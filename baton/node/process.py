@@ -83,8 +83,6 @@ def _other_hosts(config: NodeConfig) -> StageLeader | None:
     """The stages of the node's other hosts, once all have come; None for a node on one host. Raises ConfigError."""
     if config.hosts == 1:
         return None
-    if config.runner != "torch" or not config.first_host:
-        raise ConfigError("a node on several hosts needs a model and --first-host HOST:PORT, where host 0 waits")
     # torch, which it imports, takes seconds.
     from baton.runner.remote_stages.stage_leader import StageLeader
     from baton.wire.stage_hosts import StageListener, check_reachable

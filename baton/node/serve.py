@@ -128,7 +128,9 @@ class Node:
             driver.tell_transfer(news)
 
         def end(fault: BaseException) -> None:
-            self._crash = self._crash or fault
+            # A rank that is lost is noticed at several connections; what names the rank is kept.
+            if self._crash is None or (isinstance(fault, RunnerLost) and isinstance(self._crash, BackgroundFault)):
+                self._crash = fault
             post_unguarded(stop.force)
 
         def crashed(error: BaseException) -> None:

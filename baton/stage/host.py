@@ -24,8 +24,6 @@ def run_stage_host(config: NodeConfig) -> int:
     once. Raises ConfigError where the first host refuses this one or the model can't be loaded, and Unreachable once
     the first host is gone: whoever supervises this process starts it again, and it waits for the next one.
     """
-    if not config.first_host:
-        raise ConfigError("a host that is not the first needs --first-host HOST:PORT, where host 0 waits for it")
     host, port = config.first_host_address
     tls = config.tls.live() if config.tls is not None else None
     if tls is None and not is_loopback(host) and not config.insecure:

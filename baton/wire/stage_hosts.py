@@ -173,8 +173,9 @@ class StageListener:
             if self._tls is not None:
                 wrapped = self._tls.now().peer_context().wrap_socket(connection, server_side=True)
                 connection = wrapped
-                _check_certificate(wrapped, self._cluster)
             try:
+                if isinstance(connection, ssl.SSLSocket):
+                    _check_certificate(connection, self._cluster)
                 self._take(connection, _read_line(connection), num_hosts)
             except _Refused as refused:
                 connection.sendall(_line({"error": str(refused), "may_pass": refused.may_pass}))

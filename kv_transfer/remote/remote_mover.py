@@ -321,7 +321,8 @@ class RemoteMover:
                 future.set_exception(error)
         if was_accepting:
             self.fault = error
-            self._watch.failed("mover", error)
+            # That the other process is gone is no fault of this one, which a traceback would show.
+            self._watch.failed("mover", error.with_traceback(None) if isinstance(error, StreamEnded) else error)
 
     def _received(self, message: FromPart) -> None:
         match message:

@@ -52,17 +52,13 @@ def _node(
     config = loaded.config
 
     def run() -> int:
+        _check_hosts(config)
         resolved = with_model_directory(config)
         if resolved.runner == "torch":
             from baton.runner.model.checkpoint import check_model_dir
 
             # This check is fast and importing torch is slow, so a wrong path is reported first.
             check_model_dir(resolved.model)
-        if resolved.host_rank >= resolved.hosts:
-            raise ConfigError(
-                f"host_rank is {resolved.host_rank}, but the hosts of this node are 0 to {resolved.hosts - 1}: give "
-                "--hosts"
-            )
         if resolved.host_rank > 0:
             from baton.stage.host import run_stage_host
 
@@ -72,6 +68,26 @@ def _node(
         return run_node(resolved, _role_maker)
 
     _run_process(config.node_id, run, config.notify_fd, verbose, log_format, parent_fd)
+
+
+def _check_hosts(config: NodeConfig) -> None:
+    """Raise ConfigError for settings with which hosts can't compute together, on each of them before they meet."""
+    if config.host_rank >= config.hosts:
+        raise ConfigError(
+            f"host_rank is {config.host_rank}, but the hosts of this node are 0 to {config.hosts - 1}: give --hosts"
+        )
+    if config.hosts == 1:
+        return
+    if config.runner != "torch":
+        raise ConfigError("the simulated runner computes in one process: leave --hosts out")
+    if not config.first_host:
+        raise ConfigError("a node on several hosts needs --first-host HOST:PORT, where host 0 waits for the others")
+    if config.tp > 1:
+        raise ConfigError("across hosts a model can be divided in stages, each of one rank so far: leave --tp out")
+    if config.pp not in (1, config.hosts):
+        raise ConfigError(
+            f"{config.hosts} hosts compute a model in as many stages, one each, and not in {config.pp}: leave --pp out"
+        )
 
 
 def _role_maker(role: Role) -> RoleMaker:

@@ -58,6 +58,7 @@ class StageWorker:
         """
         self._on_lost_while_loading = on_lost_while_loading
         self._is_ready = False
+        self._has_failed = False
         self.links = links
         self._model_dir = model_dir
         self._num_threads = num_threads
@@ -157,6 +158,7 @@ class StageWorker:
 
     def fail(self, reason: str) -> None:
         """Tell the leader why this one ends."""
+        self._has_failed = True
         self._writer.send(FrameKind.FAILED, reason.encode())
 
     def stop(self) -> None:
@@ -201,7 +203,8 @@ class StageWorker:
                 self._frames.put(self._reader.read())
         except Exception as error:
             why = f"the leader {error}" if isinstance(error, RankLost) else f"nothing can be received: {error!r}"
-            if not self._is_ready:
+            # A leader that was told of a failure is gone for that, and the failure is what to say.
+            if not self._is_ready and not self._has_failed:
                 self._on_lost_while_loading(why)
             self._frames.put(RankLost(why))
 

@@ -152,7 +152,9 @@ def test_a_certificate_of_another_role_is_refused(pool: ThreadPoolExecutor, cert
     meeting = Meeting(pool, certificate_files(certs, "node").live())
     as_router = certificate_files(certs, "router").live()
     hello = json.dumps(hello_of(meeting)).encode() + b"\n"
-    assert answer_to(meeting, hello, as_router) == b""
+    assert "the certificate is not that of a node" in json.loads(answer_to(meeting, hello, as_router))["error"]
+    with pytest.raises(ConfigError, match="refused this one: the certificate is not that of a node of the cluster"):
+        replace(meeting.other, tls=as_router).connect()
     meeting.finish(pool)
 
 

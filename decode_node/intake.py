@@ -230,9 +230,12 @@ class Intake:
         self._pools[welcome.incarnation] = (welcome.num_blocks, sizes)
         self._refused.link_opened(welcome.node_id)
         self._absent.link_opened(welcome.node_id, welcome.incarnation)
-        self.mover.connect(sender_of(welcome, self._layout))
+        sender = sender_of(welcome, self._layout)
+        self.mover.connect(sender)
         if (source := self.links.source(welcome.incarnation)) is not None:
-            self._prober.carry_out(self.probes.link_up(source, sizes))
+            # Between nodes of one part each the first group takes the same way as all others.
+            is_divided = max(len(sender.parts), len(self.mover.parts)) > 1
+            self._prober.carry_out(self.probes.link_up(source, sizes, len(windows) if is_divided else 1))
 
     def link_received(self, incarnation: str, message: SenderMessage) -> None:
         step, request_id = type(message).__name__, request_of(message)

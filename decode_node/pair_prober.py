@@ -110,8 +110,8 @@ class PairProber:
                     self._tell(incarnation, message)
                 case ReadProbe(read_id, incarnation) as read:
                     local = read.local_sub_block
-                    ranges = [ReadRange(local, read.remote_sub_block, 1)]
-                    self._mover.fill(read_id, read.local_block, read.seed)
+                    ranges = [ReadRange(local, read.remote_sub_block, 1, read.group)]
+                    self._mover.fill(read_id, read.local_block, read.seed, read.group)
                     self._mover.read(read_id, incarnation, ranges, (local,), read.local_parts)
                 case CancelRead(read_id):
                     self._mover.cancel(read_id)

@@ -95,7 +95,8 @@ class HandOff:
         self._book = LeaseBook(clock, times, digest_every=self._digest_every)
         self._digests = OfferedDigests(digests) if digests is not None else None
         probe_block = memory.num_blocks if memory.num_probe_blocks else None
-        self.probes = ProbeOffers(identity.node_id, identity.incarnation, probe_block, clock)
+        num_groups = len(memory.layout.groups) if memory.layout is not None else 1
+        self.probes = ProbeOffers(identity.node_id, identity.incarnation, probe_block, clock, num_groups=num_groups)
         self._probes_log = LimitedLog(_log, now=clock.monotonic)
         self._num_leases = 0
         """Leases that may be read."""
@@ -333,8 +334,8 @@ class HandOff:
             match effect:
                 case TellReader(link, message):
                     self._links.send(link, message)
-                case FillProbe(fill_id, block, seed):
-                    self.mover.fill(fill_id, block, seed)
+                case FillProbe(fill_id, block, seed, group):
+                    self.mover.fill(fill_id, block, seed, group)
                 case FailLink(link, detail):
                     self._probes_log.happened("%s: %s", KV_PROBE_FAILED, detail)
                     self._links.cut(link, detail, TransferCause.PROBE_FAILED)

@@ -139,10 +139,12 @@ class KvLayout(_message.Message):
     def __init__(self, model_fingerprint: _Optional[str] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., geometry: _Optional[str] = ...) -> None: ...
 
 class AskProbe(_message.Message):
-    __slots__ = ("probe",)
+    __slots__ = ("probe", "group")
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     probe: int
-    def __init__(self, probe: _Optional[int] = ...) -> None: ...
+    group: int
+    def __init__(self, probe: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
 
 class ProbeReady(_message.Message):
     __slots__ = ("probe", "block", "digest")

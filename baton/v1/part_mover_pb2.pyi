@@ -228,14 +228,16 @@ class NoDigestsOfRead(_message.Message):
     def __init__(self, read_id: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class FillBlock(_message.Message):
-    __slots__ = ("fill_id", "block", "seed")
+    __slots__ = ("fill_id", "block", "seed", "group")
     FILL_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     fill_id: int
     block: int
     seed: str
-    def __init__(self, fill_id: _Optional[int] = ..., block: _Optional[int] = ..., seed: _Optional[str] = ...) -> None: ...
+    group: int
+    def __init__(self, fill_id: _Optional[int] = ..., block: _Optional[int] = ..., seed: _Optional[str] = ..., group: _Optional[int] = ...) -> None: ...
 
 class BlockIsFilled(_message.Message):
     __slots__ = ("fill_id", "digests")

@@ -68,6 +68,8 @@ class AskProbe:
 
     probe: int
     """Chosen by the reader; the answers repeat it."""
+    group: int = 0
+    """The group of layers as a block of which the known bytes are read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class FillPart:
     fill_id: int
     block: int
     seed: str
+    group: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,10 +200,10 @@ class Mover:
         if not self._enqueue(command):
             self._answer_failed(read_id, _NOT_RUNNING)
 
-    def fill(self, fill_id: int, block: int, seed: str) -> None:
+    def fill(self, fill_id: int, block: int, seed: str, group: int = 0) -> None:
         """Fill one of this node's blocks with the bytes that belong to a seed, before any read that is ordered later
-        is posted; answered by BlockFilled or FillFailed."""
-        if not self._enqueue(functools.partial(self._fill, fill_id, block, seed)):
+        is posted; answered by BlockFilled, with digests as of a block of this group of layers, or by FillFailed."""
+        if not self._enqueue(functools.partial(self._fill, fill_id, block, seed, group)):
             self._deliver(FillFailed(fill_id, str(_NOT_RUNNING)))
 
     def cancel(self, read_id: int) -> None:
@@ -389,11 +389,11 @@ class Mover:
             return error
         return None
 
-    def _fill(self, fill_id: int, block: int, seed: str) -> None:
+    def _fill(self, fill_id: int, block: int, seed: str, group: int) -> None:
         try:
             if self._fill_block is None:
                 self._fill_block = block_filler(self._backend.memory)
-            digests = self._fill_block(block, seed)
+            digests = self._fill_block(block, seed, group)
         except Exception as error:
             _log.exception("could not fill block %d with known bytes: a probe fails", block)
             self._deliver(FillFailed(fill_id, repr(error)))

@@ -301,18 +301,18 @@ class PartsMerge:
         read = self._reads.get(read_id)
         return [] if read is None else [CancelPart(read.sub_reads[each], each) for each in sorted(read.waiting)]
 
-    def fill(self, fill_id: int, block: int, seed: str) -> list[MergeEffect]:
-        """Fill a block of the first group of layers in all parts that have such layers."""
+    def fill(self, fill_id: int, block: int, seed: str, group: int = 0) -> list[MergeEffect]:
+        """Fill a block of this group of layers in all parts that have such layers."""
         layout = self._layout
         parts = range(len(self._layers))
         if layout is not None:
-            first = layout.groups[0].layers
-            parts_with = [part for part in parts if any(layer in self._layers[part] for layer in first)]
+            layers = layout.groups[group].layers
+            parts_with = [part for part in parts if any(layer in self._layers[part] for layer in layers)]
         else:
             parts_with = list(parts)
         number = next(self._numbers)
         self._fills[number] = _Fill(fill_id, set(parts_with))
-        return [FillPart(part, number, block, seed) for part in parts_with]
+        return [FillPart(part, number, block, seed, group) for part in parts_with]
 
     # Answers of the parts.
 

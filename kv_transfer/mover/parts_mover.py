@@ -151,13 +151,12 @@ class PartsMover:
         else:
             self.parts[0].read(read_id, incarnation, ranges, to_digest, digest_parts)
 
-    def fill(self, fill_id: int, block: int, seed: str) -> None:
-        """Fill one of this node's blocks with the bytes that belong to a seed, before any read that is ordered later is
-        posted; answered by BlockFilled or FillFailed."""
+    def fill(self, fill_id: int, block: int, seed: str, group: int = 0) -> None:
+        """Fill one of this node's blocks, as `Mover.fill` does."""
         if len(self.parts) > 1:
-            self._decide(lambda: self._merge.fill(fill_id, block, seed))
+            self._decide(lambda: self._merge.fill(fill_id, block, seed, group))
         else:
-            self.parts[0].fill(fill_id, block, seed)
+            self.parts[0].fill(fill_id, block, seed, group)
 
     def cancel(self, read_id: int) -> None:
         """Post no more of a read; it is answered when what is in flight has ended. An unknown read changes nothing."""
@@ -230,8 +229,8 @@ class PartsMover:
                 self.parts[part].connect(peer)
             case DisconnectPart(part, agent):
                 self.parts[part].disconnect(agent)
-            case FillPart(part, fill_id, block, seed):
-                self.parts[part].fill(fill_id, block, seed)
+            case FillPart(part, fill_id, block, seed, group):
+                self.parts[part].fill(fill_id, block, seed, group)
 
 
 def _is_undivided(event: MoverEvent) -> bool:

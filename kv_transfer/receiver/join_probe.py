@@ -5,7 +5,8 @@ Pure: a clock and chance go in, effects come out. The states are in `join_probe_
 The rules that it keeps:
 
 1. No request gets KV over a pair of incarnations before a probe of it has passed (`PairProven`). One is enough: later
-   links of the same two incarnations are used without.
+   links of the same two incarnations are used without. Where a node is in parts, it is one for each group of layers,
+   one after the other: two parts may have layers of one group alone in common.
 2. A probe goes the way of requests: the same memory, descriptors, mover and window. It touches probe blocks alone.
 3. The known bytes can't be there before they are read. The sender makes new ones, the reader fills its own block with
    others first, and it learns the digest alone. Both compare: the reader says what it read.
@@ -61,6 +62,8 @@ class ReadProbe:
     """Sub-blocks in a local block: the last one is filled by the read. 1: it is the whole block."""
     remote_parts: int = 1
     """Sub-blocks in a block of the sender, of which the last one is read."""
+    group: int = 0
+    """The group of layers as a block of which it is read."""
 
     @property
     def local_sub_block(self) -> int:
@@ -135,6 +138,10 @@ class _Probe:
     number: int
     machine: Machine[ProbeState, ProbeEvent]
     sizes: BlockMap
+    num_groups: int
+    """How many groups of layers are probed, one after the other."""
+    group: int = 0
+    """The one that is probed now."""
     is_connected: bool = False
     """The sender's memory is connected here."""
     remote_block: int = 0
@@ -199,11 +206,13 @@ class JoinProbes:
 
     # What the link and the mover did.
 
-    def link_up(self, source: KVSource, block_map: BlockMap | None = None) -> list[ProbeEffect]:
-        """A link to this sender is up; its memory is being connected. `block_map`: None for equal block sizes."""
+    def link_up(self, source: KVSource, block_map: BlockMap | None = None, num_groups: int = 1) -> list[ProbeEffect]:
+        """A link to this sender is up; its memory is being connected. `block_map`: None for equal block sizes.
+        `num_groups`: how many groups of layers are to be probed."""
         self._last_number += 1
         machine = Machine(f"probe of {source.incarnation}", ProbeState.ASKED, PROBE_TABLE)
-        probe = self._probes[source.incarnation] = _Probe(source, self._last_number, machine, block_map or BlockMap())
+        probe = _Probe(source, self._last_number, machine, block_map or BlockMap(), num_groups)
+        self._probes[source.incarnation] = probe
         self._heard(probe)
         if source.incarnation in self._proven:
             return []
@@ -446,7 +455,8 @@ class JoinProbes:
         self._heard(probe)
         seed = f"{self._incarnation}/{self._new_nonce()}"
         incarnation, parts = probe.source.incarnation, (probe.sizes.reader_parts, probe.sizes.sender_parts)
-        return [ReadProbe(probe.read_id, incarnation, probe.local_block, probe.remote_block, seed, *parts)]
+        where = (probe.local_block, probe.remote_block)
+        return [ReadProbe(probe.read_id, incarnation, *where, seed, *parts, probe.group)]
 
     def _compare(self, probe: _Probe) -> list[ProbeEffect]:
         """End a probe whose bytes and digest are here."""
@@ -456,14 +466,25 @@ class JoinProbes:
             return self._fail(probe, ProbeFault.WRONG_BYTES, "the read reported success and brought nothing")
         if probe.digest != probe.known_digest:
             return self._fail(probe, ProbeFault.WRONG_BYTES, "other bytes arrived")
-        probe.machine.feed(ProbeEvent.MATCH)
         incarnation, node_id = probe.source.incarnation, probe.source.node_id
+        told = TellSender(incarnation, ProbeResult(probe.number, probe.digest))
+        if probe.group + 1 < probe.num_groups:
+            return [told, self._ask_next_group(probe), *self._start_waiting()]
+        probe.machine.feed(ProbeEvent.MATCH)
         self._proven.add(incarnation)
         self._failed.passed(incarnation, node_id)
         self._again.pop(incarnation, None)
         count_outcome(self.outcomes, node_id, "passed")
-        told = TellSender(incarnation, ProbeResult(probe.number, probe.digest))
         return [told, PairProven(incarnation), *self._start_waiting()]
+
+    def _ask_next_group(self, probe: _Probe) -> TellSender:
+        """Ask for known bytes again, to be read as a block of the next group of layers."""
+        probe.machine.feed(ProbeEvent.NEXT_GROUP)
+        self._last_number += 1
+        probe.number, probe.group = self._last_number, probe.group + 1
+        probe.read_id, probe.is_read, probe.digest, probe.digest_before = 0, False, None, None
+        self._heard(probe)
+        return TellSender(probe.source.incarnation, AskProbe(probe.number, probe.group))
 
     def _fail(self, probe: _Probe, fault: ProbeFault, what: str) -> list[ProbeEffect]:
         """End a probe: the sender is told, and ends the link."""

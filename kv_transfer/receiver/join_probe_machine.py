@@ -28,8 +28,10 @@ class ProbeEvent(enum.Enum):
     """Reported by the sender: the known bytes are there."""
     START = enum.auto()
     """Reported by the probes: the read was ordered."""
+    NEXT_GROUP = enum.auto()
+    """Reported by the mover: the bytes that were read are the known ones, and there are more groups of layers."""
     MATCH = enum.auto()
-    """Reported by the mover: the bytes that were read are the known ones."""
+    """Reported by the mover: the bytes that were read are the known ones, of the last group of layers."""
     FAIL = enum.auto()
     """Reported by the mover or the probes: other bytes came, or none, or the read failed."""
 
@@ -39,6 +41,7 @@ PROBE_TABLE: dict[tuple[ProbeState, ProbeEvent], ProbeState] = {
     (ProbeState.ASKED, ProbeEvent.FAIL): ProbeState.FAILED,
     (ProbeState.WAITING, ProbeEvent.START): ProbeState.READING,
     (ProbeState.WAITING, ProbeEvent.FAIL): ProbeState.FAILED,
+    (ProbeState.READING, ProbeEvent.NEXT_GROUP): ProbeState.ASKED,
     (ProbeState.READING, ProbeEvent.MATCH): ProbeState.PASSED,
     (ProbeState.READING, ProbeEvent.FAIL): ProbeState.FAILED,
 }

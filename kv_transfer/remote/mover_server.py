@@ -129,10 +129,12 @@ class MoverServer:
                 mover.read(read_id, agent, self._ranges(message), to_digest, digest_parts)
             case CancelRead(read_id):
                 mover.cancel(read_id)
-            case FillBlock(fill_id, block, seed):
+            case FillBlock(fill_id, block, seed, group):
                 if not 0 <= block < self._memory.num_all_blocks:
                     raise StreamLost(f"block {block} is to be filled, and there are {self._memory.num_all_blocks}")
-                mover.fill(fill_id, block, seed)
+                if group >= self._num_groups:
+                    raise StreamLost(f"a block of group {group} is to be filled, and there are {self._num_groups}")
+                mover.fill(fill_id, block, seed, group)
             case SetNumReaders(num_readers):
                 mover.set_num_readers(num_readers)
             case AskTurns(question):

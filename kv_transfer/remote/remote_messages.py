@@ -93,6 +93,8 @@ class FillBlock:
     fill_id: int
     block: int
     seed: str
+    group: int
+    """The group of layers of which digests are answered."""
 
 
 @dataclass(frozen=True, slots=True)

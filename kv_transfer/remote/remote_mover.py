@@ -208,9 +208,9 @@ class RemoteMover:
                 del self._reads[read_id]
             self._deliver(ReadFailed(read_id, failure.cause, str(failure)))
 
-    def fill(self, fill_id: int, block: int, seed: str) -> None:
+    def fill(self, fill_id: int, block: int, seed: str, group: int = 0) -> None:
         """As `Mover.fill`."""
-        if not self._tell(FillBlock(fill_id, block, seed)):
+        if not self._tell(FillBlock(fill_id, block, seed, group)):
             self._deliver(FillFailed(fill_id, str(_NOT_RUNNING)))
 
     def cancel(self, read_id: int) -> None:

@@ -168,7 +168,7 @@ async def test_a_request_that_waits_for_a_probe_that_fails_has_its_cause() -> No
 async def test_a_sender_whose_bytes_go_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def misplaced(memory: KVMemory) -> known_bytes.FillBlock:
         fill = real(memory)
-        return lambda block, seed: fill(block + 1, seed)
+        return lambda block, seed, group=0: fill(block + 1, seed, group)
 
     real = known_bytes.block_filler
     monkeypatch.setattr("kv_transfer.mover.mover.block_filler", misplaced)

@@ -187,21 +187,24 @@ def test_blocks_of_another_size_are_divided_among_parts_too(
     assert block_digests(pair.reader.gather())([4, 5, 6, 7], Division(parts)) == theirs
 
 
+@pytest.mark.parametrize("group", [0, 1])
 @pytest.mark.parametrize("kind", ["fake", "nixl"])
-def test_known_bytes_of_all_parts_are_probed(shape: Shape, kind: str, pairs_of: Callable[..., Pair]) -> None:
+def test_known_bytes_of_all_parts_are_probed(
+    shape: Shape, kind: str, group: int, pairs_of: Callable[..., Pair]
+) -> None:
     pair = pairs_of(shape, kind)
-    pair.sender.mover.fill(-1, PROBE, "theirs")
-    pair.reader.mover.fill(-1, PROBE + 1, "ours")
+    pair.sender.mover.fill(-1, PROBE, "theirs", group)
+    pair.reader.mover.fill(-1, PROBE + 1, "ours", group)
     theirs, ours = pair.sender.next(), pair.reader.next()
     assert isinstance(theirs, BlockFilled)
     assert isinstance(ours, BlockFilled)
     assert theirs.digests[1] != ours.digests[1]
-    pair.reader.mover.read(-1, pair.name, [ReadRange(PROBE + 1, PROBE, 1)], (PROBE + 1,))
+    pair.reader.mover.read(-1, pair.name, [ReadRange(PROBE + 1, PROBE, 1, group)], (PROBE + 1,))
     (done,), digests = pair.outcome(1)
     assert isinstance(done, ReadDone)
     assert done.read_id == -1
     assert digests == {PROBE + 1: theirs.digests[1]}
-    assert list(pair.sender.digests([PROBE])) == [theirs.digests[1]]
+    assert list(pair.sender.digests([PROBE], Division(1, group))) == [theirs.digests[1]]
 
 
 def test_many_reads_are_each_answered_once(pair: Pair) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
 
@@ -12,10 +13,18 @@ from baton.engine.runner import KVMemory
 from baton.runner.blocks.block_digests import digest_of, digested_rows
 from baton.runner.blocks.sub_blocks import Division
 
-FillBlock = Callable[[int, str], Mapping[int, int]]
-"""Fills a block with the bytes that belong to a seed. Returns digests as `block_digests` would find them, by the number
-of equal parts into which the block's tokens can be divided: of the last part, and so by 1 of the whole block. The parts
-are those of a block of the first group of layers, of the layers that the memory holds."""
+
+class FillBlock(Protocol):
+    """Fills blocks of one memory with known bytes."""
+
+    def __call__(self, block: int, seed: str, group: int = 0, /) -> Mapping[int, int]:
+        """Fill a block with the bytes that belong to a seed, whatever the group.
+
+        Returns digests as `block_digests` would find them, by the number of equal parts into which the block's tokens
+        can be divided: of the last part, and so by 1 of the whole block. The parts are those of a block of this group
+        of layers, of the layers that the memory holds.
+        """
+        ...
 
 
 def block_filler(memory: KVMemory) -> FillBlock:
@@ -35,12 +44,14 @@ def block_filler(memory: KVMemory) -> FillBlock:
     # Parts that were exchanged must be noticed, so each has bytes of its own.
     suffix = "" if memory.layers is None else f"/{memory.layers.start}"
     tokens = memory.layout.block_size if memory.layout is not None else 1
-    divisions = [Division(parts) for parts in range(1, tokens + 1) if tokens % parts == 0]
+    all_parts = [parts for parts in range(1, tokens + 1) if tokens % parts == 0]
 
-    def fill(block: int, seed: str) -> Mapping[int, int]:
+    def fill(block: int, seed: str, group: int = 0, /) -> Mapping[int, int]:
         content = known_bytes(seed + suffix, memory.block_bytes)
         write(block, content)
-        return {d.parts: digest_of(content, digested_rows(memory, d), d.parts - 1) for d in divisions}
+        return {
+            parts: digest_of(content, digested_rows(memory, Division(parts, group)), parts - 1) for parts in all_parts
+        }
 
     return fill
 

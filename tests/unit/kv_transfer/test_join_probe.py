@@ -40,7 +40,7 @@ T = TypeVar("T")
 EXPECTED: dict[ProbeState, dict[str, ProbeState]] = {
     S.ASKED: {"READY": S.WAITING, "FAIL": S.FAILED},
     S.WAITING: {"START": S.READING, "FAIL": S.FAILED},
-    S.READING: {"MATCH": S.PASSED, "FAIL": S.FAILED},
+    S.READING: {"NEXT_GROUP": S.ASKED, "MATCH": S.PASSED, "FAIL": S.FAILED},
     S.PASSED: {},
     S.FAILED: {},
 }
@@ -136,6 +136,54 @@ def test_a_sender_whose_bytes_arrive_is_used(rig: Rig) -> None:
     assert rig.probes.failures() == []
     assert rig.probes.next_tick_s() is None
     assert rig.probes.outcomes == {("p0", "passed"): 1}
+
+
+def test_each_group_of_layers_is_probed_before_a_sender_is_used(rig: Rig) -> None:
+    """Where a node is in parts, two parts may have layers of one group alone in common."""
+    rig.probes.link_up(P0, num_groups=3)
+    rig.probes.connected("p0.x")
+    before = rig.probes.link_up(P1)
+    assert before == [TellSender("p1.x", AskProbe(2))]
+    number = 1
+    for group, next_number in ((0, 3), (1, 4), (2, None)):
+        read = only(ReadProbe, rig.probes.received("p0.x", ProbeReady(number, 900 + group, KNOWN + 100 * group)))
+        assert (read.group, read.remote_block, read.read_id) == (group, 900 + group, -number)
+        effects = rig.end(read, KNOWN + 100 * group)
+        told = TellSender("p0.x", ProbeResult(number, KNOWN + 100 * group))
+        if next_number is None:
+            assert effects == [told, PairProven("p0.x")]
+        else:
+            assert effects == [told, TellSender("p0.x", AskProbe(next_number, group + 1))]
+            assert rig.probes.state("p0.x") is S.ASKED
+            assert rig.probes.outcomes == {}
+            # What is said of the group before changes nothing.
+            assert rig.probes.received("p0.x", ProbeReady(number, 900, KNOWN)) == []
+            assert rig.probes.digested(read.read_id, {read.local_block: KNOWN}) == []
+            number = next_number
+    assert rig.probes.outcomes == {("p0", "passed"): 1}
+    assert rig.probes.link_lost(P0, TransferCause.PEER_GONE, "") == []
+    assert rig.probes.link_up(P0, num_groups=3) == [], "one proof is enough"
+
+
+@pytest.mark.parametrize("digest", [OTHER, BEFORE])
+def test_a_later_group_whose_bytes_do_not_arrive_fails_the_pair(rig: Rig, digest: int) -> None:
+    rig.probes.link_up(P0, num_groups=2)
+    rig.probes.connected("p0.x")
+    rig.end(only(ReadProbe, rig.probes.received("p0.x", ProbeReady(1, 900, KNOWN))))
+    read = only(ReadProbe, rig.probes.received("p0.x", ProbeReady(2, 900, KNOWN)))
+    assert result(rig.end(read, digest)).fault is ProbeFault.WRONG_BYTES
+    assert rig.probes.state("p0.x") is S.FAILED
+    rig.sender_ends_link()
+    assert rig.probes.objection("p0.x") is not None
+
+
+def test_a_later_group_of_which_nothing_is_heard_times_out(rig: Rig) -> None:
+    rig.probes.link_up(P0, num_groups=2)
+    rig.probes.connected("p0.x")
+    rig.tick(4)
+    rig.end(only(ReadProbe, rig.probes.received("p0.x", ProbeReady(1, 900, KNOWN))))
+    assert rig.tick(4) == []
+    assert result(rig.tick()).fault is ProbeFault.TIMED_OUT
 
 
 def test_nothing_is_used_before_its_bytes_are_compared(rig: Rig) -> None:

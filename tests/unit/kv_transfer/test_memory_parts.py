@@ -161,13 +161,19 @@ def test_known_bytes_of_a_nodes_parts_have_the_digests_that_a_reader_of_all_laye
 ) -> None:
     layout = KVLayout(8, (LayerGeometry(8, 16, 16),) * 4, "float32", (LayerGroup((0, 1, 3)), LayerGroup((2,), 5)))
     sender = node_of(layout, divided, Random(2))
-    found = [block_filler(part.memory)(0, "seed") for part in sender]
+    fillers = [block_filler(part.memory) for part in sender]
+    found = [fill(0, "seed") for fill in fillers]
+    # Layer 2, the only one of the second group, is in one part.
+    holders = (fill for fill, part in zip(fillers, divided, strict=True) if part is None or 2 in part)
+    of_second = [fill(1, "seed", 1) for fill in holders]
     [reader] = node_of(layout, [None], Random(3))
     copy_by_layer(sender, [reader])
     assert all(of.keys() == {1, 2, 4, 8} for of in found)
     for parts in (1, 2, 4, 8):
         [expected] = block_digests(reader.memory)([parts - 1], Division(parts))
         assert sum(of[parts] for of in found) % MODULUS == expected
+        [expected] = block_digests(reader.memory)([2 * parts - 1], Division(parts, 1))
+        assert [of[parts] for of in of_second] == [expected]
     # Each part has bytes of its own.
     assert len({bytes(part.content[: 8 * 32 * 8]) for part in sender}) == len(divided)
 

@@ -441,7 +441,7 @@ def test_a_block_is_filled_when_all_parts_have_filled_theirs() -> None:
     merge = PartsMerge(IN_THREE, LAYOUT)
     effects = merge.fill(-4, 9, "seed")
     numbers = [effect.fill_id for effect in effects if isinstance(effect, FillPart)]
-    assert effects == [FillPart(part, numbers[part], 9, "seed") for part in range(3)]
+    assert effects == [FillPart(part, numbers[part], 9, "seed", 0) for part in range(3)]
     assert merge.said(2, BlockFilled(numbers[2], {1: 5, 2: 6, 4: 8})) == []
     assert merge.said(2, BlockFilled(numbers[2], {1: 5, 2: 6, 4: 8})) == []
     assert merge.said(0, BlockFilled(numbers[0], {1: (1 << 64) - 1, 2: 1})) == []
@@ -456,11 +456,13 @@ def test_a_filling_that_fails_is_answered_when_all_parts_have_answered() -> None
     assert merge.said(1, BlockFilled(second.fill_id, {1: 1})) == [Deliver(FillFailed(-4, "no memory"))]
 
 
-def test_parts_without_layers_of_the_first_group_are_not_filled() -> None:
-    """Probes read blocks of that group: nothing would be compared with what is in the others."""
+@pytest.mark.parametrize(("group", "parts"), [(0, [0, 1]), (1, [2])])
+def test_parts_without_layers_of_the_group_are_not_filled(group: int, parts: Sequence[int]) -> None:
+    """A probe reads a block as one of that group: nothing would be compared with what is in the others."""
     groups = (LayerGroup((0, 1, 2, 3)), LayerGroup((4, 5), 128))
     merge = PartsMerge(IN_THREE, KVLayout(16, (LayerGeometry(2, 64, 64),) * 6, "bfloat16", groups))
-    assert [effect.part for effect in merge.fill(1, 2, "seed") if isinstance(effect, FillPart)] == [0, 1]
+    filled = [effect for effect in merge.fill(1, 2, "seed", group) if isinstance(effect, FillPart)]
+    assert [(effect.part, effect.group) for effect in filled] == [(part, group) for part in parts]
 
 
 # Drawn orders

@@ -73,7 +73,7 @@ class RecordedMover:
     ) -> None:
         self._note("read", read_id, incarnation)
 
-    def fill(self, fill_id: int, block: int, seed: str) -> None:
+    def fill(self, fill_id: int, block: int, seed: str, group: int = 0) -> None:
         self._note("fill", fill_id, block)
 
     def cancel(self, read_id: int) -> None:

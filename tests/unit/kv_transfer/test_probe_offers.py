@@ -18,11 +18,11 @@ BLOCK, FIRST, SECOND = 64, 501, 502
 class Rig:
     """The offers of a sender with one probe block."""
 
-    def __init__(self, block: int | None = BLOCK) -> None:
+    def __init__(self, block: int | None = BLOCK, num_groups: int = 1) -> None:
         self.clock = FakeClock(10.0)
         numbers = itertools.count()
         self.offers = ProbeOffers(
-            "p0", "p0.x", block, self.clock, ProbePatience(60.0, 180.0), lambda: f"nonce-{next(numbers)}"
+            "p0", "p0.x", block, self.clock, ProbePatience(60.0, 180.0), lambda: f"nonce-{next(numbers)}", num_groups
         )
 
     def offer(self, link: int = 1, reader: str = "d0", fill_id: int = 1, digest: int = FIRST) -> None:
@@ -58,6 +58,50 @@ def test_readers_at_the_same_time_share_their_bytes(rig: Rig) -> None:
     # The bytes are being read, so they are not overwritten; and nobody waits for those that read them.
     assert rig.offers.asked(3, "d2", "d2.x", AskProbe(3)) == [TellReader(3, ProbeReady(3, BLOCK, FIRST))]
     assert rig.offers.num_open == 3
+
+
+def test_a_reader_asks_for_one_group_of_layers_after_the_other() -> None:
+    offers = Rig(num_groups=2).offers
+    assert offers.asked(1, "d0", "d0.x", AskProbe(7)) == [FillProbe(1, BLOCK, "p0.x/nonce-0")]
+    assert offers.asked(1, "d0", "d0.x", AskProbe(8, 1)) == [], "the other one is not over"
+    assert offers.counters == {"AskProbe_again": 1}
+    offers.filled(1, {1: FIRST})
+    assert offers.result(1, ProbeResult(7, FIRST)) == []
+    assert offers.asked(1, "d0", "d0.x", AskProbe(8, 1)) == [FillProbe(2, BLOCK, "p0.x/nonce-1", 1)]
+    assert offers.filled(2, {1: SECOND}) == [TellReader(1, ProbeReady(8, BLOCK, SECOND))]
+    assert offers.result(1, ProbeResult(8, SECOND)) == []
+    assert offers.asked(1, "d0", "d0.x", AskProbe(9, 1)) == []
+    assert (offers.num_open, offers.counters) == (0, {"AskProbe_again": 2})
+
+
+def test_bytes_that_are_read_are_written_again_for_another_group_and_not_changed() -> None:
+    offers = Rig(num_groups=2).offers
+    offers.asked(1, "d0", "d0.x", AskProbe(1))
+    assert offers.asked(2, "d1", "d1.x", AskProbe(2, 1)) == []
+    told, again = offers.filled(1, {1: FIRST})
+    assert told == TellReader(1, ProbeReady(1, BLOCK, FIRST))
+    assert again == FillProbe(2, BLOCK, "p0.x/nonce-0", 1)
+    assert offers.asked(3, "d2", "d2.x", AskProbe(3)) == [TellReader(3, ProbeReady(3, BLOCK, FIRST))]
+    assert offers.asked(4, "d3", "d3.x", AskProbe(4, 1)) == []
+    said = [TellReader(link, ProbeReady(link, BLOCK, SECOND)) for link in (2, 4)]
+    assert offers.filled(2, {1: SECOND}) == said
+    # While anybody reads them they are known by both groups.
+    assert offers.asked(5, "d4", "d4.x", AskProbe(5, 1)) == [TellReader(5, ProbeReady(5, BLOCK, SECOND))]
+
+
+def test_bytes_that_are_read_stay_when_the_next_reader_asks_for_another_group() -> None:
+    offers = Rig(num_groups=2).offers
+    offers.asked(1, "d0", "d0.x", AskProbe(1))
+    offers.filled(1, {1: FIRST})
+    assert offers.asked(2, "d1", "d1.x", AskProbe(2, 1)) == [FillProbe(2, BLOCK, "p0.x/nonce-0", 1)]
+
+
+def test_a_group_that_the_model_has_not_is_a_failure() -> None:
+    offers = Rig(num_groups=2).offers
+    assert offers.asked(1, "d0", "d0.x", AskProbe(1, 2)) == [
+        FailLink(1, "p0 has 2 groups of layers, and d0 asks for number 2")
+    ]
+    assert offers.num_open == 0
 
 
 def test_a_failure_that_the_reader_reports_ends_its_link(rig: Rig) -> None:

@@ -55,7 +55,7 @@ TO_PART: list[ToPart] = [
     DisconnectPeer("p/1"),
     ReadBlocks.of(-(1 << 48), "p/1", RANGES, (6, 7), 4),
     CancelRead(7),
-    FillBlock(-3, 65, "seed"),
+    FillBlock(-3, 65, "seed", 2),
     SetNumReaders(9),
     DigestBlocks(5, (1, 2, 1 << 40), 4, 2),
     AskTurns(8),

@@ -221,12 +221,12 @@ def test_each_call_is_a_message_and_each_event_is_delivered(scripted: Scripted) 
     peer = PeerMemory("p", b"x", 4096, 16, 512, "DRAM", 0, 2, 4, LAYERS)
     mover, part = scripted.mover, scripted.part
     mover.connect(peer)
-    mover.fill(-3, 16, "seed")
+    mover.fill(-3, 16, "seed", 1)
     mover.read(-3, "p", [ReadRange(16, 16, 1)], (16,), 1)
     mover.cancel(-3)
     mover.set_num_readers(4)
     said = [part.next() for _ in range(5)]
-    assert said[:2] == [peer, FillBlock(-3, 16, "seed")]
+    assert said[:2] == [peer, FillBlock(-3, 16, "seed", 1)]
     assert isinstance(said[2], ReadBlocks)
     assert (said[2].ranges, list(said[2].to_digest)) == ([ReadRange(16, 16, 1)], [16])
     assert said[3:] == [CancelRead(-3), SetNumReaders(4)]
@@ -635,7 +635,8 @@ def test_the_end_of_the_node_stops_the_mover_there(both: Both) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        FillBlock(1, NUM_BLOCKS + NUM_PROBE_BLOCKS, "seed"),
+        FillBlock(1, NUM_BLOCKS + NUM_PROBE_BLOCKS, "seed", 0),
+        FillBlock(1, NUM_BLOCKS, "seed", 1),
         ReadBlocks(1, "p/1", [1, 2], [1], [1], [0], [], 1),
         ReadBlocks(1, "p/1", [1], [1], [1], [1], [], 1),
         ReadBlocks(1, "p/1", [1], [1], [1], [0], [], 1 << 30),

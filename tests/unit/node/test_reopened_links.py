@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import grpc
+import pytest
 
+from baton.engine.runner import KVLayout, LayerGeometry, LayerGroup
 from baton.messages.node import KVSource
 from baton.testing.fake_mover import FakeMover
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from decode_node.intake import Intake
 from kv_transfer.layout import LinkIdentity
+from kv_transfer.link.link_messages import LinkWelcome, MemoryPart
 from kv_transfer.mover.part_mover import DeliverEvent
-from kv_transfer.mover.parts_mover import PartsMover
+from kv_transfer.mover.parts_mover import OwnPart, PartsMover
 from tests.support.handoff_rig import LAYOUT, new_memory
 from tests.support.virtual_time import LoopClock, run_virtually
 
 P0 = KVSource("p0", "p0.x", "h:1")
+WHOLE = (range(4),)
+IN_TWO = (range(2), range(2, 4))
 
 
 def opened_at(
-    play: Callable[[Intake], Awaitable[None]], on_try: Callable[[Intake, int], None] = lambda intake, number: None
+    play: Callable[[Intake], Awaitable[None]],
+    on_try: Callable[[Intake, int], None] = lambda intake, number: None,
+    layout: KVLayout | None = None,
+    parts: Sequence[range] = (range(1),),
 ) -> list[float]:
     """Play a test in virtual time, in which no link opens; returns when each was tried, in seconds. `on_try` is called
-    while a link is opening, with the number of the attempt."""
+    while a link is opening, with the number of the attempt. `parts`: the layers of the reader's."""
     tried: list[float] = []
 
     async def main() -> None:
@@ -42,12 +50,13 @@ def opened_at(
 
         intake = Intake(
             LinkIdentity("c", "d0", "d0.x", LAYOUT),
-            partial(PartsMover.of_one, None, make_mover),
+            partial(PartsMover, layout, [OwnPart(layers, make_mover) for layers in parts]),
             lambda news: None,
             lambda name, attempt, value, detail: None,
             loop.call_soon,
             make_channel=refuse,
             clock=clock,
+            layout=layout,
         )
         await play(intake)
         await intake.links.close()
@@ -100,3 +109,28 @@ def test_the_longest_pause_stays_however_often_a_link_does_not_open() -> None:
     tried = opened_at(play)
     assert len(tried) > 1100
     assert tried[-1] - tried[-2] == 60.0
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "num_probed"),
+    [(WHOLE, WHOLE, 1), (WHOLE, IN_TWO, 2), (IN_TWO, WHOLE, 2), (IN_TWO, IN_TWO, 2)],
+)
+def test_all_groups_of_layers_are_probed_where_a_node_is_in_parts(
+    ours: Sequence[range], theirs: Sequence[range], num_probed: int
+) -> None:
+    groups = (LayerGroup((0, 1)), LayerGroup((2, 3), 64))
+    layout = KVLayout(16, (LayerGeometry(2, 8, 8),) * 4, "float32", groups)
+    others = [MemoryPart(layers, b"x", 4096, "DRAM", 0) for layers in theirs[1:]]
+    welcome = LinkWelcome("p0", "p0.x", LAYOUT, b"x", 4096, 8, "DRAM", 0, 500, layers=theirs[0], other_parts=others)
+    probed: list[int] = []
+
+    def welcome_it(intake: Intake, number: int) -> None:
+        intake.link_up(welcome)
+        probed.append(intake.probes._probes["p0.x"].num_groups)
+
+    async def play(intake: Intake) -> None:
+        intake.sender_joined(P0)
+        await asyncio.sleep(0.5)
+
+    opened_at(play, welcome_it, layout, ours)
+    assert probed == [num_probed]

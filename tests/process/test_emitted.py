@@ -125,7 +125,7 @@ def test_a_node_on_two_hosts_of_a_job_starts_again_as_a_whole(shell: Shell, site
     assert (streamed[: len(tokens)], len(streamed)) == (tokens, request.max_tokens)
     site.wait_for_end(job)
     said = log.read_text()
-    assert said.count("is loaded, and computes for the first host") == 2
+    assert said.count("are loaded, and computed for") == 2
     assert "this stage ends with its node" in said
     assert not ready.exists()
 

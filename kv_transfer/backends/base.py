@@ -29,6 +29,8 @@ MEMORY_KINDS = frozenset({"DRAM", "VRAM"})
 MAX_AGENT_METADATA = 64 * 1024
 """Bytes."""
 _MAX_NAME = 128
+_MAX_AGENT_NAME = _MAX_NAME + 3
+"""That of a part is the incarnation and a number (`part_name` in `kv_transfer/peer_node.py`)."""
 _MAX_DEVICE_ID = 1 << 16
 _MAX_PROBE_BLOCKS = 1 << 10
 _MAX_BLOCK_TOKENS = 1 << 16
@@ -121,7 +123,7 @@ class PeerMemory:
         that are out of bounds.
         """
         self._check_bounds(
-            ("length of the incarnation", len(self.incarnation), 1, _MAX_NAME),
+            ("length of the incarnation", len(self.incarnation), 1, _MAX_AGENT_NAME),
             ("length of the agent metadata", len(self.agent_metadata), 1, MAX_AGENT_METADATA),
             ("number of tokens in a block", 1 if self.block_size is None else self.block_size, 1, _MAX_BLOCK_TOKENS),
             ("number of probe blocks", self.num_probe_blocks, 0, _MAX_PROBE_BLOCKS),

@@ -126,6 +126,8 @@ class RemoteMover:
         self._lock = threading.Lock()
         """Guards what follows."""
         self._stream: MessageStream
+        self._part: KVMemory | None = None
+        """The part's memory, once its agent is up; nothing here reads or writes it."""
         self._thread = threading.Thread(target=self._run, name="baton-remote-mover", daemon=True)
         self._accepting = False
         self._reads: dict[int, set[int]] = {}
@@ -173,16 +175,24 @@ class RemoteMover:
         return replace(self._memory, incarnation=name)
 
     def connect(self, peer: PeerMemory) -> None:
-        """As `Mover.connect`."""
+        """As `Mover.connect`. What a peer has published is checked before it is sent on, and ends nothing here."""
+        failure: TransferFailed | None = None
         try:
-            is_sent = self._tell(peer)
-        except (ValueError, TypeError) as error:
-            # A peer published values that no message holds.
-            refused = TransferFailed(TransferCause.REFUSED, repr(error))
-            self._deliver(ConnectFailed(peer.incarnation, refused))
-            return
-        if not is_sent:
-            self._deliver(ConnectFailed(peer.incarnation, _NOT_RUNNING))
+            if self._part is not None:
+                peer.plan_for(self._part)
+            frame = write_to_part(peer)
+            with self._lock:
+                if self._accepting:
+                    self._stream.send(frame)
+                else:
+                    failure = _NOT_RUNNING
+        except TransferFailed as error:
+            failure = error
+        except (ValueError, TypeError, StreamLost) as error:
+            # A peer published values that no message holds, or so much that the other process did not read it in time.
+            failure = TransferFailed(TransferCause.REFUSED, repr(error))
+        if failure is not None:
+            self._deliver(ConnectFailed(peer.incarnation, failure))
 
     def read(
         self,
@@ -382,6 +392,7 @@ class RemoteMover:
         published = PeerMemory.of(memory, self._agent, answer.agent_metadata)
         # It checks the bounds of all values.
         published.plan_for(memory)
+        self._part = memory
         return published
 
     def _answered_question(self, answer: DigestsFound | DigestsNotFound) -> None:

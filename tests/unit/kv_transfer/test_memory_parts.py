@@ -24,6 +24,7 @@ from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.known_bytes import block_filler
 from baton.runner.blocks.sub_blocks import Division
 from kv_transfer.backends.base import PeerMemory, coalesce
+from kv_transfer.peer_node import MAX_PARTS, part_name
 from kv_transfer.piece_plan import PiecePlan, ReadRange
 
 NUM_BLOCKS = 6
@@ -302,6 +303,14 @@ def test_layers_that_a_peer_can_not_have_are_refused(layers: range | None, cause
     with pytest.raises(TransferFailed) as caught:
         replace(peer, layers=layers).plan_for(ours.memory)
     assert caught.value.cause is cause
+
+
+def test_the_agent_of_a_part_may_have_a_longer_name_than_any_node() -> None:
+    layout = KVLayout.uniform(16, num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32")
+    ours, longest = Part.new(layout, range(2, 4)), part_name("x" * 128, MAX_PARTS - 1)
+    assert PeerMemory.of(ours.memory, longest, b"agent").plan_for(ours.memory).common_layers == range(2, 4)
+    with pytest.raises(TransferFailed, match="length of the incarnation"):
+        PeerMemory.of(ours.memory, longest + "x", b"agent").plan_for(ours.memory)
 
 
 def test_without_a_layout_only_equal_layers_can_be_read() -> None:

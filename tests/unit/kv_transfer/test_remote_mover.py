@@ -9,7 +9,9 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -436,7 +438,7 @@ def test_a_mover_that_does_not_stop_loses_its_stream(
 
 
 def test_values_that_no_message_holds_are_refused_and_end_nothing(scripted: Scripted) -> None:
-    scripted.mover.connect(PeerMemory("p", b"x", 4096, "many", 512, "DRAM", 0))  # type: ignore[arg-type]
+    scripted.mover.connect(PeerMemory("p", b"x", 4096, "many", 1024, "DRAM", 0))  # type: ignore[arg-type]
     failed = scripted.next()
     assert isinstance(failed, ConnectFailed)
     assert failed.error.cause is TransferCause.REFUSED
@@ -444,6 +446,49 @@ def test_values_that_no_message_holds_are_refused_and_end_nothing(scripted: Scri
     answer = scripted.next()
     assert isinstance(answer, ReadFailed)
     assert (answer.cause, scripted.mover.reads_in_flight) == (TransferCause.REFUSED, 0)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"agent_metadata": bytes((1 << 16) + 1)},
+        {"incarnation": "p" * 200},
+        {"num_blocks": 1 << 63},
+        {"kind": "DISK"},
+        {"layers": range(100)},
+        {"block_bytes": 1},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_what_a_peer_published_is_checked_before_it_is_sent_on(
+    scripted: Scripted, values: dict[str, Any], faults: queue.SimpleQueue[BackgroundFault]
+) -> None:
+    good = PeerMemory("p", b"x", 4096, 16, 512, "DRAM", 0, 2, 4, LAYERS)
+    scripted.mover.connect(replace(good, **values))
+    assert isinstance(scripted.next(), ConnectFailed)
+    scripted.mover.connect(good)
+    assert scripted.part.next() == good
+    assert faults.empty()
+
+
+def test_so_much_of_peers_that_it_is_not_read_in_time_is_refused_and_ends_nothing(
+    faults: queue.SimpleQueue[BackgroundFault],
+) -> None:
+    ours, theirs = socket.socketpair()
+    up, events = write_from_part(UP), queue.SimpleQueue[MoverEvent]()
+    theirs.sendall(len(up).to_bytes(4, "big") + up)
+    mover = RemoteMover(ours, "d0/1", LAYERS, LAYOUT, events.put, SystemClock(), stop_within_s=0.01)
+    mover.start()
+    peer = PeerMemory("p", bytes(1 << 16), 4096, 16, 512, "DRAM", 0, 2, 4, LAYERS)
+    while events.empty():
+        mover.connect(peer)
+    failed = events.get()
+    assert isinstance(failed, ConnectFailed)
+    assert "does not read" in failed.error.detail
+    assert (mover.fault, faults.empty()) == (None, True)
+    mover.stop()
+    ours.close()
+    theirs.close()
 
 
 # Both ends

@@ -17,6 +17,11 @@ def part_name(incarnation: str, index: int) -> str:
     return incarnation if index == 0 else f"{incarnation}/{index}"
 
 
+def node_of(agent: str) -> str:
+    """The incarnation whose part has the transfer agent of this name."""
+    return agent.partition("/")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class PeerNode:
     """One incarnation of a sender. Most have one part, whose memory holds all layers."""

@@ -237,7 +237,7 @@ class Mover:
 
     @property
     def turns(self) -> tuple[int, bool]:
-        """How many turns the thread has made, and whether it is in one."""
+        """How many turns the thread has made, and commands it has run in them, and whether it is in a turn."""
         return self._num_turns, self._in_turn
 
     async def watch_turns(self) -> None:
@@ -307,13 +307,17 @@ class Mover:
             if self._moved:
                 self._moved = False
             else:
-                command = self._inbox.get(timeout=self._pause())
-                self._in_turn = True
-                command()
+                self._run_command(self._inbox.get(timeout=self._pause()))
             while True:
-                self._inbox.get_nowait()()
+                self._run_command(self._inbox.get_nowait())
         except queue.Empty:
             return
+
+    def _run_command(self, command: Callable[[], None]) -> None:
+        self._in_turn = True
+        command()
+        # Many long ones, as connecting to all parts of a peer may be, are no hang.
+        self._num_turns += 1
 
     def _pause(self) -> float | None:
         now = self._clock.monotonic()

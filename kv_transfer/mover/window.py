@@ -1,7 +1,8 @@
 """Which part of which read is posted next: round robin among peers and their reads, within a window for each peer.
 
-A read is cut into pieces. Each peer has a window of bytes and of pieces in flight. Within it the reads of a peer take
-turns piece by piece, and so do the peers, so that a short read never waits for the end of a long one.
+A read is cut into pieces. Each peer has a window of bytes and of pieces in flight, whichever of its parts they are read
+from. Within it the reads of a peer take turns piece by piece, and so do the peers, so that a short read never waits for
+the end of a long one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.backends.base import cut_ranges
+from kv_transfer.peer_node import node_of
 from kv_transfer.piece_plan import PiecePlan, ReadRange
 
 
@@ -39,29 +41,32 @@ class Piece:
 
     read_id: int
     incarnation: str
+    """The name of the agent from which it is read."""
     ranges: tuple[ReadRange, ...]
     num_blocks: int
     """Number of sub-blocks."""
+    num_bytes: int
+    """How much of the window it takes: its bytes, or more where sub-blocks of some groups are smaller."""
 
 
 @dataclass(slots=True)
 class _QueuedRead:
     read_id: int
+    incarnation: str
     ranges: deque[ReadRange]
     """The sub-blocks that are not posted yet."""
+    sub_block_bytes: int
+    piece_blocks: int
+    """The most sub-blocks of a piece."""
 
 
 @dataclass(slots=True)
 class _PeerWindow:
-    max_blocks: int
-    """The most sub-blocks in flight."""
-    piece_blocks: int
-    """The most sub-blocks of a piece."""
     queue: deque[_QueuedRead] = field(default_factory=deque)
     posts: int = 0
     """Pieces in flight."""
-    num_blocks: int = 0
-    """Sub-blocks of the pieces in flight."""
+    num_bytes: int = 0
+    """Bytes of the pieces in flight."""
 
 
 class FairWindow:
@@ -70,6 +75,7 @@ class FairWindow:
     def __init__(self, limits: WindowLimits) -> None:
         self._limits = limits
         self._peers: dict[str, _PeerWindow] = {}
+        """By incarnation, of which each part has an agent."""
         self._rotation: deque[str] = deque()
         """The peers, the next one first."""
 
@@ -79,56 +85,63 @@ class FairWindow:
         return sum(len(peer.queue) for peer in self._peers.values())
 
     def submit(self, read_id: int, incarnation: str, ranges: Sequence[ReadRange], plan: PiecePlan) -> None:
-        """Queue a read behind the others of its peer, which has this plan."""
-        peer = self._peers.get(incarnation)
+        """Queue a read from this agent, by this plan, behind the others of its peer."""
+        node = node_of(incarnation)
+        peer = self._peers.get(node)
         if peer is None:
-            limits, size = self._limits, plan.sub_block_bytes
-            most = min(limits.piece_bytes // size, limits.descriptors // plan.max_pieces)
-            peer = self._peers[incarnation] = _PeerWindow(max(1, limits.bytes_in_flight // size), max(1, most))
-            self._rotation.append(incarnation)
-        peer.queue.append(_QueuedRead(read_id, deque(ranges)))
+            peer = self._peers[node] = _PeerWindow()
+            self._rotation.append(node)
+        limits, size = self._limits, plan.sub_block_bytes
+        most = min(limits.piece_bytes // size, limits.descriptors // plan.max_pieces)
+        peer.queue.append(_QueuedRead(read_id, incarnation, deque(ranges), size, max(1, most)))
 
     def pop_next(self) -> Piece | None:
         """The piece to post next; None when nothing is queued or every window with something queued is full."""
         for _ in range(len(self._rotation)):
-            incarnation = self._rotation[0]
+            peer = self._peers[self._rotation[0]]
             self._rotation.rotate(-1)
-            peer = self._peers[incarnation]
             room = self._room(peer)
-            if not peer.queue or room < 1:
+            if room < 1:
                 continue
             queued = peer.queue.popleft()
-            ranges = cut_ranges(queued.ranges, min(room, peer.piece_blocks))
+            ranges = cut_ranges(queued.ranges, min(room, queued.piece_blocks))
             if queued.ranges:
                 peer.queue.append(queued)
-            piece = Piece(queued.read_id, incarnation, ranges, sum(r.count for r in ranges))
+            num_blocks = sum(r.count for r in ranges)
+            num_bytes = num_blocks * queued.sub_block_bytes
             peer.posts += 1
-            peer.num_blocks += piece.num_blocks
-            return piece
+            peer.num_bytes += num_bytes
+            return Piece(queued.read_id, queued.incarnation, ranges, num_blocks, num_bytes)
         return None
 
     def _room(self, peer: _PeerWindow) -> int:
-        return peer.max_blocks - peer.num_blocks if peer.posts < self._limits.posts_in_flight else 0
+        """How many sub-blocks of the peer's next read may be posted."""
+        if not peer.queue or peer.posts >= self._limits.posts_in_flight:
+            return 0
+        room = (self._limits.bytes_in_flight - peer.num_bytes) // peer.queue[0].sub_block_bytes
+        return room if peer.posts else max(1, room)
 
     def finished(self, piece: Piece) -> None:
         """A piece is over and writes no more: its part of the window is free again."""
-        peer = self._peers[piece.incarnation]
+        node = node_of(piece.incarnation)
+        peer = self._peers[node]
         peer.posts -= 1
-        peer.num_blocks -= piece.num_blocks
-        self._forget_idle(piece.incarnation)
+        peer.num_bytes -= piece.num_bytes
+        self._forget_idle(node)
 
     def withdraw(self, read_id: int, incarnation: str) -> bool:
         """Drop what is not posted yet of a read; returns whether there was anything."""
-        peer = self._peers.get(incarnation)
+        node = node_of(incarnation)
+        peer = self._peers.get(node)
         queued = next((q for q in peer.queue if q.read_id == read_id), None) if peer else None
         if peer is None or queued is None:
             return False
         peer.queue.remove(queued)
-        self._forget_idle(incarnation)
+        self._forget_idle(node)
         return True
 
-    def _forget_idle(self, incarnation: str) -> None:
-        peer = self._peers[incarnation]
+    def _forget_idle(self, node: str) -> None:
+        peer = self._peers[node]
         if not peer.queue and not peer.posts:
-            del self._peers[incarnation]
-            self._rotation.remove(incarnation)
+            del self._peers[node]
+            self._rotation.remove(node)

@@ -634,6 +634,19 @@ def test_a_call_into_the_agent_that_does_not_return_is_a_fault_and_an_idle_mover
         bench.turn()
 
 
+def test_each_command_is_a_turn_so_many_long_ones_are_no_hang() -> None:
+    bench, seen = SlowBench(), list[tuple[int, bool]]()
+    mover = bench.mover
+    assert isinstance(mover, FakeMover)
+    for _ in range(5):
+        mover._enqueue(lambda: seen.append(mover.turns))
+    bench.turn()
+    numbers = [number for number, _ in seen]
+    assert numbers == list(range(numbers[0], numbers[0] + 5))
+    assert all(in_turn for _, in_turn in seen)
+    bench.mover.stop()
+
+
 # Digests
 
 

@@ -145,6 +145,34 @@ def test_peers_take_turns() -> None:
     assert [p.incarnation for p in pop_all(w)] == ["a", "b", "a", "b"]
 
 
+def test_the_parts_of_a_peer_have_one_window_and_one_turn() -> None:
+    w, small = window(posts=3, blocks=6, piece=2), PiecePlan.of_equal_blocks(BLOCK // 2)
+    w.submit(1, "a", [ReadRange(0, 0, 9)], PLAN)
+    w.submit(2, "a/1", [ReadRange(20, 0, 9)], small)
+    w.submit(3, "a/12", [ReadRange(40, 0, 9)], PLAN)
+    w.submit(4, "b", [ReadRange(60, 0, 9)], PLAN)
+    popped = pop_all(w)
+    assert [p.incarnation for p in popped] == ["a", "b", "a/1", "b", "a/12", "b"]
+    of_a = [p for p in popped if p.incarnation != "b"]
+    assert [p.num_blocks for p in of_a] == [2, 4, 2]
+    assert sum(p.num_bytes for p in of_a) == 6 * BLOCK
+    w.finished(of_a[1])
+    (after,) = pop_all(w)
+    assert (after.incarnation, after.num_blocks) == ("a", 2)
+    assert w.withdraw(2, "a/1")
+    assert w.queued_reads == 3
+
+
+def test_a_sub_block_that_fits_no_window_waits_for_the_other_parts_of_its_peer() -> None:
+    w = window(posts=4, blocks=2, piece=1)
+    w.submit(1, "a", [ReadRange(0, 0, 1)], PLAN)
+    w.submit(2, "a/1", [ReadRange(5, 0, 1)], PiecePlan.of_equal_blocks(3 * BLOCK))
+    (first,) = pop_all(w)
+    w.finished(first)
+    (second,) = pop_all(w)
+    assert (second.incarnation, second.num_bytes) == ("a/1", 3 * BLOCK)
+
+
 def test_a_withdrawn_read_is_never_popped() -> None:
     w = window()
     w.submit(1, "a", [ReadRange(0, 0, 5)], PLAN)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from baton.config import KVDigests
@@ -18,7 +19,7 @@ from baton.engine.request import Request
 from baton.engine.runner import KVLayout
 from baton.messages.kv_cache import NULL_BLOCK
 from baton.runner.blocks.block_digests import BlockDigests
-from baton.runner.blocks.sub_blocks import Division
+from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.sampling import SAMPLE_EVERY
 
 Item = TypeVar("Item")
@@ -55,6 +56,18 @@ def block_names(request: Request, layout: KVLayout, first: int, count: int) -> S
     return names
 
 
+class AskedDigests:
+    """Digests that other processes compute, too (`BlockDigests`): all are asked for before the first is waited for."""
+
+    def __init__(self, ask: Callable[[Sequence[int], Division], Callable[[], Sequence[int]]]) -> None:
+        """`ask` asks for digests, and returns a function that waits for them."""
+        self.ask = ask
+
+    def __call__(self, ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
+        """Ask and wait."""
+        return self.ask(ids, division)()
+
+
 class OfferedDigests:
     """Digests of a sender's blocks, or of their parts. Belongs to one thread.
 
@@ -64,7 +77,7 @@ class OfferedDigests:
     """
 
     def __init__(self, digests: BlockDigests) -> None:
-        self._digests = digests
+        self._ask = digests.ask if isinstance(digests, AskedDigests) else partial(partial, digests)
         self._known: dict[int, tuple[bytes, dict[int, Sequence[int]]]] = {}
         """For each block, the key of what it held, and the digests of that, by the number of parts."""
 
@@ -92,13 +105,16 @@ class OfferedDigests:
 
     def _compute(self, blocks: Mapping[int, BlockName], parts: int) -> dict[int, Sequence[int]]:
         """The `parts` digests of each of these blocks, of what they hold now."""
-        found: dict[int, Sequence[int]] = {}
+        asked: list[tuple[Sequence[int], Callable[[], Sequence[int]]]] = []
         # Which bytes of a block are digested depends on its group of layers.
         for group in {name.group for name in blocks.values()}:
             some = [block_id for block_id, name in blocks.items() if name.group == group]
             ids = [block * parts + part for block in some for part in range(parts)]
-            digests = self._digests(ids, Division(parts, group))
-            found.update((block, digests[at * parts : (at + 1) * parts]) for at, block in enumerate(some))
+            asked.append((some, self._ask(ids, Division(parts, group))))
+        found: dict[int, Sequence[int]] = {}
+        for of_group, answer in asked:
+            digests = answer()
+            found.update((block, digests[at * parts : (at + 1) * parts]) for at, block in enumerate(of_group))
         return found
 
     def _check_unchanged(self, blocks: Mapping[int, BlockName]) -> None:

@@ -33,6 +33,7 @@ from baton.errors import BatonError, ConfigError, EngineFault, TransferCause, Tr
 from baton.runner.blocks.block_digests import DIGEST_MODULUS, BlockDigests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.backends.base import PeerMemory
+from kv_transfer.digests import AskedDigests
 from kv_transfer.mover.mover import HANG_CHECK_INTERVAL_S, MAX_HANG_CHECKS, STALL_S
 from kv_transfer.mover.mover_events import (
     BlockFilled,
@@ -453,18 +454,22 @@ class RemoteMover:
             del self._digesting[read_id]
 
 
-def digests_of_parts(here: BlockDigests, elsewhere: Callable[[], Sequence[RemoteMover]]) -> BlockDigests:
+def digests_of_parts(here: BlockDigests, elsewhere: Callable[[], Sequence[RemoteMover]]) -> AskedDigests:
     """The digests of blocks whose layers lie here and in other processes: the sum of the digests of the parts.
 
     `elsewhere` is called for each question, because movers are made anew. The digests raise EngineFault if a part
     computes none.
     """
 
-    def digests(ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
+    def ask(ids: Sequence[int], division: Division) -> Callable[[], Sequence[int]]:
         waiting = [part.ask_digests(ids, division) for part in elsewhere()]
-        total = here(ids, division)
-        for theirs in waiting:
-            total = [(mine + other) % DIGEST_MODULUS for mine, other in zip(total, theirs(), strict=True)]
-        return total
 
-    return digests
+        def add_up() -> Sequence[int]:
+            total = here(ids, division)
+            for theirs in waiting:
+                total = [(mine + other) % DIGEST_MODULUS for mine, other in zip(total, theirs(), strict=True)]
+            return total
+
+        return add_up
+
+    return AskedDigests(ask)

@@ -18,6 +18,7 @@ from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from baton.runner.simulated import expected_tokens
 from decode_node.intake import Intake
+from kv_transfer.digests import OfferedDigests
 from kv_transfer.link.link_client import LinkClient
 from kv_transfer.mover.mover import STALL_S, Mover
 from kv_transfer.sender.lease_values import LeaseTimes
@@ -399,7 +400,7 @@ def test_digests_that_can_not_be_computed_fail_their_transfer_at_once(node_id: s
             half = cluster.nodes[node_id].half
             if isinstance(half, HandOff):
                 assert half._digests is not None
-                half._digests._digests = fail
+                half._digests = OfferedDigests(fail)
             else:
                 (mover,) = half.mover.parts
                 assert isinstance(mover, Mover)

@@ -21,7 +21,7 @@ from baton.runner.blocks import block_digests as block_digests_module
 from baton.runner.blocks import device_blocks
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
-from kv_transfer.digests import LazyInbox, OfferedDigests, block_names, digest_every
+from kv_transfer.digests import AskedDigests, BlockName, LazyInbox, OfferedDigests, block_names, digest_every
 from kv_transfer.piece_plan import PiecePlan, ReadRange
 from kv_transfer.sampling import SAMPLE_EVERY, is_digested
 
@@ -190,6 +190,25 @@ def test_without_keys_every_digest_is_computed() -> None:
     for _ in range(2):
         offer(offered, request_with_keys(10, 0, num_cached_tokens=8), 0, (5, 6))
     assert digest.asked == [5, 6, 5, 6]
+
+
+def test_digests_of_all_groups_are_asked_for_before_the_first_is_waited_for() -> None:
+    steps: list[tuple[str, int]] = []
+
+    def ask(ids: Sequence[int], division: Division) -> Callable[[], Sequence[int]]:
+        steps.append(("asked", division.group))
+
+        def wait() -> Sequence[int]:
+            steps.append(("waited", division.group))
+            return [each + 100 * division.group for each in ids]
+
+        return wait
+
+    digests = AskedDigests(ask)
+    names = [BlockName(b"", False, group) for group in (0, 1, 0)]
+    assert OfferedDigests(digests).digests_of([5, 6, 7], names) == [5, 106, 7]
+    assert [step for step, _ in steps] == ["asked", "asked", "waited", "waited"]
+    assert list(digests([3], Division(1, 2))) == [203]
 
 
 def test_of_several_groups_each_block_has_its_own() -> None:

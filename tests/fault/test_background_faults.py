@@ -212,7 +212,7 @@ PACKAGES = (
     *("router", "prefill_node", "decode_node", "kv_transfer"),
     *("baton/node", "baton/registry", "baton/wire", "baton/observe", "baton/text", "baton/security"),
 )
-STARTERS = {"create_task", "ensure_future", "Thread", "ThreadPoolExecutor", "run_coroutine_threadsafe"}
+STARTERS = {"create_task", "ensure_future", "Thread", "ThreadPoolExecutor", "DaemonWorker", "run_coroutine_threadsafe"}
 GUARDED_OTHERWISE = {
     "router/app.py": (1, "the question to another router awaits it"),
     "router/process.py": (4, "the run itself awaits them"),
@@ -221,6 +221,7 @@ GUARDED_OTHERWISE = {
     "router/node_links.py": (1, "the link's task awaits the attachment"),
     "router/operations/steering.py": (2, "the drain that waits awaits them"),
     "kv_transfer/link/link.py": (4, "the link's run awaits them"),
+    "kv_transfer/mover/daemon_worker.py": (1, "a fault of what is submitted is in its future"),
     "kv_transfer/mover/digest_queue.py": (1, "the thread reports its fault; digests that fail fail their read"),
     "kv_transfer/mover/mover.py": (1, "the thread reports its fault"),
     "kv_transfer/mover/parts_mover.py": (2, "the watch and the stop of all parts await them"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,10 @@ READING = 1
 
 It is part of such models' fingerprints: nodes that would read the same files differently refuse each other.
 """
+
+_ONE_AT_A_TIME = threading.Lock()
+"""transformers replaces functions of its classes while it makes a module (the one that ties weights, say), and puts
+back what it found. Of two threads one would find the other's replacement, and leave it there for good."""
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +165,7 @@ def load_model(
     model_class = _model_class(checkpoint, config)
     check_numbers(checkpoint, config)
     try:
-        with tensors_on_file(checkpoint.weight_files) as tensors:
+        with _ONE_AT_A_TIME, tensors_on_file(checkpoint.weight_files) as tensors:
             if not 0 < config.num_hidden_layers <= len(tensors):
                 raise UnusableWeight(f"{config.num_hidden_layers} layers can't be made of {len(tensors)} tensors")
             plan = _plan(
@@ -204,7 +209,8 @@ def parameter_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     config = _config(checkpoint)
     model_class = _model_class(checkpoint, config)
     check_numbers(checkpoint, config)
-    skeleton = _skeleton(model_class, config)
+    with _ONE_AT_A_TIME:
+        skeleton = _skeleton(model_class, config)
     return {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
 
 

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -555,3 +556,22 @@ def test_a_float16_checkpoint_is_served_in_both_dtypes_and_bfloat16_is_logged(
     logged = [record.getMessage() for record in caplog.records if "float16, with 11" in record.getMessage()]
     assert len(logged) == 1, "only where bits are lost"
     assert "--dtype float32" in logged[0]
+
+
+def test_two_threads_may_load_at_once(tmp_path: Path) -> None:
+    """transformers would leave its classes without the function that ties weights."""
+    from transformers import PreTrainedModel
+
+    write_random_model(tmp_path, {**TINY_MODELS["qwen2"], "tie_word_embeddings": True}, seed=5)
+    attention.register()
+    layers.register()
+    ties = PreTrainedModel.tie_weights
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            loaded = list(pool.map(lambda _: load_model(tmp_path, "float32"), range(16)))
+        assert PreTrainedModel.tie_weights is ties
+    finally:
+        PreTrainedModel.tie_weights = ties
+    for one in loaded:
+        module: Any = one.module
+        assert module.lm_head.weight is module.model.embed_tokens.weight

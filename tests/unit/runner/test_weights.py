@@ -446,8 +446,9 @@ def test_ranks_have_their_parts_of_the_weights_while_they_are_loaded(
     runner.close()
     weights = 2 * (tmp_path / "large/model.safetensors").stat().st_size
     assert weights > 100 << 20
-    # A tensor of each rank, and the pages of the file around it, are a constant.
-    assert growth[-2] < 16 << 20
+    # A tensor of each rank, and the pages of the file around it, are a constant. The first rank had 9 to 22 MiB here,
+    # with what earlier tests had left in the allocator, and all of the weights if it read the others' parts, too.
+    assert growth[-2] < weights // 4
     # Ranks that read all columns or all layers give 2.
     assert growth[-1] < 1.1 * (weights + runner.memory.num_bytes) + 4 * (16 << 20)
 

@@ -35,7 +35,7 @@ def run_stage(worker: StageWorker) -> None:
     finally:
         worker.close()
         if moving is not None:
-            # It ends with the connection, unless a call into the transfer agent does not return.
+            # The thread ends with the connection, unless a call into the transfer agent does not return.
             moving.join(_END_S)
         links.close()
 

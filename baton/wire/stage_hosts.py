@@ -206,7 +206,7 @@ class StageListener:
             arriving = self._arriving.get(rank)
             if arriving is None or arriving.token != token:
                 if self._is_complete(rank):
-                    # It may have ended a moment ago.
+                    # The process that is here may have ended a moment ago.
                     raise _Refused(f"host {rank} is here already", may_pass=True)
                 if arriving is not None:
                     arriving.close()

@@ -78,7 +78,7 @@ class _Peer:
     reads: int = 0
     """Reads that are not over."""
     is_closed: bool = False
-    """It was disconnected."""
+    """Whether the peer was disconnected."""
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class _Read:
     waiting: set[int] = field(default_factory=set)
     """Sub-reads that are not answered."""
     digests: dict[int, _Digest] = field(default_factory=dict)
-    """Of each sub-block whose digest is wanted and not delivered."""
+    """The digest of each sub-block for which one is wanted and not delivered."""
     failure: ReadFailed | None = None
     is_stalled: bool = False
     num_bytes: int = 0

@@ -197,7 +197,7 @@ class MoverServer:
             _log.exception("could not make a transfer agent")
             self._say(MoverNotUp(f"{type(error).__name__}: {error}"))
         else:
-            # It is told nothing before this, so it has said nothing.
+            # The new mover is told nothing before this, so it has said nothing.
             self._speaker = speaker
             self._mover = mover
             memory = self._memory

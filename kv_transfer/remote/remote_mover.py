@@ -176,7 +176,10 @@ class RemoteMover:
         return replace(self._memory, incarnation=name)
 
     def connect(self, peer: PeerMemory) -> None:
-        """As `Mover.connect`. What a peer has published is checked before it is sent on, and ends nothing here."""
+        """Make a peer's blocks readable, as `Mover.connect` does.
+
+        What the peer has published is checked before it is sent on, and ends nothing here.
+        """
         failure: TransferFailed | None = None
         try:
             if self._part is not None:
@@ -203,7 +206,7 @@ class RemoteMover:
         to_digest: Collection[int] = (),
         digest_parts: int = 1,
     ) -> None:
-        """As `Mover.read`."""
+        """Read sub-blocks of a peer, as `Mover.read` does."""
         with self._lock:
             if read_id in self._reads:
                 raise ValueError(f"read {read_id} is in flight")
@@ -220,20 +223,20 @@ class RemoteMover:
             self._deliver(ReadFailed(read_id, failure.cause, str(failure)))
 
     def fill(self, fill_id: int, block: int, seed: str, group: int = 0) -> None:
-        """As `Mover.fill`."""
+        """Fill a block of the part with known bytes, as `Mover.fill` does."""
         if not self._tell(FillBlock(fill_id, block, seed, group)):
             self._deliver(FillFailed(fill_id, str(_NOT_RUNNING)))
 
     def cancel(self, read_id: int) -> None:
-        """As `Mover.cancel`."""
+        """Post no more of a read, as `Mover.cancel` does."""
         self._tell(CancelRead(read_id))
 
     def disconnect(self, incarnation: str) -> None:
-        """As `Mover.disconnect`."""
+        """Drop a peer, as `Mover.disconnect` does."""
         self._tell(DisconnectPeer(incarnation))
 
     def set_num_readers(self, num_readers: int) -> None:
-        """As `Mover.set_num_readers`."""
+        """Set the number of leases and probes that peers may be reading, as `Mover.set_num_readers` does."""
         self._tell(SetNumReaders(num_readers))
 
     def ask_digests(self, ids: Sequence[int], division: Division = WHOLE) -> Callable[[], Sequence[int]]:
@@ -268,7 +271,7 @@ class RemoteMover:
         self._thread.join()
 
     async def watch_turns(self) -> None:
-        """As `Mover.watch_turns`; a process that does not answer hangs, too."""
+        """Check that the mover goes on, as `Mover.watch_turns` does; a process that does not answer hangs, too."""
         last: Turns | None = None
         num_unchanged = 0
         while num_unchanged < MAX_HANG_CHECKS:
@@ -332,7 +335,7 @@ class RemoteMover:
                 future.set_exception(error)
         if was_accepting:
             self.fault = error
-            # That the other process is gone is no fault of this one, which a traceback would show.
+            # The end of the other process is no fault of this one, so a traceback would show nothing.
             self._watch.failed("mover", error.with_traceback(None) if isinstance(error, StreamEnded) else error)
 
     def _received(self, message: FromPart) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton.runner.process_end import how_it_ended
 from baton.runner.ranks.group_files import GroupFiles, RankFiles
 from baton.runner.ranks.heartbeats import INTERVAL_S, LOADED, LOADING
 from baton.runner.ranks.rank_spec import RankSpec
@@ -177,10 +177,8 @@ def _end_of(one: _Process) -> str:
         code = one.process.wait(1.0)
     except subprocess.TimeoutExpired:
         return f"{name} has closed its connection"
-    if code < 0:
-        return f"{name} was ended by {signal.Signals(-code).name}"
-    words = one.last_words.decode(errors="replace").strip()
-    return f"{name} has ended with exit code {code}" + (f": {words}" if words else "")
+    words = one.last_words.decode(errors="replace").strip() if code >= 0 else ""
+    return f"{name} {how_it_ended(code)}" + (f": {words}" if words else "")
 
 
 def _start(spec: RankSpec, rank: int, files: RankFiles) -> _Process:

@@ -16,7 +16,7 @@ class RankLeader(Protocol):
 
     @property
     def followers(self) -> FollowingRanks:
-        """The others."""
+        """The ranks or stages that it leads."""
         ...
 
     @property

@@ -39,13 +39,18 @@ class StageRing:
 
     def wait(self, other: socket.socket | None = None, timeout: float | None = None) -> bool:
         """Wait until `receive` would return at once, or `other` can be read; returns whether `receive` would."""
-        poll, own = select.poll(), self._receiving.fileno()
-        poll.register(own, select.POLLIN)
-        if other is not None:
-            poll.register(other, select.POLLIN)
-        return any(descriptor == own for descriptor, _ in poll.poll(None if timeout is None else timeout * 1e3))
+        return wait_until_readable(self._receiving, other, timeout)
 
     def close(self) -> None:
         """Close this stage's copies of the two ends."""
         self._receiving.close()
         self._sending.close()
+
+
+def wait_until_readable(own: socket.socket, other: socket.socket | None, timeout: float | None) -> bool:
+    """Wait until one of two sockets can be read, or for `timeout` seconds; returns whether `own` can be read."""
+    poll, descriptor = select.poll(), own.fileno()
+    poll.register(descriptor, select.POLLIN)
+    if other is not None:
+        poll.register(other, select.POLLIN)
+    return any(found == descriptor for found, _ in poll.poll(None if timeout is None else timeout * 1e3))

@@ -6,7 +6,6 @@ which alone has connections.
 
 from __future__ import annotations
 
-import select
 import socket
 from collections import deque
 
@@ -20,6 +19,7 @@ from baton.runner.model.transformer import HiddenAndLogits, on_host
 from baton.runner.model.weights import LoadedModel
 from baton.runner.ranks.micro_batch import MicroBatch, Task, write_numbers
 from baton.runner.ranks.pipelined_transformer import PipelinedTransformer
+from baton.runner.ranks.stage_ring import wait_until_readable
 from baton.runner.remote_stages.frames import FrameKind
 from baton.runner.remote_stages.rows import tensor_of
 from baton.runner.remote_stages.stage_leader import StageLeader
@@ -57,11 +57,7 @@ class LeadingStage(PipelinedTransformer):
         self._begun.append(micro)
 
     def wait(self, other: socket.socket | None = None, timeout: float | None = None) -> bool:
-        poll, own = select.poll(), self._others.news.fileno()
-        poll.register(own, select.POLLIN)
-        if other is not None:
-            poll.register(other, select.POLLIN)
-        return any(descriptor == own for descriptor, _ in poll.poll(None if timeout is None else timeout * 1e3))
+        return wait_until_readable(self._others.news, other, timeout)
 
     def end(self) -> HiddenAndLogits:
         micro, payload = self._begun.popleft(), self._others.take_rows()

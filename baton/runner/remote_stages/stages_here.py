@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 from baton.errors import ConfigError
+from baton.runner.process_end import how_it_ended
 from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stage_links import StageLinks
 
@@ -79,7 +79,7 @@ class LocalStage:
             code = self._process.wait(_WAIT_S)
         except subprocess.TimeoutExpired:
             return ""
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+        return how_it_ended(code)
 
     def kill(self) -> None:
         self._process.kill()

@@ -37,7 +37,7 @@ from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stage_spec import StageSpec
 from baton.runner.remote_stages.stages_here import StartStages, start_stages_here
 from baton.runner.self_check import why_not_bit_exact
-from baton.runner.spec import CacheSpec, DraftSpec
+from baton.runner.spec import CacheSpec, DraftSpec, check_hosts
 
 
 def load_runner(
@@ -73,9 +73,16 @@ def load_runner(
     with _named_errors(model_dir), ExitStack() as on_failure:
         if stages is not None:
             on_failure.callback(stages.close)
+            check_hosts(stages.stage.count, tensor_parallel, pipeline_parallel)
+            pipeline_parallel = stages.stage.count
         where = resolve_device(device)
         own_caches = stages is not None or (where.type != "cpu" and pipeline_parallel > 1)
-        _check_ranks(tensor_parallel, pipeline_parallel, where, stages)
+        if tensor_parallel > 1 and where.type != "cpu":
+            # Parts of cuBLAS's products by columns have other bits than the whole ones (decision 43).
+            raise ConfigError(
+                "on a GPU --tp would give other tokens than one rank, since products by columns have other bits there; "
+                "leave it out, and divide the model in stages (--pp)"
+            )
         torch.set_num_threads(elementwise_threads(num_threads))
         attention.register()
         layers.register()
@@ -142,23 +149,6 @@ def load_runner(
             runner = TorchModelRunner(info, transformer, host_cache_bytes, draft_model, leader)
         on_failure.pop_all()
         return runner
-
-
-def _check_ranks(tensor_parallel: int, pipeline_parallel: int, where: torch.device, stages: StageLeader | None) -> None:
-    """Raise ConfigError for ranks and stages that can't compute together."""
-    if stages is not None and pipeline_parallel != stages.stage.count:
-        raise ConfigError(
-            f"{stages.stage.count} hosts compute a model in as many stages, one each, and not in {pipeline_parallel}: "
-            f"give --pp {stages.stage.count}"
-        )
-    if tensor_parallel > 1 and where.type != "cpu":
-        # Parts of cuBLAS's products by columns have other bits than the whole ones (decision 43).
-        raise ConfigError(
-            "on a GPU --tp would give other tokens than one rank, since products by columns have other bits there; "
-            "leave it out, and divide the model in stages (--pp)"
-        )
-    if tensor_parallel > 1 and stages is not None:
-        raise ConfigError("across hosts a model can be divided in stages, each of one rank so far; leave --tp out")
 
 
 def _start_first_rank(spec: RankSpec, loaded: LoadedModel, start_ranks: StartRanks) -> FirstRank:

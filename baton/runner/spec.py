@@ -80,6 +80,17 @@ class TorchSpec:
     """The model that drafts; its cache is part of `cache_bytes`, or comes beside `num_blocks` blocks."""
 
 
+def check_hosts(hosts: int, tensor_parallel: int, pipeline_parallel: int) -> None:
+    """Raise ConfigError for ranks and stages in which several hosts can't compute a model. One stage stands for as many
+    as there are hosts."""
+    if tensor_parallel > 1:
+        raise ConfigError("across hosts a model can be divided in stages, each of one rank so far: leave --tp out")
+    if pipeline_parallel not in (1, hosts):
+        raise ConfigError(
+            f"{hosts} hosts compute a model in as many stages, one each, and not in {pipeline_parallel}: leave --pp out"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """How long a simulated step takes, in seconds."""

@@ -82,12 +82,9 @@ def _check_hosts(config: NodeConfig) -> None:
         raise ConfigError("the simulated runner computes in one process: leave --hosts out")
     if not config.first_host:
         raise ConfigError("a node on several hosts needs --first-host HOST:PORT, where host 0 waits for the others")
-    if config.tp > 1:
-        raise ConfigError("across hosts a model can be divided in stages, each of one rank so far: leave --tp out")
-    if config.pp not in (1, config.hosts):
-        raise ConfigError(
-            f"{config.hosts} hosts compute a model in as many stages, one each, and not in {config.pp}: leave --pp out"
-        )
+    from baton.runner.spec import check_hosts
+
+    check_hosts(config.hosts, config.tp, config.pp)
 
 
 def _role_maker(role: Role) -> RoleMaker:

@@ -244,6 +244,12 @@ class ConfigError(BatonError):
     exit_code = ExitCode.BAD_CONFIG
 
 
+class AdapterRefused(BatonError):
+    """An adapter can't be loaded: its files are unsound or don't fit the model; the message says how to fix it."""
+
+    status = Status.INVALID_ARGUMENT
+
+
 class Unauthenticated(BatonError):
     """The caller is not authenticated: it sent no key, or an unknown one."""
 

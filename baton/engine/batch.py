@@ -34,6 +34,8 @@ class NewRequestData:
     """Restricts the tokens that may be sampled; None: any token may be."""
     embeds: bool = False
     """Whether the last prompt token's embedding is wanted, instead of a sampled token."""
+    adapter: str = ""
+    """Digest of the adapter with which it is computed; empty: the base model alone. Forks have their parent's."""
 
 
 @value(frozen=True, slots=True)

@@ -176,9 +176,11 @@ class Request:
         kv_source: KVSource | None = None,
         output_token_ids: Sequence[int] = (),
         reader_block_size: int = 0,
+        adapter: str = "",
     ) -> None:
         """`output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
         `reader_block_size`: of a prefill leg, tokens in a block of the node that is to read its KV; 0: as many as here.
+        `adapter`: digest of the adapter with which it is computed, which the runner has loaded; empty: none.
 
         Raises ValueError for arguments that contradict each other.
         """
@@ -203,6 +205,7 @@ class Request:
         self.leg = leg
         self.kv_source = kv_source
         self.reader_block_size = reader_block_size
+        self.adapter = adapter
         self.num_submitted_tokens = self.num_prompt_tokens + len(output_token_ids)
         """Tokens that were submitted: the prompt, and what an earlier attempt generated. A prefill leg computes their
         KV, a decode leg reads it from the prefill node."""
@@ -350,6 +353,7 @@ class Request:
             priority=self.priority,
             arrival_time=self.arrival_time,
             cache_salt=self.cache_salt,
+            adapter=self.adapter,
         )
         sibling.take_prompt(self.prompt_token_ids)
         return sibling

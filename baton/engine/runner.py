@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Protocol
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
@@ -213,7 +214,8 @@ class ModelRunner(Protocol):
     """Computes the steps of one model with its KV cache. Called from one thread at a time.
 
     The runner remembers the tokens that it sampled: a later step that names a request does not repeat its last token.
-    A request that the runner has failed fails again in each later step that names it.
+    A request that the runner has failed fails again in each later step that names it. Steps may name only adapters that
+    are loaded.
 
     With drafts (`scheduled_spec_decode_tokens`) the runner samples at a request's last token and at each draft, as it
     would without drafts, up to the first token that differs from the draft there. The KV of the other drafts is void:
@@ -248,6 +250,21 @@ class ModelRunner(Protocol):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised. Raises RunnerLost."""
+        ...
+
+    def load_adapter(self, directory: Path, digest: str) -> None:
+        """Read the adapter in a directory, so that later steps may name it; no effect if it is loaded.
+
+        Called from any thread, also while a step is executed. Everything is checked before memory is taken. Raises
+        AdapterRefused if the files are unsound, are not those of this digest, or don't fit the model.
+        """
+        ...
+
+    def unload_adapter(self, digest: str) -> None:
+        """Free an adapter's memory; no effect if it is not loaded.
+
+        Called from the thread that executes steps, between two of them. No later step may name the adapter.
+        """
         ...
 
     def rank_reports(self) -> Sequence[RankReport]:

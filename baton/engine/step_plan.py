@@ -182,4 +182,5 @@ def _new_data(request: Request, block_ids: Sequence[int]) -> NewRequestData:
         num_computed_tokens=request.num_computed_tokens,
         matcher=request.matchers[0] if request.matchers else None,
         embeds=request.leg is Leg.EMBED,
+        adapter=request.adapter,
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, RemotePart
-from baton.errors import InvalidRequest
+from baton.errors import AdapterRefused, InvalidRequest
 from baton.messages.node_report import RankReport
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
@@ -55,7 +56,10 @@ class TorchModelRunner:
         self._memory = transformer.memory
         self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.largest_block_bytes))
         self._masks = TokenMasks(model.vocab_size)
-        self._requests = RequestTable(transformer.layout, transformer.num_blocks, model.vocab_size, model.max_model_len)
+        self._adapters: dict[str, Path] = {}
+        self._requests = RequestTable(
+            transformer.layout, transformer.num_blocks, model.vocab_size, model.max_model_len, self._adapters
+        )
 
     @property
     def model(self) -> ModelInfo:
@@ -76,6 +80,14 @@ class TorchModelRunner:
     @property
     def num_host_blocks(self) -> int:
         return self._host.num_blocks
+
+    def load_adapter(self, directory: Path, digest: str) -> None:
+        """Read an adapter's files and check that they fit the model. Raises AdapterRefused."""
+        raise AdapterRefused(f"{directory}: this node computes no adapters; take one that does")
+
+    def unload_adapter(self, digest: str) -> None:
+        """Free an adapter's memory; no effect if it is not loaded."""
+        self._adapters.pop(digest, None)
 
     def rank_reports(self) -> Sequence[RankReport]:
         return () if self._leader is None else self._leader.rank_reports()

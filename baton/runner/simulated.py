@@ -1,14 +1,15 @@
 """A runner without a model: its tokens and its KV bytes are hashes of the request's history.
 
-The KV bytes of a token are a function of its token id, its position and the KV bytes of the token before it *as they
-are in the cache*; the next token is a function of all KV bytes of the request's history. So a block with another
-request's KV, a block missed by a transfer or a stale table gives other tokens than `expected_tokens`, which needs no
-engine. Needs only numpy.
+The KV bytes of a token are a function of its token id, its position, the request's adapter and the KV bytes of the
+token before it *as they are in the cache*; the next token is a function of all KV bytes of the request's history. So a
+block with another request's KV, a block missed by a transfer or a stale table gives other tokens than
+`expected_tokens`, which needs no engine. Needs only numpy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, Rem
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.messages.node_report import RankReport
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.model_formats.adapters import open_adapter
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.embedding import embedding_of_number
 from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled
@@ -37,38 +39,38 @@ def token_bytes(layout: KVLayout) -> int:
     return layout.block_bytes // layout.block_size
 
 
-def expected_kv(token_ids: Sequence[int], layout: KVLayout) -> Bytes:
+def expected_kv(token_ids: Sequence[int], layout: KVLayout, adapter: str = "") -> Bytes:
     """KV of a whole sequence as uint8 [tokens, num_layers, 2, num_kv_heads, head bytes]."""
     rows = _head_rows(layout)
     out = np.empty((len(token_ids), *rows), dtype=np.uint8)
     chain = _ROOT
     for position, token_id in enumerate(token_ids):
-        out[position] = _slot(chain, token_id, position, rows)
+        out[position] = _slot(chain, token_id, position, rows, adapter)
         chain = out[position].tobytes()
     return out
 
 
-def expected_tokens(prompt: Sequence[int], params: SamplingParams, spec: SimulatedSpec) -> list[int]:
+def expected_tokens(prompt: Sequence[int], params: SamplingParams, spec: SimulatedSpec, adapter: str = "") -> list[int]:
     """What a request must generate: `max_tokens` tokens, or fewer when a stop id or the model's length ends it."""
     layout = layout_of(spec)
     stops = params.stops(spec.eos_token_ids)
     tokens, rows = list(prompt), _head_rows(layout)
-    kv = expected_kv(tokens, layout)
+    kv = expected_kv(tokens, layout, adapter)
     output: list[int] = []
     while len(output) < params.max_tokens and len(tokens) < spec.max_model_len:
         token_id = _next_token(kv, params, len(output), spec)
         output.append(token_id)
         if token_id in stops and len(output) > params.min_tokens:
             break
-        slot = _slot(kv[-1].tobytes(), token_id, len(tokens), rows)
+        slot = _slot(kv[-1].tobytes(), token_id, len(tokens), rows, adapter)
         kv = np.concatenate((kv, slot[np.newaxis]))
         tokens.append(token_id)
     return output
 
 
-def expected_embedding(prompt: Sequence[int], spec: SimulatedSpec) -> bytes:
+def expected_embedding(prompt: Sequence[int], spec: SimulatedSpec, adapter: str = "") -> bytes:
     """The embedding that a prompt must get, computed without any cache."""
-    return embedding_of_number(_digest(expected_kv(prompt, layout_of(spec))), _EMBEDDING_SIZE)
+    return embedding_of_number(_digest(expected_kv(prompt, layout_of(spec), adapter)), _EMBEDDING_SIZE)
 
 
 def likeliest_tokens(kv: Bytes, count: int, vocab_size: int) -> list[tuple[int, float]]:
@@ -85,9 +87,11 @@ def likeliest_tokens(kv: Bytes, count: int, vocab_size: int) -> list[tuple[int, 
     return list(found.items())
 
 
-def expected_prompt_logprobs(prompt: Sequence[int], top: int, spec: SimulatedSpec) -> list[TokenLogprobs]:
+def expected_prompt_logprobs(
+    prompt: Sequence[int], top: int, spec: SimulatedSpec, adapter: str = ""
+) -> list[TokenLogprobs]:
     """What a request must report of its prompt with `top` as `prompt_logprobs`."""
-    kv = expected_kv(prompt, layout_of(spec))
+    kv = expected_kv(prompt, layout_of(spec), adapter)
     return [_prompt_logprob(kv[:stop], prompt[stop], top, spec) for stop in range(1, len(prompt))]
 
 
@@ -99,11 +103,13 @@ def _prompt_logprob(kv: Bytes, token_id: int, top: int, spec: SimulatedSpec) -> 
     return TokenLogprobs(token_id, logprob, 1 + (len(likeliest) if place is None else place), likeliest[:top])
 
 
-def expected_beams(prompt: Sequence[int], search: BeamSearch, spec: SimulatedSpec) -> list[list[int]]:
+def expected_beams(
+    prompt: Sequence[int], search: BeamSearch, spec: SimulatedSpec, adapter: str = ""
+) -> list[list[int]]:
     """The output tokens that a beam search must find, best sequence first."""
     layout = layout_of(spec)
     while not search.is_over:
-        histories = [expected_kv([*prompt, *beam.token_ids], layout) for beam in search.running]
+        histories = [expected_kv([*prompt, *beam.token_ids], layout, adapter) for beam in search.running]
         search.advance([likeliest_tokens(kv, search.num_candidates, spec.vocab_size) for kv in histories])
     return [list(beam.token_ids) for beam in search.finished]
 
@@ -118,10 +124,10 @@ def _head_rows(layout: KVLayout) -> tuple[int, int, int, int]:
     return layout.num_layers, 2, num_kv_heads, token_bytes(layout) // (layout.num_layers * 2 * num_kv_heads)
 
 
-def _slot(before: bytes, token_id: int, position: int, rows: tuple[int, int, int, int]) -> Bytes:
+def _slot(before: bytes, token_id: int, position: int, rows: tuple[int, int, int, int], adapter: str = "") -> Bytes:
     """One token's KV: a 64-bit hash, expanded to the token's size so that no two heads have equal bytes."""
     chain = xxhash.xxh3_64_intdigest(
-        before + token_id.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little")
+        before + token_id.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little") + adapter.encode()
     )
     size = int(np.prod(rows))
     words = np.arange(1, -(-size // 8) + 1, dtype=np.uint64)
@@ -183,7 +189,11 @@ class SimulatedRunner:
             bit_exact=True,
             embedding_size=_EMBEDDING_SIZE,
         )
-        self._requests = RequestTable(self._layout, spec.num_blocks, spec.vocab_size, spec.max_model_len)
+        self._adapters: set[str] = set()
+        """Digests of the loaded adapters."""
+        self._requests = RequestTable(
+            self._layout, spec.num_blocks, spec.vocab_size, spec.max_model_len, self._adapters
+        )
 
     @property
     def model(self) -> ModelInfo:
@@ -209,6 +219,15 @@ class SimulatedRunner:
     @property
     def remote_parts(self) -> Sequence[RemotePart]:
         return ()
+
+    def load_adapter(self, directory: Path, digest: str) -> None:
+        """Take note of an adapter, whose files must be those of this digest. Raises AdapterRefused."""
+        open_adapter(directory, self._spec.max_lora_rank).check_digest(digest)
+        self._adapters.add(digest)
+
+    def unload_adapter(self, digest: str) -> None:
+        """Forget an adapter."""
+        self._adapters.discard(digest)
 
     def rank_reports(self) -> Sequence[RankReport]:
         return ()
@@ -278,7 +297,7 @@ class SimulatedRunner:
         rows, token_ids = _head_rows(self._layout), state.rows(start, share.stop)
         before = self._slot_at(state, start - 1).tobytes() if start else _ROOT
         for position in range(start, share.stop):
-            slot = _slot(before, int(token_ids[position - start]), position, rows)
+            slot = _slot(before, int(token_ids[position - start]), position, rows, state.adapter)
             self._slot_at(state, position)[...] = slot
             before = slot.tobytes()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from baton.errors import ConfigError
+from baton.model_formats.adapters import DEFAULT_MAX_RANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class TorchSpec:
     pipeline_parallel: int = 1
     """How many stages compute the model one behind the other, each its own layers on as many ranks as
     `tensor_parallel` says."""
+    max_lora_rank: int = DEFAULT_MAX_RANK
+    """The highest rank of an adapter that may be loaded."""
     draft: DraftSpec | None = None
     """The model that drafts; its cache is part of `cache_bytes`, or comes beside `num_blocks` blocks."""
 
@@ -118,6 +121,8 @@ class SimulatedSpec:
     max_model_len: int = 32768
     eos_token_ids: frozenset[int] = frozenset()
     step_time: StepTime = StepTime()
+    max_lora_rank: int = DEFAULT_MAX_RANK
+    """The highest rank of an adapter that may be loaded."""
     sleep: Callable[[float], None] | None = None
     """Called with each step's simulated seconds; None: steps take no time."""
 

@@ -4,7 +4,7 @@ Each slot of its cache holds 8 bytes: a digest of the slot before it (read throu
 and of the token there. The token that is sampled is a function of the last slot, so that one lost, stale, overwritten
 or foreign block anywhere in a request's history changes its tokens. `expected_tokens` is the oracle. The cache is real
 memory, so that KV can be moved between processes as with any runner. Each group of layers has slots of its own, and all
-slots in the group's window are checked.
+slots in the group's window are checked. A request's adapter goes into each of its slots.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo, RemotePart
 from baton.engine.sequences.beam_search import BeamSearch
+from baton.errors import AdapterRefused
 from baton.messages.node_report import RankReport
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.blocks.host_blocks import HostBlocks
@@ -32,6 +35,11 @@ def _mix(before: int, token_id: int) -> int:
     value = (before ^ (token_id + 1) * 0xBF58476D1CE4E5B9) & _MASK
     value = (value ^ value >> 31) * 0x94D049BB133111EB & _MASK
     return value ^ value >> 29
+
+
+def _in_slots(token_id: int, adapter: str) -> int:
+    """What a token adds to its slot: its own id, or with an adapter a number that depends on both."""
+    return token_id + xxhash.xxh3_64_intdigest(adapter.encode()) if adapter else token_id
 
 
 def _draw(slot: int, seed: int, vocab_size: int) -> int:
@@ -52,11 +60,11 @@ def likeliest_tokens(slot: int, count: int, vocab_size: int) -> list[tuple[int, 
     return list(found.items())
 
 
-def prompt_slots(token_ids: Sequence[int], group: int = 0) -> list[int]:
+def prompt_slots(token_ids: Sequence[int], group: int = 0, adapter: str = "") -> list[int]:
     """The slots of a correct cache after these tokens, for one group of layers, one number for each slot."""
     slots, before = [], _START
     for token_id in token_ids:
-        before = _mix(before, token_id)
+        before = _mix(before, _in_slots(token_id, adapter))
         slots.append(_of_group(before, group))
     return slots
 
@@ -65,25 +73,29 @@ def _of_group(slot: int, group: int) -> int:
     return slot ^ group * _START & _MASK
 
 
-def expected_tokens(prompt_token_ids: Sequence[int], num_tokens: int, *, seed: int, vocab_size: int) -> list[int]:
+def expected_tokens(
+    prompt_token_ids: Sequence[int], num_tokens: int, *, seed: int, vocab_size: int, adapter: str = ""
+) -> list[int]:
     """The first `num_tokens` output tokens of a request, computed without any cache and regardless of stop tokens."""
-    slot = prompt_slots(prompt_token_ids)[-1]
+    slot = prompt_slots(prompt_token_ids, adapter=adapter)[-1]
     tokens: list[int] = []
     for _ in range(num_tokens):
         tokens.append(_draw(slot, seed, vocab_size))
-        slot = _mix(slot, tokens[-1])
+        slot = _mix(slot, _in_slots(tokens[-1], adapter))
     return tokens
 
 
-def expected_embedding(prompt_token_ids: Sequence[int]) -> bytes:
+def expected_embedding(prompt_token_ids: Sequence[int], adapter: str = "") -> bytes:
     """The embedding of a prompt, computed without any cache."""
-    return embedding_of_number(prompt_slots(prompt_token_ids)[-1], _EMBEDDING_SIZE)
+    return embedding_of_number(prompt_slots(prompt_token_ids, adapter=adapter)[-1], _EMBEDDING_SIZE)
 
 
-def expected_beams(prompt_token_ids: Sequence[int], search: BeamSearch, *, vocab_size: int) -> list[list[int]]:
+def expected_beams(
+    prompt_token_ids: Sequence[int], search: BeamSearch, *, vocab_size: int, adapter: str = ""
+) -> list[list[int]]:
     """The results of a beam search, best first, computed without any cache."""
     while not search.is_over:
-        slots = [prompt_slots([*prompt_token_ids, *beam.token_ids])[-1] for beam in search.running]
+        slots = [prompt_slots([*prompt_token_ids, *beam.token_ids], adapter=adapter)[-1] for beam in search.running]
         search.advance([likeliest_tokens(slot, search.num_candidates, vocab_size) for slot in slots])
     return [list(beam.token_ids) for beam in search.finished]
 
@@ -103,6 +115,7 @@ class _RequestState:
     failure: str = ""
     """Why the request can't continue; empty while it can."""
     embeds: bool = False
+    adapter: str = ""
 
 
 class FakeRunner:
@@ -151,6 +164,10 @@ class FakeRunner:
         cache = np.ctypeslib.as_array(self._slots).reshape(num_blocks + PROBE_BLOCKS, block_size)[:num_blocks]
         self._host = HostBlocks(cache, np.zeros((num_host_blocks, block_size), dtype=np.uint64))
         self._known: dict[str, _RequestState] = {}
+        self.adapters: dict[str, Path] = {}
+        """The directories of the loaded adapters, by digest."""
+        self.refusals: dict[str, str] = {}
+        """Adapters that can't be loaded, by digest, with the reason."""
         self.ahead: dict[str, int] = {}
         """How many tokens the draft model has left to compute of requests whose KV is on its way."""
         self.failures: dict[str, str] = {}
@@ -190,6 +207,16 @@ class FakeRunner:
             place = self._slot(block_ids, position, group)
             if place >= self.layout.block_size:
                 self._slots[place] = value
+
+    def load_adapter(self, directory: Path, digest: str) -> None:
+        """Take note of an adapter; its files aren't read. Raises AdapterRefused for those in `refusals`."""
+        if digest in self.refusals:
+            raise AdapterRefused(self.refusals[digest])
+        self.adapters[digest] = directory
+
+    def unload_adapter(self, digest: str) -> None:
+        """Forget an adapter."""
+        self.adapters.pop(digest, None)
 
     @property
     def remote_parts(self) -> Sequence[RemotePart]:
@@ -274,6 +301,7 @@ class FakeRunner:
                 new.sampling_params,
                 new.num_computed_tokens,
                 embeds=new.embeds,
+                adapter=new.adapter,
             )
         for changed in scheduler_output.scheduled_cached_reqs:
             known = self._known[changed.request_id]
@@ -298,6 +326,7 @@ class FakeRunner:
             list(data.block_ids),
             parent.sampling_params,
             data.num_computed_tokens,
+            adapter=parent.adapter,
         )
 
     def _lose(self, scheduler_output: SchedulerOutput) -> None:
@@ -306,6 +335,8 @@ class FakeRunner:
             self._known[request_id] = _RequestState([], [], SamplingParams(), 0, "lost with an earlier step")
 
     def _compute(self, request_id: str, known: _RequestState, num_tokens: int) -> int:
+        if known.adapter and known.adapter not in self.adapters:
+            raise ContradictoryStep(f"{request_id}: the adapter {known.adapter} is not loaded")
         start, stop = known.num_computed_tokens, known.num_computed_tokens + num_tokens
         num_groups = len(self.layout.groups)
         if stop > len(known.token_ids) or stop > len(known.block_ids) // num_groups * self.layout.block_size:
@@ -314,7 +345,7 @@ class FakeRunner:
         if num_groups > 1 and not self._sees_its_history(known, start):
             before ^= _MASK
         for position in range(start, stop):
-            before = _mix(before, known.token_ids[position])
+            before = _mix(before, _in_slots(known.token_ids[position], known.adapter))
             for group in range(num_groups):
                 self._slots[self._slot(known.block_ids, position, group)] = _of_group(before, group)
         known.num_computed_tokens = stop
@@ -353,6 +384,7 @@ class FakeRunner:
                     count,
                     seed=self._known[request_id].sampling_params.seed,
                     vocab_size=self.model.vocab_size,
+                    adapter=self._known[request_id].adapter,
                 )
             )
             for request_id, count in wanted.items()
@@ -378,7 +410,7 @@ class FakeRunner:
         """Whether all slots that a query at `position` sees, in all groups, are right."""
         for group, window in enumerate(self.layout.windows):
             first = max(0, position - window + 1) if window else 0
-            expected = prompt_slots(known.token_ids[:position], group)[first:]
+            expected = prompt_slots(known.token_ids[:position], group, known.adapter)[first:]
             if self.read_slots(known.block_ids, position, group)[first:] != expected:
                 return False
         return True

@@ -21,6 +21,7 @@ class DrivenRequest:
     params: SamplingParams
     block_ids: Sequence[int]
     num_computed: int = 0
+    adapter: str = ""
     output: list[int] = field(default_factory=list)
     is_known: bool = False
     """Whether the runner has been given the request."""
@@ -50,6 +51,7 @@ class RunnerDriver:
         output: Sequence[int] = (),
         num_computed: int = 0,
         shared: Sequence[int] = (),
+        adapter: str = "",
     ) -> DrivenRequest:
         """Add a request with blocks for prompt and `max_tokens`; `shared` blocks already hold its first tokens."""
         layout = self.runner.layout
@@ -57,7 +59,7 @@ class RunnerDriver:
         own = total - len(shared)
         blocks = [*shared, *range(self._next_block, self._next_block + own)]
         self._next_block += own
-        request = DrivenRequest(request_id, prompt, params, blocks, num_computed, list(output))
+        request = DrivenRequest(request_id, prompt, params, blocks, num_computed, adapter, list(output))
         self.requests[request_id] = request
         return request
 
@@ -89,6 +91,7 @@ class RunnerDriver:
                         request.params,
                         request.block_ids,
                         request.num_computed,
+                        adapter=request.adapter,
                     )
                 )
         self._step += 1

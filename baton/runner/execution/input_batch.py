@@ -36,6 +36,7 @@ class RequestState:
         "_counts",
         "_num_blocks",
         "_tokens",
+        "adapter",
         "embeds",
         "highest_block",
         "lowest_block",
@@ -63,6 +64,7 @@ class RequestState:
         """If wanted, those of the prompt's computed tokens from the second one on, until they are given out."""
         self.matcher = data.matcher
         self.embeds = data.embeds
+        self.adapter = data.adapter
         self.num_computed_tokens = data.num_computed_tokens
         self._blocks = np.empty(0, dtype=np.int32)
         self._num_blocks = 0
@@ -184,7 +186,11 @@ class Scheduled:
 class RequestTable:
     """All requests that the runner knows, updated from the scheduler's outputs."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, vocab_size: int, max_model_len: int, adapters: Container[str]
+    ) -> None:
+        """`adapters`: digests of the adapters that are loaded now."""
+        self._adapters = adapters
         self._layout = layout
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
@@ -275,6 +281,8 @@ class RequestTable:
         size = state.block_table.size
         if stop > size // len(self._layout.groups) * self._layout.block_size:
             return f"{size} blocks don't hold {stop} tokens"
+        if state.adapter and state.adapter not in self._adapters:
+            return f"the adapter {state.adapter:.12} is not loaded"
         if state.lowest_block < 0 or state.highest_block >= self._num_blocks:
             return "a block id is out of range"
         tokens = state.rows(start, stop)

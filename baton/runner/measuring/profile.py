@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
@@ -61,6 +62,12 @@ class TimedRunner:
     @property
     def remote_parts(self) -> Sequence[RemotePart]:
         return self._runner.remote_parts
+
+    def load_adapter(self, directory: Path, digest: str) -> None:
+        self._runner.load_adapter(directory, digest)
+
+    def unload_adapter(self, digest: str) -> None:
+        self._runner.unload_adapter(digest)
 
     def rank_reports(self) -> Sequence[RankReport]:
         return self._runner.rank_reports()

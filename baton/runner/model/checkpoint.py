@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +16,12 @@ from typing import Any
 import xxhash
 
 from baton.errors import ConfigError
+from baton.model_formats.safetensors_header import UnsoundSafetensors, read_header
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_HEADER_LIMIT = 100_000_000
 _READ_BYTES = 1 << 22
 _MOST_FILES = 10_000
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}\.safetensors")
-_MOST_TENSORS = 1_000_000
-_LONGEST_NAME = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,25 +122,10 @@ def _files_of_index(index: Path) -> list[str]:
 
 def _safetensors_header(path: Path) -> bytes:
     """The bytes of a file's header; raises ConfigError unless its tensors fill the rest of the file exactly."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        header = file.read(length) if 0 < length <= min(_HEADER_LIMIT, size - 8) else b""
     try:
-        entries = json.loads(header)
-        tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
-        end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
-        raise ConfigError(f"{path} is not a sound safetensors file (bad header); copy it again") from error
-    if len(tensors) > _MOST_TENSORS:
-        raise ConfigError(f"{path} holds {len(tensors)} tensors; at most {_MOST_TENSORS} are read")
-    for name in tensors:
-        if len(name) > _LONGEST_NAME or not name.isprintable():
-            raise ConfigError(f"{path} holds a tensor named {name!r:.80}, which is no name of a weight")
-    if 8 + length + end != size:
-        raise ConfigError(f"{path} is truncated: {size} bytes instead of {8 + length + end}; copy it again")
-    return header
+        return read_header(path).content
+    except UnsoundSafetensors as error:
+        raise ConfigError(str(error)) from error
 
 
 def _fingerprint(

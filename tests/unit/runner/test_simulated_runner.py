@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from baton.engine.runner import PROBE_BLOCKS
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_id
+from baton.errors import AdapterRefused
 from baton.messages.sampling import SamplingParams
+from baton.model_formats.adapters import open_adapter
 from baton.runner import SimulatedSpec, StepTime, load
 from baton.runner.simulated import (
     SimulatedRunner,
@@ -26,6 +29,7 @@ from baton.runner.simulated import (
     likeliest_tokens,
 )
 from baton.testing.fake_clock import FakeClock
+from tests.support.adapter_files import write_simple_adapter
 from tests.support.runner_driver import RunnerDriver
 
 SPEC = SimulatedSpec(num_blocks=64, block_size=4, vocab_size=997, max_model_len=256)
@@ -54,6 +58,39 @@ def test_tokens_and_kv_are_those_of_the_reference(chunk: int, params: SamplingPa
         assert driver.requests[name].output == tokens
         history = [*prompt, *tokens[:-1]]
         assert np.array_equal(read(driver, name, len(history)), expected_kv(history, driver.runner.layout))
+
+
+def test_an_adapter_gives_other_tokens_which_its_own_mates_do_not_change(tmp_path: Path) -> None:
+    driver = driven()
+    digests = ["", *(open_adapter(write_simple_adapter(tmp_path / str(seed), seed)).digest() for seed in range(2))]
+    for seed, digest in enumerate(digests[1:]):
+        driver.runner.load_adapter(tmp_path / str(seed), digest)
+    for name, digest in zip("abc", digests, strict=True):
+        driver.add(name, [1, 2, 3], GREEDY, adapter=digest)
+    driver.finish(chunk=2)
+    outputs = [driver.requests[name].output for name in "abc"]
+    assert outputs == [expected_tokens([1, 2, 3], GREEDY, SPEC, digest) for digest in digests]
+    assert len({tuple(output) for output in outputs}) == 3
+
+
+def test_an_adapter_that_is_not_loaded_fails_its_own_requests_alone(tmp_path: Path) -> None:
+    driver = driven()
+    digest = open_adapter(write_simple_adapter(tmp_path)).digest()
+    driver.runner.load_adapter(tmp_path, digest)
+    driver.runner.unload_adapter(digest)
+    driver.add("with", [1, 2, 3], GREEDY, adapter=digest)
+    driver.add("without", [1, 2, 3], GREEDY)
+    driver.finish()
+    assert "is not loaded" in str(driver.requests["with"].failed)
+    assert driver.requests["without"].output == expected_tokens([1, 2, 3], GREEDY, SPEC)
+
+
+def test_an_adapter_of_another_digest_or_rank_is_refused(tmp_path: Path) -> None:
+    runner = SimulatedRunner(replace(SPEC, max_lora_rank=3))
+    with pytest.raises(AdapterRefused, match="at most 3 is allowed"):
+        runner.load_adapter(write_simple_adapter(tmp_path), "0" * 64)
+    with pytest.raises(AdapterRefused, match="its files have changed"):
+        SimulatedRunner(SPEC).load_adapter(tmp_path, "0" * 64)
 
 
 def test_the_likeliest_tokens_follow_from_the_history_and_begin_with_the_greedy_one() -> None:

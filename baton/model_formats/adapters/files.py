@@ -1,0 +1,282 @@
+"""An adapter's directory on disk: which modules it has tensors for, their shapes and places, and its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from baton.errors import AdapterRefused
+from baton.model_formats.adapters.config import MAX_RANK, AdapterConfig, read_config
+from baton.model_formats.safetensors_header import SafetensorsHeader, UnsoundSafetensors, read_header
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+_PICKLE_NAME = "adapter_model.bin"
+
+_MOST_HEADER_BYTES = 32 << 20
+_MOST_TENSORS = 200_000
+_MOST_BYTES = 32 << 30
+_READ_BYTES = 1 << 22
+_PREFIX = "base_model.model."
+_ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """What is known of an adapter once its files are read."""
+
+    digest: str
+    """SHA-256 in hex over the adapter's weights and over the settings that change what it computes."""
+    rank: int
+    """The highest rank of its modules."""
+    num_bytes: int
+    """Size of its weights in the file."""
+    num_modules: int
+    """How many modules of the base model it changes."""
+    base_model: str = ""
+    """The base model that the adapter's files name; a hint for people, never checked."""
+
+
+class TensorPlace(NamedTuple):
+    """A tensor in the file."""
+
+    name: str
+    dtype: str
+    """As safetensors names it: F32, F16 or BF16."""
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte, counted from the first tensor."""
+    stop: int
+
+
+@dataclass(slots=True)
+class ModuleTensors:
+    """The tensors of one module of the base model."""
+
+    module: str
+    """The module's name in the base model."""
+    a: TensorPlace | None = None
+    """[rank, inputs]; of an embedding [rank, vocabulary]."""
+    b: TensorPlace | None = None
+    """[outputs, rank]."""
+    bias: TensorPlace | None = None
+    """[outputs], which is added as B A x is."""
+    is_embedding: bool = False
+    others: dict[str, TensorPlace] = field(default_factory=dict)
+    """The tensors of a module that the adapter replaces, and those of the base model that PEFT wrote beside its own, by
+    the rest of their names."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether A and B are both there: a module that lacks one of them is as in the base model."""
+        return self.a is not None and self.b is not None
+
+
+_SUFFIXES = {
+    "lora_A.weight": ("a", False),
+    "lora_B.weight": ("b", False),
+    "lora_B.bias": ("bias", False),
+    "lora_embedding_A": ("a", True),
+    "lora_embedding_B": ("b", True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The checked files of an adapter. What fits a base model is checked by whoever knows the model."""
+
+    directory: Path
+    config: AdapterConfig
+    header: SafetensorsHeader
+    tensors: tuple[TensorPlace, ...]
+    """In the order in which they lie in the file, one behind the other."""
+    modules: Mapping[str, ModuleTensors]
+    """By the modules' names in the base model."""
+
+    @property
+    def weights_path(self) -> Path:
+        return self.directory / WEIGHTS_NAME
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors in the file."""
+        return self.tensors[-1].stop
+
+    def info(self) -> AdapterInfo:
+        """What is to be known of the adapter; reads the whole file for its digest. Raises AdapterRefused."""
+        ranks = [self.config.rank_of(tensors.module) for tensors in self.modules.values() if tensors.computes]
+        return AdapterInfo(
+            self.digest(), max(ranks, default=0), self.num_bytes, len(self.modules), self.config.base_model
+        )
+
+    def digest(self) -> str:
+        """SHA-256 over the file's bytes and the settings that change results. Raises AdapterRefused."""
+        state = self._begin_digest()
+        whole, rest = divmod(self.num_bytes, _READ_BYTES)
+        for piece in self._pieces((*[_READ_BYTES] * whole, rest)):
+            state.update(piece)
+        return str(state.hexdigest())
+
+    def check_digest(self, digest: str) -> None:
+        """Raise AdapterRefused unless the files are those of this digest."""
+        self._compare(self.digest(), digest)
+
+    def read(self, digest: str) -> Iterator[tuple[TensorPlace, bytes]]:
+        """Each tensor's bytes in the order of the file, read once.
+
+        Raises AdapterRefused at the end for files that are not those of this digest.
+        """
+        state = self._begin_digest()
+        pieces = self._pieces([place.stop - place.start for place in self.tensors])
+        for place, piece in zip(self.tensors, pieces, strict=True):
+            state.update(piece)
+            yield place, piece
+        self._compare(str(state.hexdigest()), digest)
+
+    def _begin_digest(self) -> Any:
+        state = hashlib.sha256(b"baton adapter 1")
+        for part in (self.config.canonical(), self.header.content):
+            state.update(len(part).to_bytes(8, "little"))
+            state.update(part)
+        return state
+
+    def _compare(self, found: str, wanted: str) -> None:
+        if found != wanted:
+            raise AdapterRefused(
+                f"{self.directory} holds the adapter {found:.12}, not {wanted:.12}, since its files have changed; load "
+                "it again"
+            )
+
+    def _pieces(self, sizes: Iterable[int]) -> Iterator[bytes]:
+        """The file's bytes from the first tensor on, in pieces of these sizes."""
+        try:
+            with self.weights_path.open("rb", buffering=0) as file:
+                file.seek(self.header.data_start)
+                for size in sizes:
+                    piece = b""
+                    while len(piece) < size:
+                        more = file.read(size - len(piece))
+                        if not more:
+                            raise AdapterRefused(f"{self.weights_path} has become shorter; load it again")
+                        piece = piece + more if piece else more
+                    yield piece
+        except OSError as error:
+            raise AdapterRefused(f"{self.weights_path} can't be read ({error}); copy it again") from error
+
+
+def open_adapter(directory: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
+    """Read the settings and the header of an adapter's files. Raises AdapterRefused for what is unsound in them."""
+    if not directory.is_dir():
+        raise AdapterRefused(f"there is no directory {directory}; name one that PEFT's save_pretrained wrote")
+    config = read_config(directory)
+    path = directory / WEIGHTS_NAME
+    if not path.is_file():
+        if (directory / _PICKLE_NAME).exists():
+            raise AdapterRefused(
+                f"{directory} has only pickled weights ({_PICKLE_NAME}), which could run code; save the adapter as "
+                "safetensors"
+            )
+        raise AdapterRefused(f"{directory} has no {WEIGHTS_NAME}; copy the weights there")
+    try:
+        header = read_header(path, _MOST_HEADER_BYTES, _MOST_TENSORS)
+    except (UnsoundSafetensors, OSError) as error:
+        raise AdapterRefused(str(error)) from error
+    tensors = _places(path, header)
+    files = AdapterFiles(directory, config, header, tensors, _modules(path, config, tensors))
+    for module in files.modules.values():
+        _check_module(path, config, module, max_rank)
+    return files
+
+
+def _places(path: Path, header: SafetensorsHeader) -> tuple[TensorPlace, ...]:
+    places = sorted((_place(path, name, entry) for name, entry in header.entries.items()), key=lambda one: one.start)
+    if not places:
+        raise AdapterRefused(f"{path} holds no tensors; copy it again")
+    end = 0
+    for place in places:
+        if place.start != end:
+            raise AdapterRefused(
+                f"{path}: the tensor {place.name} begins at {place.start}, not at {end}; copy it again"
+            )
+        end = place.stop
+    if end > _MOST_BYTES:
+        raise AdapterRefused(f"{path} holds {end} bytes of weights; at most {_MOST_BYTES} are read")
+    return tuple(places)
+
+
+def _place(path: Path, name: str, entry: Mapping[str, Any]) -> TensorPlace:
+    try:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        start, stop = entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise AdapterRefused(f"{path}: the tensor {name} is described wrongly; copy it again") from error
+    if not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
+        raise AdapterRefused(f"{path}: the tensor {name} is of dtype {dtype!r:.20}; only F32, F16 and BF16 are read")
+    if not all(type(number) is int and 0 < number < 1 << 40 for number in shape) or not 1 <= len(shape) <= 3:
+        raise AdapterRefused(f"{path}: the tensor {name} has the shape {list(shape)!r:.60}; copy it again")
+    size = math.prod(shape) * _ELEMENT_BYTES[dtype]
+    if type(start) is not int or type(stop) is not int or start < 0 or stop - start != size:
+        raise AdapterRefused(f"{path}: the tensor {name} needs {size} bytes, and other ones are given; copy it again")
+    return TensorPlace(name, dtype, shape, start, stop)
+
+
+def _modules(path: Path, config: AdapterConfig, tensors: tuple[TensorPlace, ...]) -> dict[str, ModuleTensors]:
+    modules: dict[str, ModuleTensors] = {}
+    for place in tensors:
+        name = place.name
+        if not name.startswith(_PREFIX):
+            raise AdapterRefused(
+                f"{path}: the tensor {name} is none that PEFT writes; its name must begin with {_PREFIX}"
+            )
+        name = name.removeprefix(_PREFIX)
+        for suffix, (part, is_embedding) in _SUFFIXES.items():
+            if name.endswith(f".{suffix}"):
+                module = name.removesuffix(f".{suffix}")
+                found = modules.setdefault(module, ModuleTensors(module))
+                if found.a is not None and found.is_embedding != is_embedding:
+                    raise AdapterRefused(f"{path} has tensors of {module} as of an embedding and as of a product")
+                found.is_embedding = is_embedding
+                setattr(found, part, place)
+                break
+        else:
+            module, _, rest = name.rpartition(".")
+            if module.endswith(".base_layer"):
+                module, rest = module.removesuffix(".base_layer"), f"base_layer.{rest}"
+            elif not any(module == saved or module.endswith(f".{saved}") for saved in config.modules_to_save):
+                raise AdapterRefused(
+                    f"{path}: the tensor {place.name} is neither LoRA's A or B nor of a module in modules_to_save; "
+                    "save the adapter without it"
+                )
+            modules.setdefault(module, ModuleTensors(module)).others[rest] = place
+    return modules
+
+
+def _check_module(path: Path, config: AdapterConfig, tensors: ModuleTensors, max_rank: int) -> None:
+    """Check a module's tensors against each other and against the settings."""
+    module, a, b = tensors.module, tensors.a, tensors.b
+    if (a is not None or b is not None) and not config.targets(module):
+        raise AdapterRefused(
+            f"{path} has tensors of {module}, which is none of its target_modules; copy both files again"
+        )
+    rank = config.rank_of(module)
+    if rank > max_rank and (a is not None or b is not None):
+        raise AdapterRefused(
+            f"{path}: {module} has the rank {rank}, and at most {max_rank} is allowed; raise --max-lora-rank"
+        )
+    if tensors.bias is not None and not config.has_lora_bias:
+        raise AdapterRefused(
+            f"{path} has {tensors.bias.name}, but its settings say no lora_bias; copy both files again"
+        )
+    for place, axis in ((a, 0), (b, 1)):
+        if place is not None and (len(place.shape) != 2 or place.shape[axis] != rank):
+            raise AdapterRefused(
+                f"{path}: {place.name} has the shape {list(place.shape)}, which is none of the rank {rank} in its "
+                "settings; copy both files again"
+            )
+    if tensors.bias is not None and b is not None and tensors.bias.shape != b.shape[:1]:
+        raise AdapterRefused(
+            f"{path}: {tensors.bias.name} has the shape {list(tensors.bias.shape)}, not {[b.shape[0]]}"
+        )

@@ -81,6 +81,10 @@ class UnknownModel(InvalidRequest):
     """The request names a model that this cluster does not serve."""
 
 
+class UnsupportedRequest(InvalidRequest):
+    """The request needs something that no node of its model can do; the message names it."""
+
+
 class DuplicateRequest(BatonError):
     """The id of the request is in use by another request that has not ended."""
 

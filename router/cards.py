@@ -62,6 +62,7 @@ def card_of_nodes(
         fingerprint=_fingerprint(nodes),
         defaults=defaults,
         permits_extra_keys=permits_extra_keys,
+        capabilities=frozenset().union(*(node.can for node in nodes)),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence, Set
 from random import Random
 
 from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, QueueFull, WouldBeLate
+from baton.messages.capabilities import check_capable, in_order
 from baton.messages.node import NodeDescription
 from router.admission.admission import NO_TARGETS, AdmissionQueue, Ticket
 from router.flight.active_request import ActiveRequest
@@ -94,7 +95,7 @@ class WaitingRoom:
             return None
         active.wanted = place
         try:
-            self._check_embedding_possible(active, place)
+            self._check_capable(active, place)
             choice = self._find_nodes_or_wait(active, place)
         except (InvalidRequest, Overloaded) as error:
             return GiveUp(error)
@@ -103,17 +104,21 @@ class WaitingRoom:
             self._placer.placed(choice, self._timers.monotonic())
         return choice
 
-    def _check_embedding_possible(self, active: ActiveRequest, place: Place) -> None:
-        """Raises NoCapacity for a new embedding if nodes are up and none computes embeddings: that won't change soon.
+    def _check_capable(self, active: ActiveRequest, place: Place) -> None:
+        """Refuse a new request if nodes are up and none can do what it needs: that won't change soon.
 
-        An embedding whose node was lost waits as any request does.
+        Raises UnsupportedRequest, or NoCapacity if a node could a short time ago. A request whose node was lost waits
+        as any other does.
         """
-        if not active.request.embeds or place.attempt > 1:
+        model, needs = active.request.model, active.request.needs
+        nodes = [one.node for one in self._view.candidates() if one.node.model == model]
+        if place.attempt > 1 or not nodes or any(needs <= node.can for node in nodes):
             return
-        model = active.request.model
-        sizes = [one.node.embedding_size for one in self._view.candidates() if one.node.model == model]
-        if sizes and not any(sizes):
-            raise NoCapacity(f"no node that embeds with {model} is up", self._embeddings.retry_after_s)
+        sizes = [size for size in self._view.sizes(self._timers.monotonic()) if size.model == model]
+        if not any(needs <= size.can for size in sizes):
+            check_capable(model, needs, frozenset().union(*(size.can for size in sizes)))
+        what = " and ".join(in_order(needs))
+        raise NoCapacity(f"no node that can {what} with {model} is up", self._line(active).retry_after_s)
 
     def _line(self, active: ActiveRequest) -> _WaitingLine:
         return self._embeddings if active.request.embeds else self._text

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.errors import BatonError
+from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.node_report import ComputePath, RankReport
 
 
@@ -36,6 +37,8 @@ class ModelInfo:
     compute_paths: tuple[ComputePath, ...] = ()
     weight_bytes: int = 0
     """Bytes of the weights in memory, quantised ones as they are packed."""
+    capabilities: frozenset[Capability] = GENERATES
+    """What the model can be asked to do on this node."""
 
 
 @dataclass(frozen=True, slots=True)

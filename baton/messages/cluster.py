@@ -43,6 +43,8 @@ class NodeStatus:
     """Ranks that compute each layer of the node's model together; 0: not known, or a router."""
     pp: int = 0
     """Stages of consecutive layers, of `tp` ranks each; 0: not known, or a router."""
+    capabilities: Sequence[str] = ()
+    """What the node's model can be asked to do there; empty for a router."""
 
     @property
     def shape(self) -> NodeShape:

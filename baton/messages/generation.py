@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baton.messages.capabilities import Capability
 from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.sampling import RepetitionDetection, SamplingDefaults, TokenLogprobs
 from baton.values import value
@@ -206,3 +207,5 @@ class ModelCard:
     """What a request samples with if it does not say. HTTP clients see it in /v1/models."""
     permits_extra_keys: bool = False
     """Whether a JSON schema that says nothing of further keys permits them. Not sent to clients."""
+    capabilities: frozenset[Capability] = frozenset()
+    """What the model can be asked to do; empty: the router has seen no node."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import TransferCause
+from baton.messages.capabilities import GENERATES, GENERATES_AND_EMBEDS, Capability
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
@@ -94,6 +95,13 @@ class NodeDescription:
     """Ranks that compute each layer together; 0: not known."""
     pp: int = 0
     """Stages of consecutive layers, of `tp` ranks each; 0: not known."""
+    capabilities: frozenset[Capability] = frozenset()
+    """What the node's model can be asked to do there; empty: a version that does not say it, see `can`."""
+
+    @property
+    def can(self) -> frozenset[Capability]:
+        """What the node's model can be asked to do there."""
+        return self.capabilities or (GENERATES_AND_EMBEDS if self.embedding_size else GENERATES)
 
     @property
     def shape(self) -> NodeShape:

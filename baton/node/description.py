@@ -50,4 +50,5 @@ def describe(
         num_threads=config.num_threads if runner.memory.kind == "DRAM" else 0,
         tp=config.tp,
         pp=config.num_stages,
+        capabilities=model.capabilities,
     )

@@ -11,6 +11,7 @@ import torch
 
 from baton.engine.runner import ModelInfo, RunnerLost
 from baton.errors import ConfigError
+from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
@@ -205,6 +206,7 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         bit_exact=reason is None,
         bit_exact_reason=reason or "",
         embedding_size=transformer.embedding_size,
+        capabilities=GENERATES_AND_EMBEDS,
         compute_paths=compute_paths(operations, transformer, loaded.weights, loaded.dtype),
         weight_bytes=loaded.weights.num_bytes,
     )

@@ -18,6 +18,7 @@ import xxhash
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, RemotePart
 from baton.engine.sequences.beam_search import BeamSearch
+from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.node_report import RankReport
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.model_formats.adapters import open_adapter
@@ -188,6 +189,7 @@ class SimulatedRunner:
             eos_token_ids=spec.eos_token_ids,
             bit_exact=True,
             embedding_size=_EMBEDDING_SIZE,
+            capabilities=GENERATES_AND_EMBEDS,
         )
         self._adapters: set[str] = set()
         """Digests of the loaded adapters."""

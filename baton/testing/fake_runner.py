@@ -21,6 +21,7 @@ from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOu
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo, RemotePart
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.errors import AdapterRefused
+from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.node_report import RankReport
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.blocks.host_blocks import HostBlocks
@@ -150,6 +151,7 @@ class FakeRunner:
             eos_token_ids=eos_token_ids,
             bit_exact=True,
             embedding_size=_EMBEDDING_SIZE,
+            capabilities=GENERATES_AND_EMBEDS,
         )
         self._slots = (ctypes.c_uint64 * ((num_blocks + PROBE_BLOCKS) * block_size))()
         self.memory = KVMemory(

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import PlainSerializer
 
+from baton.messages.capabilities import EMBEDS, GENERATES, Capability
 from baton.messages.sampling import SamplingParams
 from baton.values import value
 
@@ -47,6 +48,11 @@ class ValidRequest:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids) or self.prompt_length
+
+    @property
+    def needs(self) -> frozenset[Capability]:
+        """What the nodes of the request must be able to do."""
+        return EMBEDS if self.embeds else GENERATES
 
     def without_prompt(self) -> ValidRequest:
         """The same request without its prompt: enough to continue a running attempt, but not to begin one."""

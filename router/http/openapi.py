@@ -48,6 +48,7 @@ _CARD = {
     "root": _MODEL,
     "parent": None,
     "max_model_len": 2048,
+    "capabilities": ["generate", "embed"],
     "has_chat_template": False,
     "default_sampling_params": {"temperature": 0.7, "top_k": 40},
 }

@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 import baton
 from baton.errors import UnknownModel
+from baton.messages.capabilities import in_order
 from baton.observe.metrics import CONTENT_TYPE
 from router.http.model import ServedModel
 
@@ -29,6 +30,7 @@ def status_routes(
             "root": served.name,
             "parent": None,
             "max_model_len": served.max_model_len,
+            "capabilities": in_order(served.capabilities),
             "has_chat_template": model.has_chat_template,
             "default_sampling_params": served.defaults.given(),
         }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from baton.errors import InvalidRequest, NoCapacity
+from baton.messages.capabilities import GENERATES, Capability, in_order
 from baton.messages.kv_format import KVFormat
 from baton.messages.node import NodeDescription, Role
 from baton.values import value
@@ -63,6 +64,8 @@ class Demand:
     max_tokens: int
     embeds: bool = False
     """Whether an embedding is wanted, and no output."""
+    needs: frozenset[Capability] = GENERATES
+    """What its nodes must be able to do."""
 
     @property
     def num_tokens(self) -> int:
@@ -82,17 +85,17 @@ class NodeSize(NamedTuple):
     max_model_len: int
     kv_tokens: int
     """How many tokens' KV its cache holds."""
-    embeds: bool
+    can: frozenset[Capability]
 
     def holds(self, demand: Demand) -> bool:
         """Whether an idle node of this size could serve the request."""
         is_long_enough = demand.num_tokens <= self.max_model_len and demand.num_stored_tokens <= self.kv_tokens
-        return self.model == demand.model and is_long_enough and (self.embeds or not demand.embeds)
+        return self.model == demand.model and is_long_enough and demand.needs <= self.can
 
 
 def size_of(node: NodeDescription) -> NodeSize:
-    """A node's size. Nodes of an older version compute no embeddings."""
-    return NodeSize(node.model, node.max_model_len, node.num_blocks * node.block_size, node.embedding_size > 0)
+    """A node's size."""
+    return NodeSize(node.model, node.max_model_len, node.num_blocks * node.block_size, node.can)
 
 
 @value(frozen=True, slots=True)
@@ -145,16 +148,19 @@ def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[
         c
         for c in candidates
         if (n := c.node).model == model and tokens <= n.max_model_len and stored <= n.num_blocks * n.block_size
+        if demand.needs <= n.can
     ]
-    if demand.embeds:
-        # Nodes of an older version compute no embeddings.
-        able = [c for c in able if c.node.embedding_size]
     if able:
         return [c for c in able if c.node.incarnation not in exclude] or able if exclude else able
-    if any(c.node.model == model and (c.node.embedding_size or not demand.embeds) for c in candidates):
+    if any(c.node.model == model and demand.needs <= c.node.can for c in candidates):
         whole = "comes" if demand.embeds else "with max_tokens comes"
         raise InvalidRequest("prompt", f"{whole} to {tokens} tokens, more than any node's KV cache holds")
-    raise NoCapacity(f"no node that {'embeds with' if demand.embeds else 'serves'} {demand.model} is up")
+    raise NoCapacity(f"no node that {_what_is_needed(demand)} {demand.model} is up")
+
+
+def _what_is_needed(demand: Demand) -> str:
+    """Describes what a node must be able to do, in front of the model's name."""
+    return "serves" if demand.needs == GENERATES else f"can {' and '.join(in_order(demand.needs))} with"
 
 
 def with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -59,7 +59,8 @@ def prompt_keys_of(request: ValidRequest) -> PromptKeys:
 
 def demand_of(request: ValidRequest) -> Demand:
     """The properties of a request that decide on which nodes it fits."""
-    return Demand(request.model, request.num_prompt_tokens, request.sampling_params.max_tokens, embeds=request.embeds)
+    max_tokens = request.sampling_params.max_tokens
+    return Demand(request.model, request.num_prompt_tokens, max_tokens, embeds=request.embeds, needs=request.needs)
 
 
 class Policy(enum.Enum):

@@ -11,6 +11,7 @@ from typing import cast
 from cachetools import FIFOCache
 
 from baton.engine.sequences.sequence_group import most_at_once
+from baton.messages.capabilities import in_order
 from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription
@@ -348,6 +349,7 @@ class ClusterView:
             desired_role=self._desired.role_of(record.name) or "",
             in_flight=len(node.in_flight),
             tp=record.tp,
+            capabilities=in_order(node.description.can) if node.description is not None else (),
             pp=record.pp,
         )
 

@@ -34,6 +34,7 @@ from baton.wire.services.generation_service import GenerationServicer
 CODES = {
     "BatonError": "INTERNAL",
     "InvalidRequest": "INVALID_ARGUMENT",
+    "UnsupportedRequest": "INVALID_ARGUMENT",
     "UnknownModel": "INVALID_ARGUMENT",
     "UsageError": "INVALID_ARGUMENT",
     "DuplicateRequest": "ALREADY_EXISTS",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import datetime
 from random import Random
 
+from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.generation import Chunk, Finished, ModelCard, Path
 from baton.security.pages import PageAuthenticator
 from baton.testing.fake_clock import FakeClock
@@ -20,7 +21,7 @@ from tests.support.http_client import AsgiClient
 from tests.support.router_parts import MODEL
 
 NOW = datetime(2026, 1, 2)
-CARD = ModelCard(MODEL, 64, 300, embedding_size=2, fingerprint="fp_0123456789ab")
+CARD = ModelCard(MODEL, 64, 300, embedding_size=2, fingerprint="fp_0123456789ab", capabilities=GENERATES_AND_EMBEDS)
 BOUNDS = StoreBounds(stored_responses=100, stored_response_memory=64 << 20, stored_response_s=60.0)
 
 

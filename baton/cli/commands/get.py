@@ -33,6 +33,7 @@ _WIDE = [
     "FREE",
     "LEASED",
     "BIT-EXACT",
+    "CAN",
     "DETAIL",
 ]
 _SORTS = ("role", "name", "status", "age", "running", "waiting", "kv")
@@ -138,5 +139,6 @@ def _row(node: NodeStatus, wide: bool) -> Sequence[str]:
         "-" if router else str(node.free_blocks),
         "-" if router else str(node.leased_blocks),
         "-" if router else "yes" if node.bit_exact else "no",
+        ",".join(node.capabilities) or "-",
         node.detail or "-",
     ]

@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.cli.output import duration, fine_duration, size, table_lines
 from baton.cli.views.lease_rows import lease_json, oldest_first
+from baton.messages.capabilities import in_order
 from baton.messages.cluster import NodeStatus
 from baton.messages.node import LoadReport, NodeDescription
 from baton.messages.node_report import KV_PROBE_FAILED, HandoffReport, NodeReport, RankReport
@@ -41,7 +42,11 @@ def node_json(status: NodeStatus, report: NodeReport | None) -> dict[str, Any]:
     description, handoff = report.node, report.handoff
     document = {
         "description": asdict(description)
-        | {"role": description.role.value, "eos_token_ids": sorted(description.eos_token_ids)},
+        | {
+            "role": description.role.value,
+            "eos_token_ids": sorted(description.eos_token_ids),
+            "capabilities": in_order(description.can),
+        },
         "load": asdict(report.load),
         "waiting_by_reason": dict(report.waiting_by_reason),
         "compute_paths": [asdict(path) for path in report.compute_paths],
@@ -79,6 +84,7 @@ def _model(description: NodeDescription) -> list[Field]:
         ("Numerics", description.numerics),
         ("Bit-exact", "yes" if description.bit_exact else "no"),
         ("Longest", f"{description.max_model_len} tokens"),
+        ("Can", ", ".join(in_order(description.can))),
         ("Vocabulary", f"{description.vocab_size} tokens"),
     ]
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
+from baton.messages.capabilities import Capability
 from baton.messages.ids import SCOPED_ID_PATTERN
 from baton.messages.kv_format import block_sizes_fit
 from baton.messages.node import Leg, NodeDescription, Role, Submit
@@ -37,7 +38,10 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     if submit.leg is Leg.PREFILL and node.role is not Role.PREFILL:
         return f"leg: a {node.role.value} node does not run prefill legs"
     source = submit.kv_source
-    if submit.leg is Leg.EMBED and (why := _embedding_objection(submit, node)):
+    needed = Capability.EMBED if submit.leg is Leg.EMBED else Capability.GENERATE
+    if needed not in node.can:
+        return f"leg: the model of {node.node_id} can't {needed}"
+    if submit.leg is Leg.EMBED and (why := _embedding_objection(submit)):
         return why
     if (submit.leg is Leg.DECODE) != (source is not None):
         return "kv_source: must be set for a decode leg, and for no other leg"
@@ -49,10 +53,8 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     return _sampling_objection(submit.sampling_params, vocab) or _output_objection(submit, node)
 
 
-def _embedding_objection(submit: Submit, node: NodeDescription) -> str | None:
+def _embedding_objection(submit: Submit) -> str | None:
     params = submit.sampling_params
-    if not node.embedding_size:
-        return f"leg: the model of {node.node_id} computes no embeddings"
     if submit.output_token_ids or params.n > 1 or params.beam_width or params.has_grammar:
         return "leg: a request for an embedding can have no output, schema or several sequences"
     return None

@@ -16,7 +16,13 @@ from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 from baton.wire import status
 from baton.wire.clients.liveness import PROBE_TIMEOUT_S, LivenessTimer, is_answer
-from baton.wire.codec.generation import call_number_to_metadata, event_from_pb, finished_from_pb, request_to_pb
+from baton.wire.codec.generation import (
+    call_number_to_metadata,
+    event_from_pb,
+    finished_from_pb,
+    model_from_pb,
+    request_to_pb,
+)
 from baton.wire.credentials import PLAINTEXT_DIALER, Dialer
 
 _CALL_TIMEOUT_S = 30.0
@@ -83,7 +89,7 @@ class GenerationStub:
     def list_models(self) -> list[ModelCard]:
         with status.translated(self._address):
             response = self._stub.ListModels(generation.ListModelsRequest(), timeout=_CALL_TIMEOUT_S)
-            return [ModelCard(model.name, model.max_model_len, model.vocab_size) for model in response.models]
+            return [model_from_pb(model) for model in response.models]
 
     def close(self) -> None:
         if self._watcher is not None:

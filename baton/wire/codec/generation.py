@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from baton.errors import BatonError, InvalidRequest
+from baton.messages.capabilities import in_order, known_capabilities
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.generation import (
     Accepted,
@@ -13,6 +14,7 @@ from baton.messages.generation import (
     Finished,
     GenerateEvent,
     GenerateRequest,
+    ModelCard,
     Path,
     PromptLogprobs,
     SequenceFinished,
@@ -245,6 +247,20 @@ def event_from_pb(
 def event_from_bytes(data: bytes) -> Accepted | PromptLogprobs | Chunk | SequenceFinished | generation.Finished:
     """The event in an encoded message."""
     return event_from_pb(generation.GenerateResponse.FromString(data))
+
+
+def model_to_pb(card: ModelCard) -> generation.Model:
+    """What a client is told of a model."""
+    return generation.Model(
+        name=card.name,
+        max_model_len=card.max_model_len,
+        vocab_size=card.vocab_size,
+        capabilities=in_order(card.capabilities),
+    )
+
+
+def model_from_pb(pb: generation.Model) -> ModelCard:
+    return ModelCard(pb.name, pb.max_model_len, pb.vocab_size, capabilities=known_capabilities(pb.capabilities))
 
 
 def finished_from_pb(pb: generation.Finished, metadata: Sequence[tuple[str, str | bytes]]) -> Finished:

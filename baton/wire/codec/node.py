@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baton.errors import InvalidRequest, TransferCause
+from baton.messages.capabilities import in_order, known_capabilities
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
@@ -68,6 +69,7 @@ NODE_DESCRIPTION = Codec(
     NodeDescription,
     node.NodeDescription,
     FieldConversion("role", role_to_pb, role_from_pb),
+    FieldConversion("capabilities", in_order, known_capabilities),
     FieldConversion("on_transfer_failure", read=lambda policy: policy or "reroute"),
 )
 LOAD = Codec(LoadReport, node.LoadReport)

@@ -30,6 +30,7 @@ from baton.wire.codec.generation import (
     call_number_from_metadata,
     chunk_to_pb,
     event_to_pb,
+    model_to_pb,
     path_to_metadata,
     request_from_pb,
 )
@@ -144,11 +145,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     ) -> generation.ListModelsResponse:
         _check_message(request)
         cards = self._handler.list_models()
-        models = [
-            generation.Model(name=card.name, max_model_len=card.max_model_len, vocab_size=card.vocab_size)
-            for card in cards
-        ]
-        return generation.ListModelsResponse(models=models)
+        return generation.ListModelsResponse(models=[model_to_pb(card) for card in cards])
 
 
 class _ResponseStream:

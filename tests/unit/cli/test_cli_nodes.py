@@ -20,6 +20,7 @@ from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.lease_rows import lease_json, lease_row, oldest_first
 from baton.cli.views.node_page import node_json, node_lines
 from baton.errors import DeadlineExceeded, NodeNotFound
+from baton.messages.capabilities import Capability
 from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport
@@ -151,6 +152,14 @@ def test_compute_paths_are_shown_with_the_reason_why_they_are_not_faster() -> No
     ]
     found = node_json(status_of(report), report)["report"]["compute_paths"]
     assert found[1] == {"part": "decoder", "runs": "transformers' loop", "why_not_faster": "no part model"}
+
+
+def test_what_the_model_can_do_is_shown() -> None:
+    assert "  Can:          generate" in node_lines(status_of(SENDER), SENDER)
+    can = frozenset((Capability.LORA, Capability.GENERATE))
+    report = replace(SENDER, node=replace(SENDER.node, capabilities=can))
+    assert "  Can:          generate, lora" in node_lines(status_of(report), report)
+    assert node_json(status_of(report), report)["report"]["description"]["capabilities"] == ["generate", "lora"]
 
 
 def test_the_shape_of_a_node_of_several_ranks_is_shown() -> None:

@@ -273,7 +273,7 @@ async def test_embeddings_too_large_for_one_report_come_in_several() -> None:
 
 
 def test_a_node_without_embeddings_says_so() -> None:
-    assert objection(submit(leg=Leg.EMBED), DESCRIPTION) == "leg: the model of decode-0 computes no embeddings"
+    assert objection(submit(leg=Leg.EMBED), DESCRIPTION) == "leg: the model of decode-0 can't embed"
 
 
 @pytest.mark.parametrize("leg", [Leg.PREFILL, Leg.WHOLE])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.generation import ModelCard
 from baton.messages.sampling import SamplingDefaults
 from router.cards import CurrentCard, card_of_nodes
@@ -26,7 +27,7 @@ def test_the_card_is_the_known_one_until_a_node_of_the_model_is_attached() -> No
     view.registered([record_of(other), record_of(node)])
     view.attached(node, 0.0)
     fingerprint = card_of_nodes([node], 64, DEFAULTS).fingerprint
-    expected = ModelCard(MODEL, 64, 300, embedding_size=8, fingerprint=fingerprint, defaults=DEFAULTS)
+    expected = ModelCard(MODEL, 64, 300, True, 8, fingerprint, DEFAULTS, capabilities=GENERATES_AND_EMBEDS)
     assert card() == replace(expected, permits_extra_keys=True)
 
 

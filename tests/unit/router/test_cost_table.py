@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, NoCapacity
+from baton.messages.capabilities import EMBEDS, GENERATES
 from baton.messages.kv_format import KVFormat
 from baton.messages.node import NodeDescription
 from router.placement.cost_model import NodeCosts, PlacementQuery, ServiceLevel, cheapest, newcomer_share, node_costs
@@ -99,7 +100,7 @@ class Fleet:
         """Compare the choices of both implementations for one request."""
         rng, candidates = self._rng, self.candidates
         tokens, embeds = rng.choice([1, 40, 700, 3000]), rng.random() < 0.2
-        demand = Demand(MODEL, tokens, rng.choice([1, 20, 500]), embeds)
+        demand = Demand(MODEL, tokens, rng.choice([1, 20, 500]), embeds, EMBEDS if embeds else GENERATES)
         exclude, rooms = self.sample(rng.choice([0.0, 0.3])), rng.random() < 0.5
         self.table.set_candidates(candidates)
         able = self.table.fitting_rows(demand, exclude, with_room=rooms)

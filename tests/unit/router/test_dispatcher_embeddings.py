@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import Cancelled, EngineFault, InvalidRequest, NoCapacity, QueueFull, RequestNotFound, WouldBeLate
+from baton.errors import (
+    Cancelled,
+    EngineFault,
+    InvalidRequest,
+    NoCapacity,
+    QueueFull,
+    RequestNotFound,
+    UnsupportedRequest,
+    WouldBeLate,
+)
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings
 from baton.observe.metrics import Distribution, Figure, declared_figures
@@ -94,10 +103,11 @@ async def test_nodes_of_an_older_version_get_no_embeddings() -> None:
 async def test_an_embedding_is_refused_at_once_if_no_node_embeds(policy: Policy) -> None:
     async with router_rig(prefill("p1"), decode("d1"), placer=Placer(PlacementSettings(policy))) as rig:
         reader = rig.ask(embeds=True)
-        with pytest.raises(NoCapacity, match="no node that embeds with demo is up"):
+        with pytest.raises(UnsupportedRequest, match="'demo' can't do embed; it can generate") as refusal:
             await reader.finished()
+        assert refusal.value.field == "model"
         assert reader.events == []
-        assert rig.dispatcher.requests.counters.rejections == {"NoCapacity": 1}
+        assert rig.dispatcher.requests.counters.rejections == {"UnsupportedRequest": 1}
         await text_is_placed(rig)
 
 
@@ -106,7 +116,7 @@ async def test_an_embedding_waits_for_a_node_if_none_is_up() -> None:
         in_vain = rig.ask(embeds=True, request_id="in-vain")
         await in_vain.wait_until_accepted()
         rig.timers.advance(6.0)
-        with pytest.raises(NoCapacity, match="no node that embeds with demo is up"):
+        with pytest.raises(NoCapacity, match="no node that can embed with demo is up"):
             await in_vain.finished()
         reader = rig.ask(embeds=True)
         await reader.wait_until_accepted()

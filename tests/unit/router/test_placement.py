@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, NoCapacity
+from baton.messages.capabilities import Capability
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, LoadReport, NodeDescription, Submit
 from baton.messages.sampling import SamplingParams
@@ -87,6 +88,15 @@ def test_without_a_fitting_node_the_reason_is_given() -> None:
         choose([], DEMAND)
     with pytest.raises(NoCapacity, match="no node that serves demo is up"):
         choose([at(decode(model="other"))], DEMAND)
+
+
+def test_only_nodes_that_can_do_what_is_needed_are_chosen() -> None:
+    needs = frozenset((Capability.GENERATE, Capability.LORA))
+    demand = replace(DEMAND, needs=needs)
+    able = decode("d2", capabilities=needs | {Capability.EMBED})
+    assert names(choose([at(decode("d1")), at(able, 9), at(prefill())], demand)) == (None, "d2")
+    with pytest.raises(NoCapacity, match="no node that can generate and lora with demo is up"):
+        choose([at(decode("d1"))], demand)
 
 
 def test_a_failed_node_is_used_again_when_no_other_is_left() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import BatonError, InvalidRequest, TransferCause
+from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
 from baton.messages.ids import AttemptKey
@@ -172,6 +173,7 @@ def test_descriptions_and_traces_are_decoded_with_every_field() -> None:
     description = NodeDescription(
         *("p0", "p0.x", Role.PREFILL, "h:1", 7, "0.1", "m", "f", "bfloat16", "n", True, 10, 20, 16, 5, frozenset({1})),
         *("fail", "kv", 2**40, 64, 512, 4, 4096),
+        capabilities=GENERATES_AND_EMBEDS,
     )
     assert codec_node.NODE_DESCRIPTION.from_pb(codec_node.NODE_DESCRIPTION.to_pb(description)) == description
     event = TraceEvent(1, 2**60, "offered", KEY, -5, "story")

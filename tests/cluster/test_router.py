@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from baton.config import RouterConfig
 from baton.errors import ConfigError, DeadlineExceeded, Draining, InvalidRequest, RequestNotFound, Unreachable
+from baton.messages.capabilities import GENERATES
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.runner import SimulatedSpec
 from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
@@ -171,7 +172,7 @@ async def test_calls_of_operators_and_users_are_answered(model_dir: Path) -> Non
             one.store.restart(empty=True)
             assert await asyncio.to_thread(user.tokenize, "", "ab") == [97, 98]
             assert await asyncio.to_thread(user.detokenize, MODEL, [97, 98]) == "ab"
-            assert await asyncio.to_thread(user.list_models) == [ModelCard(MODEL, 64, 300)]
+            assert await asyncio.to_thread(user.list_models) == [ModelCard(MODEL, 64, 300, capabilities=GENERATES)]
             with pytest.raises(RequestNotFound):
                 await asyncio.to_thread(user.cancel, "nobody")
         finally:

@@ -35,6 +35,7 @@ CODES = {
     "BatonError": "INTERNAL",
     "InvalidRequest": "INVALID_ARGUMENT",
     "UnsupportedRequest": "INVALID_ARGUMENT",
+    "AdapterRefused": "INVALID_ARGUMENT",
     "UnknownModel": "INVALID_ARGUMENT",
     "UsageError": "INVALID_ARGUMENT",
     "DuplicateRequest": "ALREADY_EXISTS",

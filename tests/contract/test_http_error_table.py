@@ -15,6 +15,7 @@ EXPECTED = {
     errors.UnknownModel: 404,
     errors.InvalidRequest: 400,
     errors.UsageError: 400,
+    errors.AdapterRefused: 400,
     errors.RequestNotFound: 404,
     errors.NodeNotFound: 404,
     errors.DuplicateRequest: 409,

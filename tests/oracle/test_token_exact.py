@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,11 @@ def generate_with_transformers(directory: Path, prompts: dict[str, list[int]]) -
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
     ).eval()
+    return generate_with(model, prompts)
+
+
+def generate_with(model: Any, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The greedy tokens of a transformers model for each prompt."""
     expected = {}
     for name, prompt in prompts.items():
         ids = torch.tensor([prompt])

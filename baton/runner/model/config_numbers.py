@@ -43,6 +43,23 @@ _DIVISORS = ("query_pre_attn_scalar", "final_logit_softcapping", "logits_scaling
 """Numbers that need not be whole, and that something is divided by."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """The number of experts, by its names."""
+_PARTS = ("text_config", "vision_config")
+"""The configurations of a model's parts, where it has several."""
+_IMAGE_SIZES = (
+    "image_size",
+    "patch_size",
+    "num_channels",
+    "in_channels",
+    "depth",
+    "embed_dim",
+    "num_heads",
+    "out_hidden_size",
+    "spatial_merge_size",
+    "spatial_patch_size",
+    "temporal_patch_size",
+    "window_size",
+)
+"""Sizes and counts of an encoder of images, of at least 1."""
 _ROPE_DICTIONARIES = ("rope_parameters", "rope_scaling")
 _ROPE_NUMBERS = (
     "rope_theta",
@@ -57,8 +74,17 @@ _ROPE_NUMBERS = (
 
 def check_file_numbers(checkpoint: Checkpoint) -> None:
     """Check the numbers as the file has them, before transformers computes others from them. Raises ConfigError."""
-    _check_sizes(checkpoint, checkpoint.config.get)
-    for name, value in _real_numbers(checkpoint.config):
+    parts = [part for part in map(checkpoint.config.get, _PARTS) if isinstance(part, Mapping)]
+    for part in (checkpoint.config, *parts):
+        _check_part(checkpoint, part)
+    for part in parts:
+        for name in _IMAGE_SIZES:
+            _check_count(checkpoint, name, part.get(name))
+
+
+def _check_part(checkpoint: Checkpoint, part: Mapping[str, Any]) -> None:
+    _check_sizes(checkpoint, part.get)
+    for name, value in _real_numbers(part):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 < value < math.inf):
             raise _wrong_number(checkpoint, name, value)

@@ -41,6 +41,8 @@ class RotaryTable:
         self._pieces: list[torch.Tensor] = []
         self._table = like
         """Cosines and sines of all pieces: [2, positions, R]."""
+        self._axes: torch.Tensor | None = None
+        """For each angle, int64 [R], which of a position's three numbers it follows; None while nobody asked."""
 
     @property
     def width(self) -> int:
@@ -48,7 +50,7 @@ class RotaryTable:
         return self.rows(np.zeros(1, dtype=np.int64))[0].shape[1]
 
     def rows(self, positions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [T, R] of positions [T]."""
+        """Cosines and sines [T, R] of positions [T], or of positions in three dimensions [3, T] (M-RoPE)."""
         needed = int(positions.max(initial=0)) // _PIECE + 1
         if needed > len(self._pieces):
             for piece in range(len(self._pieces), needed):
@@ -56,8 +58,23 @@ class RotaryTable:
                 cos, sin = (whole_angles(angles[0], self._half_angles) for angles in self._rotary(self._like, at))
                 self._pieces.append(torch.stack((cos, sin)))
             self._table = torch.cat(self._pieces, dim=1)
-        cos, sin = self._table.index_select(1, torch.from_numpy(positions).to(self._like.device)).unbind()
+        at = torch.from_numpy(positions).to(self._like.device)
+        if positions.ndim == 1:
+            cos, sin = self._table.index_select(1, at).unbind()
+        else:
+            if self._axes is None:
+                self._axes = self._find_axes()
+            cos, sin = self._table.gather(1, at[self._axes].T.expand(2, -1, -1)).unbind()
         return cos, sin
+
+    def _find_axes(self) -> torch.Tensor:
+        """Find out which angles change with which of a position's three numbers."""
+        at = torch.zeros(3, 1, 3, dtype=torch.int64, device=self._like.device)
+        at[range(3), 0, range(3)] = 1
+        _, sin = (whole_angles(angles[0], self._half_angles) for angles in self._rotary(self._like, at))
+        # The sine of an angle is 0 in the rows whose position is 0 in the dimension that it follows.
+        axes: torch.Tensor = (sin != 0).to(torch.int64).argmax(dim=0)
+        return axes
 
 
 class ModelOutput(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from baton.runner.images.parts import takes_images
 from baton.runner.model.weights import DTYPES
 
 
@@ -17,7 +18,7 @@ def write_random_model(directory: Path, config: Mapping[str, Any], seed: int, dt
     `config` is what a config.json holds, `model_type` included. The same arguments give the same bytes. There is no
     end-of-sequence token unless `config` names one, so that benchmarks run to their full length.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -26,7 +27,8 @@ def write_random_model(directory: Path, config: Mapping[str, Any], seed: int, dt
     settings = AutoConfig.for_model(model_type, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[dtype])
+        model_class = AutoModelForImageTextToText if takes_images(settings) else AutoModelForCausalLM
+        model = model_class.from_config(settings, dtype=DTYPES[dtype])
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     _write_tokenizer(directory, settings.get_text_config().vocab_size)

@@ -402,17 +402,18 @@ class Transformer:
             self._why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_recognised)))
             return None
         bind(self._module, EchoAttention(), self._operations.ranks)
-        token_ids, positions, rows = self._probe_rows()
+        token_ids, places, rows = self._probe_rows()
         received = self._probe_received(rows.shape[0])
-        with torch.inference_mode():
-            expected = self._forward(token_ids, positions, rows, received)
-            output = decoder.compute(token_ids, positions, rows, False, received)
-        if _same_bits(expected.logits, output.logits) and (
-            self.stage.is_last or _same_bits(expected.hidden, output.hidden)
-        ):
-            return decoder
-        self._why_no_own_loop = "its logits are not those of transformers' loop, bit for bit"
-        return None
+        for positions in (places, _apart(places)) if _has_grids(self._module.config) else (places,):
+            with torch.inference_mode():
+                expected = self._forward(token_ids, positions, rows, received)
+                output = decoder.compute(token_ids, positions, rows, False, received)
+            if not _same_bits(expected.logits, output.logits) or not (
+                self.stage.is_last or _same_bits(expected.hidden, output.hidden)
+            ):
+                self._why_no_own_loop = "its logits are not those of transformers' loop, bit for bit"
+                return None
+        return decoder
 
     def _graphs_of(self, max_model_len: int) -> DecodeGraphs | None:
         operations = self._operations
@@ -431,7 +432,7 @@ class Transformer:
             self._part.receive(received)
         out = self._module(
             input_ids=self._tensor(token_ids).unsqueeze(0),
-            position_ids=self._tensor(positions).unsqueeze(0),
+            position_ids=self._tensor(positions).unsqueeze(-2),
             use_cache=False,
             logits_to_keep=logits_rows,
         )
@@ -476,6 +477,16 @@ def _first_of(reasons: Sequence[str]) -> str:
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     # They are compared as bytes, since NaN must equal NaN here.
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def _has_grids(config: Any) -> bool:
+    """Whether rotary positions have three dimensions, those of images in grids (M-RoPE)."""
+    return "mrope_section" in (getattr(config, "rope_parameters", None) or {})
+
+
+def _apart(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Positions [3, T] that differ in the three dimensions."""
+    return np.stack([places, places[::-1], places // 2])
 
 
 def _layout_of(reports: Sequence[StageReport], block_size: int, dtype: str, cache: CacheSpec | None) -> KVLayout:

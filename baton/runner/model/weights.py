@@ -18,6 +18,7 @@ from torch import nn
 from baton.errors import ConfigError
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
+from baton.runner.images.parts import divide_image_model, takes_images
 from baton.runner.model.attention import ATTENTION_NAME
 from baton.runner.model.checkpoint import Checkpoint, open_checkpoint
 from baton.runner.model.checkpoint_names import CheckpointNames
@@ -65,7 +66,8 @@ class LoadedModel:
     """A causal language model as transformers built it, in evaluation mode, before its products are replaced."""
 
     module: nn.Module
-    """Its plain weights are in host memory: `Transformer` moves those of its layers to `device`."""
+    """Its plain weights are in host memory: `Transformer` moves those of its layers to `device`. Of a model that takes
+    images the text part."""
     config: Any
     """The text model's transformers configuration."""
     checkpoint: Checkpoint
@@ -74,6 +76,8 @@ class LoadedModel:
     architecture: str
     device: torch.device = CPU
     weights: ModelWeights = ModelWeights()
+    image_part: nn.Module | None = None
+    """What encodes images, if the model takes them; on the host, too."""
 
     @property
     def fingerprint(self) -> str:
@@ -163,11 +167,12 @@ def load_model(
     transformers.logging.disable_progress_bar()
     config = _config(checkpoint)
     model_class = _model_class(checkpoint, config)
-    check_numbers(checkpoint, config)
+    check_numbers(checkpoint, config.get_text_config())
     try:
         with _ONE_AT_A_TIME, tensors_on_file(checkpoint.weight_files) as tensors:
-            if not 0 < config.num_hidden_layers <= len(tensors):
-                raise UnusableWeight(f"{config.num_hidden_layers} layers can't be made of {len(tensors)} tensors")
+            num_layers = config.get_text_config().num_hidden_layers
+            if not 0 < num_layers <= len(tensors):
+                raise UnusableWeight(f"{num_layers} layers can't be made of {len(tensors)} tensors")
             plan = _plan(
                 model_class, config, tensors, weight_format, quantization, dequantize, DTYPES[dtype], device, in_parts
             )
@@ -178,7 +183,7 @@ def load_model(
                 config=config,
                 state_dict=plan.loaded,
                 dtype=DTYPES[dtype],
-                attn_implementation=ATTENTION_NAME,
+                attn_implementation=_attention_of(config),
                 experts_implementation=EXPERTS_NAME,
                 local_files_only=True,
                 output_loading_info=True,
@@ -198,7 +203,11 @@ def load_model(
         )
     module.eval().requires_grad_(False)
     weights = _weights(plan, module, weight_format, quantization, dequantize, dtype)
-    return LoadedModel(module, config.get_text_config(), checkpoint, dtype, model_class.__name__, device, weights)
+    loaded = LoadedModel(module, config.get_text_config(), checkpoint, dtype, model_class.__name__, device, weights)
+    if not takes_images(config):
+        return loaded
+    text_part, image_part = divide_image_model(module)
+    return replace(loaded, module=text_part, image_part=image_part)
 
 
 def parameter_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
@@ -208,7 +217,7 @@ def parameter_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """
     config = _config(checkpoint)
     model_class = _model_class(checkpoint, config)
-    check_numbers(checkpoint, config)
+    check_numbers(checkpoint, config.get_text_config())
     with _ONE_AT_A_TIME:
         skeleton = _skeleton(model_class, config)
     return {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
@@ -247,7 +256,7 @@ def _plan(
     check_size(skeleton, sizes)
     check_shapes(names, plain)
     if quantization is not None:
-        chosen = weights_to_quantize(skeleton, names, plain, quantization)
+        chosen = weights_to_quantize(skeleton, names, _of_text(skeleton, names, plain), quantization)
         weights, experts, plain = chosen.weights, chosen.experts, _without(plain, chosen.tensors)
     dtypes = {tensor.dtype for tensor in plain.values()}
     if in_parts:
@@ -263,6 +272,15 @@ def _plan(
         plan.experts.setdefault(path, {})[leaf] = of_experts
     plan.plain_dtypes.update(dtypes)
     return plan
+
+
+def _of_text(skeleton: Any, names: CheckpointNames, plain: Mapping[str, TensorOnFile]) -> Mapping[str, TensorOnFile]:
+    """The tensors of a model's text part, for a model that takes images; otherwise all."""
+    if not takes_images(skeleton.config):
+        return plain
+    parts = (skeleton.get_decoder(), skeleton.get_output_embeddings())
+    prefixes = tuple(f"{path}." for path, part in skeleton.named_modules() if any(part is each for each in parts))
+    return {name: tensor for name, tensor in plain.items() if names.parameter_of(name)[0].startswith(prefixes)}
 
 
 def _without(tensors: Mapping[str, TensorOnFile], names: Collection[str]) -> dict[str, TensorOnFile]:
@@ -347,18 +365,30 @@ def _config(checkpoint: Checkpoint) -> Any:
     return config
 
 
+def _attention_of(config: Any) -> str | dict[str, str]:
+    """The attention of the layers that have a KV cache: Baton's. An encoder of images keeps transformers' own."""
+    if not takes_images(config):
+        return ATTENTION_NAME
+    return {"": "eager", "vision_config": "eager", "text_config": ATTENTION_NAME}
+
+
 def _model_class(checkpoint: Checkpoint, config: Any) -> Any:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
 
     refusal = f"{checkpoint.directory} is of type {config.model_type!r}, which is not supported: "
-    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(refusal + "only decoder-only text models are")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if config.get_text_config() is not config:
-        raise ConfigError(refusal + "only text models are, and it has other parts")
+    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.is_encoder_decoder or type(config) not in known:
+        raise ConfigError(refusal + "only decoder-only text models are, and some that take images")
+    model_class = known[type(config)]
+    text_config = config.get_text_config()
+    if text_config is not config and not takes_images(config):
+        raise ConfigError(refusal + "only text models and some that take images are, and it has other parts")
     if not getattr(model_class, "_supports_attention_backend", False):
         raise ConfigError(refusal + "its attention can't be exchanged for the paged one")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ConfigError(refusal + f"it has layers of type {', '.join(sorted(kinds))}")
     return model_class

@@ -1,0 +1,59 @@
+"""The encoder of an image model: from an image's numbers to the rows that replace its tokens' embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.errors import ConfigError
+from baton.runner.backends.operations import Operations
+from baton.runner.images.patch_product import replace_patch_convolutions
+from baton.runner.model.layers import replace_products
+from baton.runner.model.mapped_files import MappedFiles
+from baton.runner.model.weights import LoadedModel
+
+
+class ImageEncoder:
+    """Encodes one image at a time, so that its rows depend on nothing else. Called from one thread at a time.
+
+    torch computes what is not a product of Baton's, with one thread: with several its functions would round differently
+    at the borders of their shares.
+    """
+
+    def __init__(self, model: LoadedModel, operations: Operations) -> None:
+        """Pack the weights of `model.image_part`. Raises ConfigError for one on a GPU."""
+        if model.image_part is None:
+            raise ValueError(f"{model.architecture} takes no images")
+        if model.device.type != "cpu":
+            raise ConfigError(f"{model.architecture} encodes images on CPUs only so far; use --device cpu")
+        self._image_part = model.image_part
+        mapped = MappedFiles(model.checkpoint.weight_files)
+        replace_patch_convolutions(self._image_part, operations)
+        replace_products(self._image_part, operations, 1, mapped.release)
+
+    def encode(self, image: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
+        """The rows of one image, float32 [rows, hidden size], from what its processor made of it.
+
+        Raises ArithmeticError for rows that are not finite.
+        """
+        given = {name: torch.from_numpy(array) for name, array in image.items()}
+        with torch.inference_mode(), _one_thread():
+            rows: npt.NDArray[np.float32] = self._image_part(**given).to(torch.float32).numpy()
+        if not np.isfinite(rows).all():
+            raise ArithmeticError("the encoder made numbers of the image that are not finite")
+        return rows
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

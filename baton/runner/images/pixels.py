@@ -1,0 +1,66 @@
+"""Decodes images and prepares them for a model's encoder, within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import ConfigError
+from baton.model_formats.images import UnusableImage, image_family
+from baton.model_formats.images.encoded import open_image
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class ImageProcessor:
+    """Makes an encoder's input of an encoded image (PNG, JPEG, WebP or GIF). May be called from any thread.
+
+    transformers' own processor computes it, always with Pillow: torchvision's functions give other numbers.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Read the processor's configuration. Raises ConfigError."""
+        from transformers import AutoImageProcessor
+
+        family = image_family(directory)
+        if family is None:
+            raise ConfigError(f"{directory} is no model that takes images")
+        self.family = family
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                directory, backend="pil", local_files_only=True, trust_remote_code=False
+            )
+        # transformers has no list of what it raises for a configuration that it does not expect.
+        except Exception as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"the image processor in {directory} can't be made ({said:.200}); copy it again"
+            ) from error
+
+    def pixels(self, data: bytes) -> Mapping[str, npt.NDArray[Any]]:
+        """The encoder's input, by the names of its arguments. `data`: checked by `image_size` before.
+
+        Raises UnusableImage for an image that can't be decoded.
+        """
+        image = decode_image(data)
+        made = self._processor([image], return_tensors="np")
+        return {name: np.asarray(made[name]) for name in self._processor.model_input_names if name in made}
+
+
+def decode_image(data: bytes) -> Image:
+    """The pixels of an encoded image as it is to be shown, in RGB. Raises UnusableImage for one that is damaged."""
+    from PIL import ImageOps
+
+    try:
+        with open_image(data) as opened:
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except UnusableImage:
+        raise
+    # Pillow has no list of what its decoders raise.
+    except Exception as error:
+        raise UnusableImage(f"it can't be decoded ({type(error).__name__})") from error

@@ -1,0 +1,82 @@
+"""Encoded images: their size is read from the header within bounds, and hostile files are refused before decoding."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from baton.model_formats.images import UnusableImage
+from baton.model_formats.images.encoded import ImageLimits, image_size
+from baton.runner.images.pixels import decode_image
+from tests.support.image_models import random_image
+
+LIMITS = ImageLimits(most_bytes=1 << 16, most_pixels=1 << 16)
+
+
+def encoded(image: Image.Image, name: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, name, **options)
+    return file.getvalue()
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """A PNG file whose header names a size, with hardly any pixels behind it."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("name", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_the_size_is_that_of_the_header(name: str) -> None:
+    assert image_size(encoded(Image.new("RGB", (30, 20)), name), LIMITS) == (30, 20)
+
+
+def test_an_image_is_as_large_as_it_is_shown() -> None:
+    """Cameras write a picture that was taken upright as a turned one."""
+    pixels = np.zeros((20, 30, 3), dtype=np.uint8)
+    pixels[:, :10] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(Image.fromarray(pixels), "PNG", exif=exif)
+    assert image_size(data, LIMITS) == (20, 30)
+    shown = np.asarray(decode_image(data))
+    assert shown.shape == (30, 20, 3)
+    assert shown[:10].min() == 255
+    assert shown[10:].max() == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "no image in PNG, JPEG, WEBP, GIF"),
+        (b"\x89PNG\r\n\x1a\n", "damaged"),
+        (encoded(Image.new("RGB", (8, 8)), "BMP"), "no image in"),
+        (encoded(Image.new("RGB", (8, 8)), "TIFF"), "no image in"),
+        (png_of_size(60_000, 60_000), "more pixels than are taken"),
+        (png_of_size(10_000, 10_000), "at most 65536 are taken"),
+        (png_of_size(257, 256), "257 x 256 pixels"),
+        (random_image(1, 200, 200), "bytes; at most 65536"),
+    ],
+    ids=["nothing", "no header", "BMP", "TIFF", "a bomb", "a small bomb", "too many pixels", "too many bytes"],
+)
+def test_what_is_not_to_be_decoded_is_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(UnusableImage, match=reason):
+        image_size(data, LIMITS)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_an_image_that_ends_too_early_can_not_be_decoded(share: float) -> None:
+    whole = random_image(1, 60, 60)
+    data = whole[: int(len(whole) * share)]
+    assert image_size(data, LIMITS) == (60, 60)
+    with pytest.raises(UnusableImage, match="can't be decoded"):
+        decode_image(data)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from baton.runner.images.parts import takes_images
+from baton.runner.model.image_parts import takes_images
 from baton.runner.model.weights import DTYPES
 
 

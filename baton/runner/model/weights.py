@@ -18,11 +18,11 @@ from torch import nn
 from baton.errors import ConfigError
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
-from baton.runner.images.parts import divide_image_model, takes_images
 from baton.runner.model.attention import ATTENTION_NAME
 from baton.runner.model.checkpoint import Checkpoint, open_checkpoint
 from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.config_numbers import check_file_numbers, check_numbers
+from baton.runner.model.image_parts import divide_image_model, takes_images
 from baton.runner.model.layers import EXPERTS_NAME
 from baton.runner.model.mapped_files import DuplicateTensor, TensorOnFile, tensors_on_file
 from baton.runner.model.plain_on_file import dequantized_on_file, weights_on_file

@@ -206,10 +206,11 @@ class EngineCoreOutput(NamedTuple):
     """What became of all the request's drafts so far; None if no draft was verified since its last output."""
 
 
-WaitingReason = Literal["capacity", "deferred", "grammar", "remote_kv", "arrived", "preempted", "swapped"]
-"""What a request waits for: a seat, token budget or blocks (capacity); the prefill node to begin its prompt, or another
-sequence to compute the shared prompt (deferred); the compilation of its grammar (grammar); KV in transfer (remote_kv);
-the next step, since its KV has arrived (arrived); capacity, after it was preempted (preempted, swapped)."""
+WaitingReason = Literal["capacity", "deferred", "grammar", "adapter", "remote_kv", "arrived", "preempted", "swapped"]
+"""What a request waits for: a seat, token budget, blocks or a slot for its adapter (capacity); the prefill node to
+begin its prompt, or another sequence to compute the shared prompt (deferred); the compilation of its grammar (grammar);
+its adapter to be loaded (adapter); KV in transfer (remote_kv); the next step, since its KV has arrived (arrived);
+capacity, after it was preempted (preempted, swapped)."""
 
 
 @value(frozen=True, slots=True)

@@ -52,9 +52,12 @@ class EngineCore:
         self._num_steps = 0
         self._schedule_s = self._run_s = self._update_s = 0.0
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request; raises DuplicateRequest when a request with its id has not ended."""
-        self.scheduler.add_request(request)
+    def add_request(self, request: Request, *, awaits_adapter: bool = False) -> None:
+        """Queue a request; raises DuplicateRequest when a request with its id has not ended.
+
+        `awaits_adapter`: see `Scheduler.add_request`.
+        """
+        self.scheduler.add_request(request, awaits_adapter=awaits_adapter)
 
     def finish_requests(
         self, request_ids: Collection[str], status: RequestStatus, error: str | None = None
@@ -69,6 +72,20 @@ class EngineCore:
     def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
         """Give a request the matchers for which it waits; see `Scheduler.grammar_compiled`."""
         self.scheduler.grammar_compiled(request_id, matchers)
+
+    def adapter_loaded(self, request_id: str) -> None:
+        """Queue a request that waits for its adapter; see `Scheduler.adapter_loaded`."""
+        self.scheduler.adapter_loaded(request_id)
+
+    @property
+    def num_submitted_steps(self) -> int:
+        """How many steps the runner was given since the start."""
+        return self._num_steps
+
+    @property
+    def num_committed_steps(self) -> int:
+        """How many of them are committed: those were submitted first."""
+        return self._num_steps - len(self._in_flight)
 
     def has_work(self) -> bool:
         """Whether a call of `step` could do anything now; the driver sleeps while it could not."""

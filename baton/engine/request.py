@@ -31,6 +31,8 @@ class RequestStatus(enum.Enum):
     """The request waits for a seat, a budget or blocks; a computed beam waits for what continues it."""
     WAITING_FOR_GRAMMAR = enum.auto()
     """The request's JSON schema is being compiled."""
+    WAITING_FOR_ADAPTER = enum.auto()
+    """The request's adapter is being loaded."""
     WAITING_FOR_REMOTE_KVS = enum.auto()
     """Blocks for its prompt are reserved, and the connector fills them from another node."""
     RUNNING = enum.auto()
@@ -47,6 +49,7 @@ class RequestStatus(enum.Enum):
     INVALID = enum.auto()
     KV_LOST = enum.auto()
     REPETITION = enum.auto()
+    ADAPTER_UNAVAILABLE = enum.auto()
     HANDED_OFF = enum.auto()
 
     __hash__ = object.__hash__  # by identity: Enum's own is a call into Python, in every lookup
@@ -70,6 +73,7 @@ _OUTCOMES = {
     RequestStatus.INVALID: Outcome.INVALID,
     RequestStatus.KV_LOST: Outcome.KV_LOST,
     RequestStatus.REPETITION: Outcome.REPETITION,
+    RequestStatus.ADAPTER_UNAVAILABLE: Outcome.ADAPTER_UNAVAILABLE,
     RequestStatus.HANDED_OFF: Outcome.HANDED_OFF,
 }
 
@@ -81,6 +85,10 @@ class RequestEvent(enum.Enum):
     """Reported by admission: the request came with a schema that is not compiled yet."""
     GRAMMAR_COMPILED = enum.auto()
     """Reported by admission, on the node's notice: the schema is compiled."""
+    ADAPTER_MISSING = enum.auto()
+    """Reported by admission: the request came with an adapter that is not loaded yet."""
+    ADAPTER_LOADED = enum.auto()
+    """Reported by admission, on the node's notice: the adapter is loaded."""
     LOAD_BEGUN = enum.auto()
     """Reported by admission: a decode leg has its blocks, and the connector was asked to fill them."""
     LOADED = enum.auto()
@@ -106,6 +114,7 @@ class RequestEvent(enum.Enum):
     INVALID = enum.auto()
     KV_LOST = enum.auto()
     REPETITION = enum.auto()
+    ADAPTER_UNAVAILABLE = enum.auto()
     HANDED_OFF = enum.auto()
 
     __hash__ = object.__hash__
@@ -116,12 +125,16 @@ def _request_table() -> dict[tuple[RequestStatus, RequestEvent], RequestStatus]:
     table = {
         (state.WAITING, event.GRAMMAR_MISSING): state.WAITING_FOR_GRAMMAR,
         (state.WAITING_FOR_GRAMMAR, event.GRAMMAR_COMPILED): state.WAITING,
+        (state.WAITING, event.ADAPTER_MISSING): state.WAITING_FOR_ADAPTER,
+        (state.WAITING_FOR_ADAPTER, event.ADAPTER_LOADED): state.WAITING,
+        (state.WAITING_FOR_ADAPTER, event.ADAPTER_UNAVAILABLE): state.ADAPTER_UNAVAILABLE,
         (state.WAITING, event.LOAD_BEGUN): state.WAITING_FOR_REMOTE_KVS,
         (state.WAITING_FOR_REMOTE_KVS, event.LOADED): state.WAITING,
         (state.WAITING_FOR_REMOTE_KVS, event.LOAD_LOST): state.WAITING,
         # The sender was lost before the request had blocks here.
         (state.WAITING, event.LOAD_LOST): state.WAITING,
         (state.WAITING_FOR_GRAMMAR, event.LOAD_LOST): state.WAITING_FOR_GRAMMAR,
+        (state.WAITING_FOR_ADAPTER, event.LOAD_LOST): state.WAITING_FOR_ADAPTER,
         (state.WAITING, event.SEATED): state.RUNNING,
         (state.PREEMPTED, event.SEATED): state.RUNNING,
         (state.SWAPPED, event.SEATED): state.RUNNING,

@@ -3,6 +3,7 @@
 Every request is in one of these places:
 
   for grammar  WAITING_FOR_GRAMMAR: its JSON schema is being compiled; no step looks at it
+  for adapter  WAITING_FOR_ADAPTER: its adapter is being loaded; no step looks at it
   waiting      WAITING (it has no blocks yet) or PREEMPTED (it has lost its blocks)
   remote       WAITING_FOR_REMOTE_KVS: the blocks of its prompt are reserved; no step looks at it
   arrived      the KV of its prompt has arrived: it joins the next step, before new requests
@@ -131,11 +132,12 @@ class Scheduler:
 
     # --- requests in and out ---
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, *, awaits_adapter: bool = False) -> None:
         """Queue a new request. A request that can never fit ends at once; `take_refusals` returns its output.
 
-        Raises DuplicateRequest if a request or a transfer's blocks with its id are here, and InvalidRequest for a
-        priority, number of sequences or combination of parameters that this engine does not accept.
+        `awaits_adapter`: its adapter is not loaded yet, and it waits for `adapter_loaded`. Raises DuplicateRequest if a
+        request or a transfer's blocks with its id are here, and InvalidRequest for a priority, number of sequences or
+        combination of parameters that this engine does not accept.
         """
         state = self._state
         check_sequences(request.sampling_params)
@@ -150,7 +152,7 @@ class Scheduler:
             request.arrival_time = self.clock.monotonic()
         self._stalled = False
         state.events.record(EngineCoreEventType.QUEUED, request.request_id, request.num_submitted_tokens)
-        self._admission.add(request, self._pending)
+        self._admission.add(request, self._pending, awaits_adapter=awaits_adapter)
 
     def finish_requests(
         self, request_ids: Collection[str], status: RequestStatus, error: str | None = None
@@ -174,6 +176,19 @@ class Scheduler:
         """
         self._admission.grammar_compiled(request_id, matchers)
         self._stalled = False
+
+    def adapter_loaded(self, request_id: str) -> None:
+        """Queue a request in WAITING_FOR_ADAPTER: the runner has its adapter, and keeps it until the request has ended.
+
+        A request whose adapter can't be loaded is ended with `finish_requests` and ADAPTER_UNAVAILABLE instead.
+        """
+        self._admission.adapter_loaded(request_id)
+        self._stalled = False
+
+    def adapters_in_use(self) -> set[str]:
+        """The digests of the adapters of all requests that have not ended. O(requests)."""
+        members = (beam for group in self._state.beams.values() for beam in group.members)
+        return {request.adapter for request in (*self._state.requests.values(), *members) if request.adapter}
 
     def get_request_counts(self) -> tuple[int, int]:
         """The numbers of requests that run, and of those that wait for anything.
@@ -342,6 +357,7 @@ class Scheduler:
         A prompt that needs a whole step's budget, since prompts may not be split into chunks, is tried before them.
         """
         state, admission = self._state, self._admission
+        admission.begin_step()
         if admission.pop_needs_whole_step():
             admission.admit_waiting(plan, self._pending)
         if plan.is_empty:

@@ -54,6 +54,8 @@ class SchedulerConfig:
     """How tokens are drafted; None: they are not."""
     min_priority: int = -(2**31)
     """Requests with a smaller priority number are refused, so that no client can put itself before all others."""
+    max_loras: int = 8
+    """The most different adapters of requests that run at a time."""
     max_times_passed: int = 16
     """How many later requests may be admitted before one that does not fit now."""
     max_stuck_requests: int = 8
@@ -62,6 +64,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.num_blocks < 2 or self.max_num_seqs < 1 or self.max_model_len < 2:
             raise ConfigError("block_size and max_num_seqs must be positive, num_blocks and max_model_len at least 2")
+        if self.max_loras < 1:
+            raise ConfigError(f"max_loras must be at least 1, not {self.max_loras}")
         if not self.windows or any(window is not None and window < 1 for window in self.windows):
             raise ConfigError(f"windows must be at least 1 key or None for each group, not {self.windows}")
         if not self.num_slots:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import TransferCause
+from baton.messages.adapters import AdapterList, AdapterReport
 from baton.messages.capabilities import GENERATES, GENERATES_AND_EMBEDS, Capability
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
@@ -133,6 +134,8 @@ class Submit:
     """See `Adopt.takeover`."""
     reader_block_size: int = 0
     """For a prefill leg: tokens in a block of the decode node that is to read the prompt; 0: as many as in one here."""
+    adapter: str = ""
+    """Digest of the adapter with which it is computed; empty: none."""
 
     @property
     def num_sequences(self) -> int:
@@ -170,7 +173,7 @@ class Adopt:
     """The number of tokens that the router has of each sequence; 0 for sequences beyond the end of this list."""
 
 
-RouterMessage = Submit | Abort | WatchKVCache | Adopt
+RouterMessage = Submit | Abort | WatchKVCache | Adopt | AdapterList
 
 
 class Outcome(enum.Enum):
@@ -205,6 +208,8 @@ class Outcome(enum.Enum):
     """The request is invalid on every node. The error is the field's name, a colon, and the reason."""
     REPETITION = "repetition"
     """The output repeats itself, and the request wants an error in that case. Another node would repeat it too."""
+    ADAPTER_UNAVAILABLE = "adapter_unavailable"
+    """The request's adapter is not acknowledged here, or can't be loaded any more. Another node may have it."""
 
     __hash__ = object.__hash__
 
@@ -329,6 +334,8 @@ class StepReport:
     not changed."""
     step: StepFigures | None = None
     """The step that was computed; None if there was none."""
+    adapters: AdapterReport | None = None
+    """Which of the router's adapters the node acknowledges; None: as before."""
 
 
 NodeMessage = NodeDescription | StepReport

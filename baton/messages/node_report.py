@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baton.messages.adapters import NodeAdapter
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription, StepFigures
 
@@ -155,6 +156,8 @@ class NodeReport:
     """The implementations that compute the model's steps, part by part."""
     ranks: Sequence[RankReport] = ()
     """The processes that compute the model, in order; empty for a node of one rank."""
+    adapters: Sequence[NodeAdapter] = ()
+    """The adapters that routers want on the node."""
 
 
 @dataclass(frozen=True, slots=True)

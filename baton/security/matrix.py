@@ -42,6 +42,7 @@ RPCS: Mapping[tuple[str, str], frozenset[CallerRole]] = {
     ("baton.v1.Node", "Drain"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
     ("baton.v1.Node", "SetRole"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
     ("baton.v1.Node", "ResetPrefixCache"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
+    ("baton.v1.Node", "InspectAdapter"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
     ("baton.v1.KvLink", "Open"): frozenset({CallerRole.NODE}),
     ("grpc.health.v1.Health", _EVERY): frozenset({CallerRole.ANYONE}),
     ("grpc.reflection.v1.ServerReflection", _EVERY): _ALL_WITH_KEY,

@@ -43,6 +43,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_UNKNOWN: _ClassVar[Outcome]
     OUTCOME_INVALID: _ClassVar[Outcome]
     OUTCOME_REPETITION: _ClassVar[Outcome]
+    OUTCOME_ADAPTER_UNAVAILABLE: _ClassVar[Outcome]
 
 class TransferCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -93,6 +94,7 @@ OUTCOME_MOVED: Outcome
 OUTCOME_UNKNOWN: Outcome
 OUTCOME_INVALID: Outcome
 OUTCOME_REPETITION: Outcome
+OUTCOME_ADAPTER_UNAVAILABLE: Outcome
 TRANSFER_CAUSE_UNSPECIFIED: TransferCause
 TRANSFER_CAUSE_PEER_GONE: TransferCause
 TRANSFER_CAUSE_LEASE_LOST: TransferCause
@@ -132,18 +134,20 @@ class Peer(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "submit", "abort", "watch_kv_cache", "adopt")
+    __slots__ = ("hello", "submit", "abort", "watch_kv_cache", "adopt", "adapters")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     WATCH_KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     submit: Submit
     abort: Abort
     watch_kv_cache: WatchKVCache
     adopt: Adopt
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., watch_kv_cache: _Optional[_Union[WatchKVCache, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ...) -> None: ...
+    adapters: AdapterList
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., watch_kv_cache: _Optional[_Union[WatchKVCache, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
     __slots__ = ("router_id", "incarnation", "router_incarnation", "takes_next_tokens", "keeps")
@@ -160,7 +164,7 @@ class AttachHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., takes_next_tokens: _Optional[bool] = ..., keeps: _Optional[_Iterable[_Union[Attempt, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size")
+    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +176,7 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TAKEOVER_FIELD_NUMBER: _ClassVar[int]
     READER_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     leg: Leg
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -183,7 +188,24 @@ class Submit(_message.Message):
     traceparent: str
     takeover: int
     reader_block_size: int
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ...) -> None: ...
+    adapter: str
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
+
+class AdapterList(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterSource]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[AdapterSource, _Mapping]]] = ...) -> None: ...
+
+class AdapterSource(_message.Message):
+    __slots__ = ("name", "directory", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    directory: str
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., directory: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Adopt(_message.Message):
     __slots__ = ("attempt", "takeover", "num_tokens")
@@ -278,7 +300,7 @@ class NodeDescription(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., on_transfer_failure: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., link_protocol: _Optional[int] = ..., embedding_size: _Optional[int] = ..., num_threads: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("deltas", "load", "kv_cache", "notice", "step", "next_token_ids", "next_places")
+    __slots__ = ("deltas", "load", "kv_cache", "notice", "step", "next_token_ids", "next_places", "adapters")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +308,7 @@ class StepReport(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PLACES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[RequestDelta]
     load: LoadReport
     kv_cache: KVCacheUpdate
@@ -293,7 +316,22 @@ class StepReport(_message.Message):
     step: StepFigures
     next_token_ids: _containers.RepeatedScalarFieldContainer[int]
     next_places: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, deltas: _Optional[_Iterable[_Union[RequestDelta, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_cache: _Optional[_Union[KVCacheUpdate, _Mapping]] = ..., notice: _Optional[str] = ..., step: _Optional[_Union[StepFigures, _Mapping]] = ..., next_token_ids: _Optional[_Iterable[int]] = ..., next_places: _Optional[_Iterable[int]] = ...) -> None: ...
+    adapters: AdapterReport
+    def __init__(self, deltas: _Optional[_Iterable[_Union[RequestDelta, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_cache: _Optional[_Union[KVCacheUpdate, _Mapping]] = ..., notice: _Optional[str] = ..., step: _Optional[_Union[StepFigures, _Mapping]] = ..., next_token_ids: _Optional[_Iterable[int]] = ..., next_places: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Union[AdapterReport, _Mapping]] = ...) -> None: ...
+
+class AdapterReport(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterStatus]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[AdapterStatus, _Mapping]]] = ...) -> None: ...
+
+class AdapterStatus(_message.Message):
+    __slots__ = ("digest", "refusal")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    refusal: str
+    def __init__(self, digest: _Optional[str] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class StepFigures(_message.Message):
     __slots__ = ("step_ms", "prefill_tokens", "decode_sequences", "decode_context_tokens", "drafts", "draft_tokens", "accepted_tokens")
@@ -448,7 +486,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("node", "load", "handoff", "waiting_by_reason", "compute_paths", "ranks")
+    __slots__ = ("node", "load", "handoff", "waiting_by_reason", "compute_paths", "ranks", "adapters")
     class WaitingByReasonEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -462,13 +500,29 @@ class DescribeResponse(_message.Message):
     WAITING_BY_REASON_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_PATHS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     node: NodeDescription
     load: LoadReport
     handoff: HandoffReport
     waiting_by_reason: _containers.ScalarMap[str, int]
     compute_paths: _containers.RepeatedCompositeFieldContainer[ComputePath]
     ranks: _containers.RepeatedCompositeFieldContainer[RankReport]
-    def __init__(self, node: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReport, _Mapping]] = ..., waiting_by_reason: _Optional[_Mapping[str, int]] = ..., compute_paths: _Optional[_Iterable[_Union[ComputePath, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[NodeAdapter]
+    def __init__(self, node: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReport, _Mapping]] = ..., waiting_by_reason: _Optional[_Mapping[str, int]] = ..., compute_paths: _Optional[_Iterable[_Union[ComputePath, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[NodeAdapter, _Mapping]]] = ...) -> None: ...
+
+class NodeAdapter(_message.Message):
+    __slots__ = ("name", "digest", "directory", "state", "refusal")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    directory: str
+    state: str
+    refusal: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., directory: _Optional[str] = ..., state: _Optional[str] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class RankReport(_message.Message):
     __slots__ = ("rank", "pid", "is_up", "resident_bytes", "shared_bytes", "cpu_s", "num_threads", "host")
@@ -601,6 +655,28 @@ class ResetPrefixCacheResponse(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class InspectAdapterRequest(_message.Message):
+    __slots__ = ("incarnation", "directory")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    directory: str
+    def __init__(self, incarnation: _Optional[str] = ..., directory: _Optional[str] = ...) -> None: ...
+
+class InspectAdapterResponse(_message.Message):
+    __slots__ = ("digest", "rank", "num_bytes", "num_modules", "base_model")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_MODULES_FIELD_NUMBER: _ClassVar[int]
+    BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    rank: int
+    num_bytes: int
+    num_modules: int
+    base_model: str
+    def __init__(self, digest: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_modules: _Optional[int] = ..., base_model: _Optional[str] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
     __slots__ = ("after", "steps_after")

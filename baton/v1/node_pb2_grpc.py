@@ -60,6 +60,11 @@ class NodeStub:
                 request_serializer=baton_dot_v1_dot_node__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_node__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.InspectAdapter = channel.unary_unary(
+                '/baton.v1.Node/InspectAdapter',
+                request_serializer=baton_dot_v1_dot_node__pb2.InspectAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_node__pb2.InspectAdapterResponse.FromString,
+                _registered_method=True)
         self.Trace = channel.unary_unary(
                 '/baton.v1.Node/Trace',
                 request_serializer=baton_dot_v1_dot_node__pb2.TraceRequest.SerializeToString,
@@ -106,6 +111,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InspectAdapter(self, request, context):
+        """InspectAdapter reads the adapter in a directory of the node, and checks whether it fits the model. Nothing is loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Trace(self, request, context):
         """Trace returns the node's latest events.
         """
@@ -140,6 +152,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=baton_dot_v1_dot_node__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=baton_dot_v1_dot_node__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'InspectAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.InspectAdapter,
+                    request_deserializer=baton_dot_v1_dot_node__pb2.InspectAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_node__pb2.InspectAdapterResponse.SerializeToString,
             ),
             'Trace': grpc.unary_unary_rpc_method_handler(
                     servicer.Trace,
@@ -283,6 +300,33 @@ class Node:
             '/baton.v1.Node/ResetPrefixCache',
             baton_dot_v1_dot_node__pb2.ResetPrefixCacheRequest.SerializeToString,
             baton_dot_v1_dot_node__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InspectAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/InspectAdapter',
+            baton_dot_v1_dot_node__pb2.InspectAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_node__pb2.InspectAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

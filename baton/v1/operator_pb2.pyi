@@ -342,6 +342,72 @@ class ResetNodeCacheResponse(_message.Message):
     num_blocks: int
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
 
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "directory", "replaces")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    directory: str
+    replaces: bool
+    def __init__(self, name: _Optional[str] = ..., directory: _Optional[str] = ..., replaces: _Optional[bool] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("digest", "rank", "num_bytes", "unchanged", "warnings")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNCHANGED_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    rank: int
+    num_bytes: int
+    unchanged: bool
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, digest: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., unchanged: _Optional[bool] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterRow]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[AdapterRow, _Mapping]]] = ...) -> None: ...
+
+class AdapterRow(_message.Message):
+    __slots__ = ("name", "digest", "directory", "nodes", "refusals")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    directory: str
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    refusals: _containers.RepeatedCompositeFieldContainer[AdapterRefusal]
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., directory: _Optional[str] = ..., nodes: _Optional[_Iterable[str]] = ..., refusals: _Optional[_Iterable[_Union[AdapterRefusal, _Mapping]]] = ...) -> None: ...
+
+class AdapterRefusal(_message.Message):
+    __slots__ = ("node", "reason")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    reason: str
+    def __init__(self, node: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class WatchEventsRequest(_message.Message):
     __slots__ = ("after", "follow")
     AFTER_FIELD_NUMBER: _ClassVar[int]

@@ -80,6 +80,21 @@ class OperatorStub:
                 request_serializer=baton_dot_v1_dot_operator__pb2.ResetNodeCacheRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_operator__pb2.ResetNodeCacheResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/baton.v1.Operator/LoadAdapter',
+                request_serializer=baton_dot_v1_dot_operator__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/baton.v1.Operator/UnloadAdapter',
+                request_serializer=baton_dot_v1_dot_operator__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/baton.v1.Operator/ListAdapters',
+                request_serializer=baton_dot_v1_dot_operator__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/baton.v1.Operator/WatchEvents',
                 request_serializer=baton_dot_v1_dot_operator__pb2.WatchEventsRequest.SerializeToString,
@@ -153,6 +168,28 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """LoadAdapter gives a name to the adapter in a directory of the nodes, which have to agree on its digest. The registry
+        keeps it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """UnloadAdapter takes the name away. Requests that run with the adapter go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """ListAdapters tells all adapters, and which nodes acknowledge them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchEvents(self, request, context):
         """WatchEvents tells what became of the cluster, as this router saw it.
         """
@@ -207,6 +244,21 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.ResetNodeCache,
                     request_deserializer=baton_dot_v1_dot_operator__pb2.ResetNodeCacheRequest.FromString,
                     response_serializer=baton_dot_v1_dot_operator__pb2.ResetNodeCacheResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -458,6 +510,87 @@ class Operator:
             '/baton.v1.Operator/ResetNodeCache',
             baton_dot_v1_dot_operator__pb2.ResetNodeCacheRequest.SerializeToString,
             baton_dot_v1_dot_operator__pb2.ResetNodeCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Operator/LoadAdapter',
+            baton_dot_v1_dot_operator__pb2.LoadAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Operator/UnloadAdapter',
+            baton_dot_v1_dot_operator__pb2.UnloadAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Operator/ListAdapters',
+            baton_dot_v1_dot_operator__pb2.ListAdaptersRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,11 +66,13 @@ class EngineRig:
         client_index: int = 0,
         priority: int = 0,
         given: int = 0,
+        adapter: str = "",
+        awaits_adapter: bool = False,
         **params: Any,
     ) -> Request:
         """Queue a request; an int as `prompt` stands for a prompt of that length.
 
-        `given`: the number of output tokens that it comes with.
+        `given`: the number of output tokens that it comes with. `awaits_adapter`: its adapter is not loaded yet.
         """
         tokens = prompt_of(prompt, len(self.requests)) if isinstance(prompt, int) else prompt
         sampling = SamplingParams(**params)
@@ -84,9 +86,10 @@ class EngineRig:
             eos_token_ids=eos,
             client_index=client_index,
             priority=priority,
-            output_token_ids=expected_tokens(tokens, given, seed=sampling.seed, vocab_size=vocab),
+            output_token_ids=expected_tokens(tokens, given, seed=sampling.seed, vocab_size=vocab, adapter=adapter),
+            adapter=adapter,
         )
-        self.core.add_request(request)
+        self.core.add_request(request, awaits_adapter=awaits_adapter)
         self.requests[request_id] = request
         self.tokens[request_id] = list(request.output_token_ids)
         self._note(self.scheduler.take_refusals())
@@ -145,9 +148,9 @@ class EngineRig:
     def write_kv(self, request_id: str) -> None:
         """Write the right KV into the blocks that the request's load waits for, and nowhere else."""
         load = self.connector.loads[request_id]
-        start = load.num_local_tokens
+        start, adapter = load.num_local_tokens, self.requests[request_id].adapter
         for group in range(len(self.config.windows)):
-            slots = prompt_slots(self.submitted(request_id), group)
+            slots = prompt_slots(self.submitted(request_id), group, adapter)
             self.runner.write_slots(load.block_ids, slots[start:], start, group)
 
     def check_offered(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
@@ -158,7 +161,8 @@ class EngineRig:
             blocks = block_ids[group :: len(self.config.windows)]
             assert [block != 0 for block in blocks] == [stripe * size >= first_seen for stripe in range(len(blocks))]
             slots = self.runner.read_slots(block_ids, num_tokens, group)
-            assert slots[first_seen:] == prompt_slots(prompt, group)[first_seen:num_tokens]
+            right = prompt_slots(prompt, group, self.requests[request_id].adapter)
+            assert slots[first_seen:] == right[first_seen:num_tokens]
 
     def complete_transfer(self, request_id: str) -> list[EngineCoreOutput]:
         """Complete a transfer: write the KV, and report it with the token that the prefill node sampled."""
@@ -180,7 +184,9 @@ class EngineRig:
         name, index = split_sequence_id(request_id)
         request = self.requests[name]
         seed, vocab = sequence_seed(request.sampling_params.seed, index), self.runner.model.vocab_size
-        return expected_tokens(request.prompt_token_ids, num_tokens, seed=seed, vocab_size=vocab)
+        return expected_tokens(
+            request.prompt_token_ids, num_tokens, seed=seed, vocab_size=vocab, adapter=request.adapter
+        )
 
     def reason(self, request_id: str) -> Outcome | None:
         """Return the outcome of a request; None while it runs."""

@@ -58,7 +58,9 @@ class BlockHasher:
         self._tokens_head = b"T" + _LENGTH.pack(block_size * _TOKEN_BYTES)
 
     def root(self, *, cache_salt: str = "", lora_id: str = "") -> bytes:
-        """The parent key of a request's first block. Requests with different `cache_salt` never share a block."""
+        """The parent key of a request's first block. Requests with different `cache_salt` never share a block, nor do
+        those with different adapters (`lora_id`, a digest).
+        """
         return hashlib.sha256(
             b"".join(
                 (
@@ -101,5 +103,5 @@ class BlockHasher:
         full, done = num_tokens // self._block_size, len(keys)
         if full <= done:
             return
-        parent = keys[-1] if keys else self.root(cache_salt=request.cache_salt)
+        parent = keys[-1] if keys else self.root(cache_salt=request.cache_salt, lora_id=request.adapter)
         self.extend(keys, parent, request.token_ids(done * self._block_size, full * self._block_size))

@@ -10,6 +10,9 @@ Requests that lack a seat and requests that lack a load slot (see waiting_reques
 While no load slot is free, only the requests that need a seat are tried: they take no load slot, and requests whose KV
 has arrived get seats before them. While no seat is free, loads may begin in front of requests that wait for a seat, but
 the first of these may be passed only `max_times_passed` times, since a loaded request gets a seat before it.
+
+The running requests have at most `max_loras` different adapters. A request whose adapter would be one more is skipped,
+and does not hold up others (see adapter_slots.py).
 """
 
 from __future__ import annotations
@@ -27,10 +30,14 @@ from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
+from baton.engine.waiting.adapter_slots import AdapterSlots
 from baton.engine.waiting.request_queue import NO_TURN, RequestQueue, Turn
 from baton.engine.waiting.waiting_requests import WaitingRequests, may_load
 from baton.errors import TransferCause
 from baton.messages.node import Leg
+
+MOST_SKIPPED = 128
+"""After so many requests whose adapter has no slot a step looks at no further waiting request."""
 
 
 class _AdmissionResult(enum.Enum):
@@ -44,6 +51,8 @@ class _AdmissionResult(enum.Enum):
     """There are not enough free blocks now. A smaller request may still fit."""
     NO_SEAT = enum.auto()
     """No seat is free or the token budget is too small: no later request gets a seat in this step either."""
+    NO_ADAPTER_SLOT = enum.auto()
+    """The running requests have as many different adapters as they may. Requests without one still fit."""
     ASK_AGAIN = enum.auto()
     """The connector does not know yet, or another sequence still computes the shared prompt."""
 
@@ -64,10 +73,13 @@ class Admission:
         self._config = state.config
         self._manager = state.kv_cache_manager
         self._prompt_needs_whole_step = False
+        self._slots = AdapterSlots(state.config.max_loras)
+        self._skipped: list[Request] = []
+        """Requests that were skipped in this step because their adapter has no slot."""
         self.prefix_cache = PrefixCacheCounts()
 
-    def add(self, request: Request, outputs: OutputsByClient) -> None:
-        """Queue a new request. One that can never fit ends at once."""
+    def add(self, request: Request, outputs: OutputsByClient, *, awaits_adapter: bool = False) -> None:
+        """Queue a new request. One that can never fit ends at once. `awaits_adapter`: its adapter is not loaded yet."""
         if request.least_length > self._state.max_num_tokens(request):
             self._refuse(request, outputs)
             return
@@ -76,6 +88,21 @@ class Admission:
         except Exception as exc:
             self._fail(request, exc, outputs)
             return
+        if request.adapter and awaits_adapter:
+            request.transition(RequestEvent.ADAPTER_MISSING)
+            self._waiting.add_for_adapter(request)
+        else:
+            self._await_grammar(request)
+
+    def adapter_loaded(self, request_id: str) -> None:
+        """Queue a request whose adapter is loaded, before those that arrived later; skip one that has ended."""
+        request = self._waiting.for_adapter.pop(request_id, None)
+        if request is not None:
+            request.transition(RequestEvent.ADAPTER_LOADED)
+            self._await_grammar(request)
+
+    def _await_grammar(self, request: Request) -> None:
+        """Queue a request, or let it wait for its grammar if it has one that is not compiled."""
         if request.sampling_params.has_grammar and not request.matchers:
             request.transition(RequestEvent.GRAMMAR_MISSING)
             self._waiting.add_for_grammar(request)
@@ -84,6 +111,10 @@ class Admission:
 
     def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
         """Queue a request whose grammar is compiled, before those that arrived later; skip one that has ended."""
+        waiting = self._waiting.for_adapter.get(request_id)
+        if waiting is not None:
+            waiting.matchers = matchers
+            return
         request = self._waiting.for_grammar.pop(request_id, None)
         if request is not None:
             request.transition(RequestEvent.GRAMMAR_COMPILED)
@@ -130,7 +161,11 @@ class Admission:
         request = self._waiting.remote.pop(request_id, None) or self._state.requests.get(request_id)
         if request is None or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return request
-        queued = request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_GRAMMAR)
+        queued = request.status in (
+            RequestStatus.WAITING,
+            RequestStatus.WAITING_FOR_GRAMMAR,
+            RequestStatus.WAITING_FOR_ADAPTER,
+        )
         if request.leg is not Leg.DECODE or not queued or self._manager.has_table(request_id):
             return None
         self._waiting.remove([request])
@@ -182,7 +217,15 @@ class Admission:
         if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             self._waiting.for_grammar[request.request_id] = request
             return
+        if request.status is RequestStatus.WAITING_FOR_ADAPTER:
+            self._waiting.for_adapter[request.request_id] = request
+            return
         self._waiting.for_seat.prepend(request)
+
+    def begin_step(self) -> None:
+        """A new step is decided: what was skipped in the last one is tried again."""
+        self._slots.begin_step()
+        self._skipped.clear()
 
     def pop_needs_whole_step(self) -> bool:
         """Whether a prompt that may not be split into chunks needs a whole step's budget; resets the answer."""
@@ -191,27 +234,45 @@ class Admission:
 
     def admit_arrived(self, plan: StepPlan) -> None:
         """Run the requests whose KV has arrived, in the order of its arrival: they already hold blocks."""
-        while self._waiting.arrived and self._has_seat(plan):
-            request = self._waiting.arrived[0]
+        skipped: list[Request] = []
+        arrived = self._waiting.arrived
+        while arrived and self._has_seat(plan):
+            request = arrived[0]
+            if not self._has_slot(request):
+                skipped.append(arrived.popleft())
+                continue
             num_tokens = plan.cut(request, request.num_tokens - request.num_computed_tokens, plan.token_budget)
             if self._manager.allocate_slots(request, num_tokens).answer is not AllocationAnswer.OK:
-                return
-            self._waiting.arrived.popleft()
+                break
+            arrived.popleft()
             self._run(request, num_tokens, plan)
+        arrived.extendleft(reversed(skipped))
 
     def admit_swapped(self, plan: StepPlan) -> bool:
-        """Swap requests back in, in turn. False when one has to wait: then no other waiting request may be admitted."""
-        while len(self._waiting.swapped):
+        """Swap requests back in, in turn. False when one has to wait: then no other waiting request may be admitted.
+
+        One whose adapter has no slot holds up those with other adapters only.
+        """
+        swapped = self._waiting.swapped
+        skipped: list[Request] = []
+        may_admit_others = True
+        while len(swapped):
             if not self._has_seat(plan):
-                return False
-            request = self._waiting.swapped.pop()
+                may_admit_others = False
+                break
+            request = swapped.pop()
+            if not self._has_slot(request):
+                skipped.append(request)
+                continue
             answer = self._manager.swap_in(request, num_spared_blocks=self._spared_blocks())
             if answer is not AllocationAnswer.OK:
-                self._waiting.swapped.prepend(request)
-                return False
+                swapped.prepend(request)
+                may_admit_others = False
+                break
             missing = request.num_tokens - request.num_computed_tokens
             self._run(request, plan.cut(request, missing, plan.token_budget), plan)
-        return True
+        swapped.put_back(skipped)
+        return may_admit_others
 
     def admit_waiting(self, plan: StepPlan, outputs: OutputsByClient) -> None:
         """Try to admit the requests without blocks, in turn.
@@ -244,6 +305,8 @@ class Admission:
                 stay.setdefault(queue, []).append(request)
             if result is _AdmissionResult.NO_BLOCKS:
                 stuck.append(request)
+            if len(self._skipped) > MOST_SKIPPED:
+                break
             if result is _AdmissionResult.NO_SEAT and unseated is None:
                 unseated = _Unseated(turn, request)
             if stuck and not self._may_be_passed(stuck):
@@ -282,6 +345,11 @@ class Admission:
 
     def _try(self, request: Request, plan: StepPlan, outputs: OutputsByClient) -> _AdmissionResult:
         loads = may_load(request)
+        if loads and not self._slots.is_free_for(request.adapter):
+            self._skipped.append(request)
+            return _AdmissionResult.NO_ADAPTER_SLOT
+        if not loads and not self._has_slot(request):
+            return _AdmissionResult.NO_ADAPTER_SLOT
         if self._manager.has_table(request.request_id):
             return self._continue_parked(request, plan)
         computed = self._computed_blocks(request, with_host=not loads)
@@ -298,6 +366,8 @@ class Admission:
                 return self._load(request, computed, external.num_tokens, outputs)
             if not self._has_seat(plan):
                 return _AdmissionResult.NO_SEAT
+            if not self._has_slot(request):
+                return _AdmissionResult.NO_ADAPTER_SLOT
         return self._admit(request, computed, plan, outputs)
 
     def _computed_blocks(self, request: Request, *, with_host: bool) -> ComputedBlocks | None:
@@ -338,6 +408,21 @@ class Admission:
         plan.add_known(request, 1, allocation.new_block_ids)
         self._seat(request)
         return _AdmissionResult.ADMITTED
+
+    def _has_slot(self, request: Request) -> bool:
+        """Whether the request's adapter has a slot or can get one. Otherwise the request is skipped in this step.
+
+        The next slot is kept for a skipped request that ran before or was passed often.
+        """
+        slots = self._slots
+        if not request.adapter or slots.fits(request.adapter, self._state.running):
+            return True
+        self._skipped.append(request)
+        ran_before = request.status in (RequestStatus.PREEMPTED, RequestStatus.SWAPPED) or request.beams is not None
+        times_passed = self._waiting.times_passed.get(request.request_id, 0)
+        if ran_before or times_passed >= self._config.max_times_passed:
+            slots.keep_for(request.adapter)
+        return False
 
     def _has_seat(self, plan: StepPlan) -> bool:
         return plan.token_budget > 0 and len(self._state.running) < self._config.max_num_seqs
@@ -459,6 +544,13 @@ class Admission:
         request.is_known = True
         request.parent_id = ""
         request.transition(RequestEvent.SEATED)
+        if request.adapter:
+            self._slots.take(request.adapter)
+            for other in self._skipped:
+                if other.adapter != request.adapter:
+                    self._waiting.times_passed[other.request_id] = (
+                        self._waiting.times_passed.get(other.request_id, 0) + 1
+                    )
         self._state.running.append(request)
         self._state.filling.append(request)
         self._waiting.times_passed.pop(request.request_id, None)

@@ -37,6 +37,8 @@ class WaitingRequests:
         """Requests of several sequences some of which are held back (see sequence_group.py)."""
         self.for_grammar: dict[str, Request] = {}
         """Requests whose grammar is being compiled."""
+        self.for_adapter: dict[str, Request] = {}
+        """Requests whose adapter is being loaded."""
         self.remote: dict[str, Request] = {}
         """Requests with reserved blocks that are being filled from another node."""
         self.arrived: deque[Request] = deque()
@@ -89,6 +91,7 @@ class WaitingRequests:
             "capacity": self.num_queued - len(self.preempted) - len(self.deferred),
             "deferred": len(self.deferred),
             "grammar": len(self.for_grammar),
+            "adapter": len(self.for_adapter),
             "remote_kv": len(self.remote),
             "arrived": len(self.arrived),
             "preempted": len(self.preempted),
@@ -102,8 +105,17 @@ class WaitingRequests:
 
     def add_for_grammar(self, request: Request) -> None:
         """Let a new request wait for its grammar. Its position in the queues is that of its arrival."""
-        request.queue_position = self._positions.behind_all()
+        self._give_position(request)
         self.for_grammar[request.request_id] = request
+
+    def add_for_adapter(self, request: Request) -> None:
+        """Let a new request wait for its adapter. Its position in the queues is that of its arrival."""
+        self._give_position(request)
+        self.for_adapter[request.request_id] = request
+
+    def _give_position(self, request: Request) -> None:
+        if not request.queue_position:
+            request.queue_position = self._positions.behind_all()
 
     def put_back(self, request: Request) -> None:
         """Put a preempted request next in turn, in the queue that its status (SWAPPED or PREEMPTED) tells."""
@@ -124,6 +136,7 @@ class WaitingRequests:
             self.times_passed.pop(request.request_id, None)
             self.remote.pop(request.request_id, None)
             self.for_grammar.pop(request.request_id, None)
+            self.for_adapter.pop(request.request_id, None)
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 queued.add(request.request_id)
             elif request.status is RequestStatus.SWAPPED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baton.errors import InvalidRequest, TransferCause
+from baton.messages.adapters import AdapterList, AdapterReport
 from baton.messages.capabilities import in_order, known_capabilities
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
@@ -77,6 +78,7 @@ STEP_FIGURES = Codec(StepFigures, node.StepFigures)
 TRACE_EVENT = Codec(TraceEvent, node.TraceEvent)
 TRACE_STEP = Codec(TraceStep, node.TraceStep)
 _TIMINGS = Codec(StageTimings, node.StageTimings)
+_ADAPTER_REPORT = Codec(AdapterReport, node.AdapterReport)
 _DRAFT_COUNTS = Codec(DraftCounts, node.DraftCounts)
 _SUBMIT = Codec(
     Submit,
@@ -90,6 +92,7 @@ _ROUTER_MESSAGES: OneOfCodec[RouterMessage, node.AttachRequest] = OneOfCodec(
     Codec(Abort, node.Abort),
     Codec(Adopt, node.Adopt),
     Codec(WatchKVCache, node.WatchKVCache),
+    Codec(AdapterList, node.AdapterList),
 )
 
 
@@ -103,7 +106,7 @@ def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
     message = _ROUTER_MESSAGES.from_pb(pb)
     if message is None:
         kind = pb.WhichOneof("message")
-        raise InvalidRequest("message", f"expected submit, abort, watch_kv_cache or adopt, got {kind}")
+        raise InvalidRequest("message", f"expected submit, abort, watch_kv_cache, adopt or adapters, got {kind}")
     return message
 
 
@@ -135,6 +138,7 @@ def report_to_pb(report: StepReport) -> node.StepReport:
         kv_cache=kv_cache,
         notice=report.notice,
         step=STEP_FIGURES.to_pb(report.step) if report.step is not None else None,
+        adapters=_ADAPTER_REPORT.to_pb(report.adapters) if report.adapters is not None else None,
     )
 
 
@@ -173,4 +177,5 @@ def report_from_pb(pb: node.StepReport) -> StepReport:
     kv_cache = kv_update_from_pb(pb.kv_cache) if pb.HasField("kv_cache") else None
     notice = pb.notice if pb.HasField("notice") else None
     step = STEP_FIGURES.from_pb(pb.step) if pb.HasField("step") else None
-    return StepReport(deltas, LOAD.from_pb(pb.load), kv_cache, notice, step)
+    adapters = _ADAPTER_REPORT.from_pb(pb.adapters) if pb.HasField("adapters") else None
+    return StepReport(deltas, LOAD.from_pb(pb.load), kv_cache, notice, step, adapters)

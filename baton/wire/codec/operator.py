@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.messages.adapters import AdapterRow, LoadedAdapter
 from baton.messages.cluster import ClusterStatus
 from baton.messages.explanations import PlacementDecision
 from baton.messages.request_rows import RequestRow
@@ -15,4 +16,6 @@ PLACEMENT_DECISION = Codec(PlacementDecision, operator.PlacementDecision)
 REQUEST_ROW = Codec(RequestRow, operator.RequestRow)
 DRAIN_PROGRESS = Codec(DrainProgress, operator.DrainNodeResponse)
 CLUSTER_EVENT = Codec(ClusterEvent, operator.ClusterEvent)
+ADAPTER_ROW = Codec(AdapterRow, operator.AdapterRow)
+LOADED_ADAPTER = Codec(LoadedAdapter, operator.LoadAdapterResponse)
 TIMELINE = Codec(Timeline, operator.Timeline)

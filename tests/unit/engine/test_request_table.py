@@ -16,6 +16,7 @@ EXPECTED: dict[RequestStatus, dict[str, RequestStatus]] = {
     S.WAITING: {
         **ENDS_ANYWHERE,
         "GRAMMAR_MISSING": S.WAITING_FOR_GRAMMAR,
+        "ADAPTER_MISSING": S.WAITING_FOR_ADAPTER,
         "LOAD_BEGUN": S.WAITING_FOR_REMOTE_KVS,
         "LOAD_LOST": S.WAITING,
         "SEATED": S.RUNNING,
@@ -25,6 +26,12 @@ EXPECTED: dict[RequestStatus, dict[str, RequestStatus]] = {
         "IGNORED": S.IGNORED,
     },
     S.WAITING_FOR_GRAMMAR: {**ENDS_ANYWHERE, "GRAMMAR_COMPILED": S.WAITING, "LOAD_LOST": S.WAITING_FOR_GRAMMAR},
+    S.WAITING_FOR_ADAPTER: {
+        **ENDS_ANYWHERE,
+        "ADAPTER_LOADED": S.WAITING,
+        "ADAPTER_UNAVAILABLE": S.ADAPTER_UNAVAILABLE,
+        "LOAD_LOST": S.WAITING_FOR_ADAPTER,
+    },
     S.WAITING_FOR_REMOTE_KVS: {**ENDS_ANYWHERE, "LOADED": S.WAITING, "LOAD_LOST": S.WAITING},
     S.RUNNING: {
         **ENDS_ANYWHERE,
@@ -41,6 +48,7 @@ EXPECTED: dict[RequestStatus, dict[str, RequestStatus]] = {
 ROADS = {
     S.WAITING: [],
     S.WAITING_FOR_GRAMMAR: [E.GRAMMAR_MISSING],
+    S.WAITING_FOR_ADAPTER: [E.ADAPTER_MISSING],
     S.WAITING_FOR_REMOTE_KVS: [E.LOAD_BEGUN],
     S.RUNNING: [E.SEATED],
     S.PREEMPTED: [E.SEATED, E.PREEMPTED],
@@ -53,6 +61,7 @@ ROADS = {
     S.INVALID: [E.INVALID],
     S.KV_LOST: [E.KV_LOST],
     S.REPETITION: [E.SEATED, E.REPETITION],
+    S.ADAPTER_UNAVAILABLE: [E.ADAPTER_MISSING, E.ADAPTER_UNAVAILABLE],
     S.HANDED_OFF: [E.SEATED, E.HANDED_OFF],
 }
 
@@ -81,7 +90,8 @@ def test_every_pair_of_status_and_event_moves_as_listed_or_changes_nothing(
 
 @pytest.mark.parametrize("status", [status for status in S if status.is_finished], ids=lambda status: status.name)
 def test_a_final_status_is_reached_by_the_event_of_its_name_and_never_left(status: RequestStatus) -> None:
-    request = request_in(S.RUNNING if status is not S.IGNORED else S.WAITING)
+    before = {S.IGNORED: S.WAITING, S.ADAPTER_UNAVAILABLE: S.WAITING_FOR_ADAPTER}
+    request = request_in(before.get(status, S.RUNNING))
     request.end(status)
     assert request.status is status
     for another in S:

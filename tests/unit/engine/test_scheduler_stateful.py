@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from hypothesis import Phase, settings
@@ -27,6 +28,7 @@ from tests.support.executors import Ahead, executor_for
 
 EOS = frozenset(range(25))
 GARBAGE = 0xDEADBEEF
+ADAPTERS = ["", "", "", "a" * 64, "b" * 64, "c" * 64, "d" * 64]
 
 
 class Sketch(NamedTuple):
@@ -44,6 +46,8 @@ class Sketch(NamedTuple):
     """The number of given output tokens, if its output is longer and it has one sequence."""
     has_grammar: bool
     """Whether it has a grammar; ignored for a beam search."""
+    adapter: str
+    awaits_adapter: bool
 
 
 def sketches_of(beam_widths: Sequence[int], most_sequences: int = 4) -> st.SearchStrategy[list[Sketch]]:
@@ -60,6 +64,8 @@ def sketches_of(beam_widths: Sequence[int], most_sequences: int = 4) -> st.Searc
         beam_width=st.sampled_from(beam_widths),
         given=st.sampled_from([0, 0, 1, 3, 8]),
         has_grammar=st.sampled_from([False, False, True]),
+        adapter=st.sampled_from(ADAPTERS),
+        awaits_adapter=st.booleans(),
     )
     return st.lists(sketch, min_size=1, max_size=4)
 
@@ -79,6 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 3]),
         watermark=st.sampled_from([0.0, 0.2]),
         times_passed=st.integers(0, 3),
+        max_loras=st.integers(1, 3),
         caching=st.booleans(),
         chunked=st.booleans(),
         faulty_runner=st.booleans(),
@@ -99,6 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
         threshold: int,
         watermark: float,
         times_passed: int,
+        max_loras: int,
         caching: bool,
         chunked: bool,
         faulty_runner: bool,
@@ -119,6 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             watermark=watermark,
             max_times_passed=times_passed,
+            max_loras=max_loras,
             enable_prefix_caching=caching,
             enable_chunked_prefill=chunked,
             preemption_mode=preemption_mode,
@@ -127,6 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
             speculation=speculation,
             executor=executor_for(ahead),
         )
+        self.rig.runner.adapters = dict.fromkeys(filter(None, ADAPTERS), Path("/adapter"))
         self.ahead = ahead
         self.reads_at_once = reads_at_once
         self.rig.runner.seconds_per_copy, self.rig.runner.seconds_per_token = 1e-3, 1.0 if copies_are_cheap else 1e-9
@@ -158,6 +168,8 @@ class EngineMachine(RuleBasedStateMachine):
                 given=self._given(sketch, prompt),
                 client_index=self.added % 3,
                 json_schema="{}" if sketch.has_grammar and not sketch.beam_width else "",
+                adapter=sketch.adapter,
+                awaits_adapter=bool(sketch.adapter) and sketch.awaits_adapter,
             )
 
     def _given(self, sketch: Sketch, prompt: Sequence[int]) -> int:
@@ -165,7 +177,7 @@ class EngineMachine(RuleBasedStateMachine):
             return 0
         most = min(sketch.max_tokens, self.rig.scheduler.max_model_len - len(prompt))
         vocab = self.rig.runner.model.vocab_size
-        output = expected_tokens(prompt, max(0, most), seed=sketch.seed, vocab_size=vocab)
+        output = expected_tokens(prompt, max(0, most), seed=sketch.seed, vocab_size=vocab, adapter=sketch.adapter)
         last = next((index for index, token_id in enumerate(output) if token_id in EOS), len(output) - 1)
         return max(0, min(sketch.given, last))
 
@@ -204,6 +216,11 @@ class EngineMachine(RuleBasedStateMachine):
     def a_grammar_is_compiled(self, number: int) -> None:
         """Perhaps of one that does not wait for it, or not any more."""
         self.rig.core.grammar_compiled(f"r{number}", [FakeMatcher([], ())] * 4)
+
+    @rule(number=st.integers(0, 20))
+    def an_adapter_is_loaded(self, number: int) -> None:
+        """Perhaps of one that does not wait for it, or not any more."""
+        self.rig.core.adapter_loaded(f"r{number}")
 
     @precondition(lambda self: self.loading())
     @rule(data=st.data())
@@ -295,12 +312,14 @@ class EngineMachine(RuleBasedStateMachine):
         num_waiting = len(alive) - len(running) - len(self.held_back())
         assert self.rig.scheduler.get_request_counts() == (len(running), num_waiting)
         assert len(running) <= self.rig.config.max_num_seqs
+        assert len({alive[name].adapter for name in running} - {""}) <= self.rig.config.max_loras
         by_reason = self.rig.core.make_stats().num_requests_waiting_by_reason
         assert sum(by_reason.values()) == num_waiting
         assert min(by_reason.values()) >= 0
         statuses = Counter(request.status for request in alive.values())
         assert by_reason["preempted"] == statuses[RequestStatus.PREEMPTED]
         assert by_reason["grammar"] == statuses[RequestStatus.WAITING_FOR_GRAMMAR]
+        assert by_reason["adapter"] == statuses[RequestStatus.WAITING_FOR_ADAPTER]
         assert by_reason["swapped"] == statuses[RequestStatus.SWAPPED]
         assert by_reason["remote_kv"] == statuses[RequestStatus.WAITING_FOR_REMOTE_KVS]
 
@@ -339,6 +358,7 @@ class EngineMachine(RuleBasedStateMachine):
         rig.runner.failures.clear()
         for number in range(self.added):
             self.a_grammar_is_compiled(number)
+            self.an_adapter_is_loaded(number)
         for _ in range(4 * self.added + 4):
             for name in sorted(rig.connector.leased):
                 self._read_leased(name)
@@ -421,7 +441,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _check_embedding(self, request: Request, end: EngineCoreOutput) -> None:
         assert self.rig.tokens[end.request_id] == []
         if end.outcome is Outcome.STOP:
-            assert end.embedding == expected_embedding(request.prompt_token_ids)
+            assert end.embedding == expected_embedding(request.prompt_token_ids, request.adapter)
             return
         assert not end.embedding
         if end.outcome is Outcome.IGNORED:
@@ -438,7 +458,8 @@ class EngineMachine(RuleBasedStateMachine):
         limit = min(params.max_tokens, self.rig.scheduler.max_num_tokens(request) - request.num_prompt_tokens)
         search = BeamSearch(params.beam_width, EOS, limit)
         vocab = self.rig.runner.model.vocab_size
-        assert got == expected_beams(request.prompt_token_ids, search, vocab_size=vocab)[index]
+        right = expected_beams(request.prompt_token_ids, search, vocab_size=vocab, adapter=request.adapter)
+        assert got == right[index]
         assert end.outcome is (Outcome.STOP if got[-1] in EOS else Outcome.LENGTH)
 
     def _undisturbed(self, name: str) -> tuple[list[int], Outcome]:

@@ -15,6 +15,7 @@ from baton.errors import TransferCause
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.messages.spans import Span
 from baton.metric import Metric
 from baton.values import value
 
@@ -36,6 +37,8 @@ class NewRequestData:
     """Whether the last prompt token's embedding is wanted, instead of a sampled token."""
     adapter: str = ""
     """Digest of the adapter with which it is computed; empty: the base model alone. Forks have their parent's."""
+    spans: Sequence[Span] = ()
+    """The spans of the prompt, in order. Forks have their parent's."""
 
 
 @value(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from baton.machine import IllegalEvent
 from baton.messages.draft_counts import NO_DRAFTS
 from baton.messages.node import KVSource, Leg, Outcome
 from baton.messages.sampling import SamplingParams
+from baton.messages.spans import Span
 
 if TYPE_CHECKING:
     from baton.engine.sampling.grammar import TokenMatcher
@@ -190,6 +191,7 @@ class Request:
         output_token_ids: Sequence[int] = (),
         reader_block_size: int = 0,
         adapter: str = "",
+        spans: Sequence[Span] = (),
     ) -> None:
         """`output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
         `reader_block_size`: of a prefill leg, tokens in a block of the node that is to read its KV; 0: as many as here.
@@ -219,6 +221,8 @@ class Request:
         self.kv_source = kv_source
         self.reader_block_size = reader_block_size
         self.adapter = adapter
+        self.spans = tuple(spans)
+        """The spans of the prompt, in order."""
         self.num_submitted_tokens = self.num_prompt_tokens + len(output_token_ids)
         """Tokens that were submitted: the prompt, and what an earlier attempt generated. A prefill leg computes their
         KV, a decode leg reads it from the prefill node."""
@@ -369,6 +373,7 @@ class Request:
             adapter=self.adapter,
         )
         sibling.take_prompt(self.prompt_token_ids)
+        sibling.spans = self.spans
         return sibling
 
     def __repr__(self) -> str:

@@ -37,6 +37,8 @@ class ModelInfo:
     compute_paths: tuple[ComputePath, ...] = ()
     weight_bytes: int = 0
     """Bytes of the weights in memory, quantised ones as they are packed."""
+    row_width: int = 0
+    """Numbers in a row that may be given in place of a token; 0: none may be."""
     capabilities: frozenset[Capability] = GENERATES
     """What the model can be asked to do on this node."""
 

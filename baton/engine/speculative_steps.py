@@ -129,7 +129,7 @@ class Speculation:
             pays = self._prices().model < 1.0
             for request in state.begun_loads if pays else ():
                 # The first token comes with the KV, the second with the step that can ask for drafts.
-                may_draft = request.sampling_params.speculation and self._room(request) > 2
+                may_draft = request.sampling_params.speculation and not request.spans and self._room(request) > 2
                 if may_draft and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                     plan.add_loading(request, state.kv_cache_manager.block_ids(request.request_id))
         state.begun_loads.clear()

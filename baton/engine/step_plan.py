@@ -183,4 +183,5 @@ def _new_data(request: Request, block_ids: Sequence[int]) -> NewRequestData:
         matcher=request.matchers[0] if request.matchers else None,
         embeds=request.leg is Leg.EMBED,
         adapter=request.adapter,
+        spans=request.spans,
     )

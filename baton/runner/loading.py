@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 
 from baton.engine.runner import ModelInfo, RunnerLost
 from baton.errors import ConfigError
-from baton.messages.capabilities import GENERATES_AND_EMBEDS
+from baton.messages.capabilities import GENERATES_AND_EMBEDS, Capability
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
@@ -39,6 +40,8 @@ from baton.runner.remote_stages.stage_spec import StageSpec
 from baton.runner.remote_stages.stages_here import StartStages, start_stages_here
 from baton.runner.self_check import why_not_bit_exact
 from baton.runner.spec import CacheSpec, DraftSpec, check_hosts
+
+_log = logging.getLogger(__name__)
 
 
 def load_runner(
@@ -191,6 +194,14 @@ def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operation
     return reason
 
 
+def _capabilities(transformer: Transformer) -> frozenset[Capability]:
+    """What a model can be asked to do."""
+    if not transformer.row_width:
+        _log.info("prompts can't have embeddings: %s", transformer.why_no_given_rows)
+        return GENERATES_AND_EMBEDS
+    return GENERATES_AND_EMBEDS | {Capability.PROMPT_EMBEDS}
+
+
 def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str) -> ModelInfo:
     config = loaded.config
     reason = _settle(loaded, transformer, operations)
@@ -206,7 +217,8 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         bit_exact=reason is None,
         bit_exact_reason=reason or "",
         embedding_size=transformer.embedding_size,
-        capabilities=GENERATES_AND_EMBEDS,
+        row_width=transformer.row_width,
+        capabilities=_capabilities(transformer),
         compute_paths=compute_paths(operations, transformer, loaded.weights, loaded.dtype),
         weight_bytes=loaded.weights.num_bytes,
     )

@@ -17,6 +17,7 @@ from baton.messages.node_report import RankReport
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
 from baton.runner.execution.embedding import embedding_of
+from baton.runner.execution.given_rows import with_given_rows
 from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled, flatten
 from baton.runner.execution.prompt_logprobs import take_prompt_logprobs
 from baton.runner.execution.sampler import Sampled, SamplingState, sample
@@ -58,7 +59,12 @@ class TorchModelRunner:
         self._masks = TokenMasks(model.vocab_size)
         self._adapters: dict[str, Path] = {}
         self._requests = RequestTable(
-            transformer.layout, transformer.num_blocks, model.vocab_size, model.max_model_len, self._adapters
+            transformer.layout,
+            transformer.num_blocks,
+            model.vocab_size,
+            model.max_model_len,
+            self._adapters,
+            model.row_width,
         )
 
     @property
@@ -149,7 +155,10 @@ class TorchModelRunner:
         step.failed |= failed
         if not scheduled:
             return None
-        return StepRows.of(scheduled, flatten(scheduled, self.layout, self._transformer.row_quantum))
+        batch = flatten(scheduled, self.layout, self._transformer.row_quantum)
+        if any(share.state.spans for share in scheduled):
+            batch = with_given_rows(batch, scheduled, self._model.dtype, self._model.row_width)
+        return StepRows.of(scheduled, batch)
 
     def _take(self, step: StepResults, rows: StepRows, computed: HiddenAndLogits) -> None:
         """Sample from what was computed of a step's rows."""

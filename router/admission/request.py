@@ -10,6 +10,7 @@ from pydantic import PlainSerializer
 
 from baton.messages.capabilities import EMBEDS, GENERATES, Capability
 from baton.messages.sampling import SamplingParams
+from baton.messages.spans import Span
 from baton.values import value
 
 _TokenIds = Annotated[Sequence[int], PlainSerializer(tuple, tuple[int, ...])]
@@ -42,6 +43,8 @@ class ValidRequest:
     """Special tokens whose texts are part of the text."""
     is_parsed: bool = False
     """Whether a resumed stream begins with `KnownText`."""
+    spans: Sequence[Span] = ()
+    """The spans of the prompt, in order; without their rows if the prompt is missing."""
     keeps_stop: bool = False
     """Whether the text ends with the stop string, or the stop token's text, instead of before it."""
 
@@ -52,8 +55,10 @@ class ValidRequest:
     @property
     def needs(self) -> frozenset[Capability]:
         """What the nodes of the request must be able to do."""
-        return EMBEDS if self.embeds else GENERATES
+        needed = EMBEDS if self.embeds else GENERATES
+        return needed | {Capability.PROMPT_EMBEDS} if self.spans else needed
 
     def without_prompt(self) -> ValidRequest:
         """The same request without its prompt: enough to continue a running attempt, but not to begin one."""
-        return replace(self, prompt_token_ids=(), prompt_length=self.num_prompt_tokens)
+        spans = tuple([span.without_rows() for span in self.spans])
+        return replace(self, prompt_token_ids=(), prompt_length=self.num_prompt_tokens, spans=spans)

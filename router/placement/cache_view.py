@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence, Set
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import NodeDescription
+from baton.messages.spans import Span, span_items
 from router.placement.block_index import BlockIndex
 
 _MOST_BLOCKS = 4096
@@ -39,9 +40,10 @@ def key_scheme_of(node: NodeDescription) -> KeyScheme | None:
 class PromptKeys:
     """The keys of one prompt's blocks, each computed once, when it is needed."""
 
-    def __init__(self, token_ids: Sequence[int], cache_salt: str) -> None:
+    def __init__(self, token_ids: Sequence[int], cache_salt: str, spans: Sequence[Span] = ()) -> None:
         self._token_ids = token_ids
         self._cache_salt = cache_salt
+        self._spans = spans
         self._keys: dict[KeyScheme, list[bytes]] = {}
         self._milestones: dict[KeyScheme, list[bytes]] = {}
 
@@ -53,7 +55,8 @@ class PromptKeys:
         num_blocks = min(num_blocks, len(self._token_ids) // block_size, _MOST_BLOCKS)
         if len(keys) < num_blocks:
             parent = keys[-1] if keys else hasher.root(cache_salt=self._cache_salt)
-            hasher.extend(keys, parent, self._token_ids[len(keys) * block_size : num_blocks * block_size])
+            start = len(keys) * block_size
+            hasher.extend(keys, parent, self._token_ids[start : num_blocks * block_size], self._spans, start)
         return keys[:num_blocks]
 
     def milestones(self, fields: KeyScheme) -> Sequence[bytes]:
@@ -68,6 +71,8 @@ class PromptKeys:
             found, done = [], 0
             for end in (block_size << power for power in range(num_blocks.bit_length())):
                 name.update(struct.pack(f"<{end - done}I", *self._token_ids[done:end]))
+                if self._spans:
+                    name.update(" ".join(span_items(self._spans, done, end)).encode())
                 found.append(name.digest())
                 done = end
             self._milestones[fields] = found

@@ -54,7 +54,7 @@ _JUDGE_EVERY_S = 0.05
 
 def prompt_keys_of(request: ValidRequest) -> PromptKeys:
     """The keys of a request's blocks."""
-    return PromptKeys(request.prompt_token_ids, request.cache_salt)
+    return PromptKeys(request.prompt_token_ids, request.cache_salt, request.spans)
 
 
 def demand_of(request: ValidRequest) -> Demand:

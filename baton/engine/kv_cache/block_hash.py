@@ -2,7 +2,7 @@
 
 Every field is encoded as tag byte, length (4 bytes, little-endian), payload: two different field lists never encode to
 the same bytes. What is constant for a request goes into the chain's root; each full block's key covers its parent's
-key, the hashes of the multimodal items that overlap it, and its token ids. So a key names the whole prefix.
+key, the spans that overlap it with their places (`span_items`), and its token ids. So a key names the whole prefix.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from baton.engine.request import Request
 from baton.engine.runner import KVLayout, ModelInfo
+from baton.messages.spans import Span, span_items
 
 FORMAT_VERSION = 1
 """To be raised when the encoding of keys changes: keys of different versions are never equal."""
@@ -75,26 +76,38 @@ class BlockHasher:
             )
         ).digest()
 
-    def block_key(self, parent: bytes, token_ids: Sequence[int], mm_hashes: Sequence[str] = ()) -> bytes:
-        """The key of one full block. `mm_hashes`: hashes of the multimodal items that overlap the block, in order."""
+    def block_key(self, parent: bytes, token_ids: Sequence[int], items: Sequence[str] = ()) -> bytes:
+        """The key of one full block. `items`: what `span_items` says of it."""
         if len(token_ids) != self._block_size:
             raise ValueError(f"a key names a full block of {self._block_size} tokens, not {len(token_ids)}")
         tokens = struct.pack(f"<{self._block_size}I", *token_ids)
-        items = b"".join(_field(b"I", item.encode()) for item in mm_hashes)
-        return hashlib.sha256(self._parent_head + parent + items + self._tokens_head + tokens).digest()
+        of_spans = b"".join(_field(b"I", item.encode()) for item in items)
+        return hashlib.sha256(self._parent_head + parent + of_spans + self._tokens_head + tokens).digest()
 
-    def extend(self, keys: list[bytes], parent: bytes, token_ids: Sequence[int]) -> None:
+    def extend(
+        self, keys: list[bytes], parent: bytes, token_ids: Sequence[int], spans: Sequence[Span] = (), start: int = 0
+    ) -> None:
         """Append the keys of the full blocks in `token_ids`, which continue a chain whose last key is `parent`.
 
-        Gives the same keys as `block_key` for text, and packs all tokens at once, since this is most of the cost of
+        `spans`: those of the prompt. `start`: the position of the first token, which begins a block.
+
+        Gives the same keys as `block_key`, and for text packs all tokens at once, since this is most of the cost of
         admitting a long prompt.
         """
-        num_blocks = len(token_ids) // self._block_size
+        size = self._block_size
+        num_blocks = len(token_ids) // size
+        in_spans = min(num_blocks, max(0, -(-(max((span.stop for span in spans), default=0) - start) // size)))
+        for first in range(0, in_spans * size, size):
+            items = span_items(spans, start + first, start + first + size)
+            parent = self.block_key(parent, token_ids[first : first + size], items)
+            keys.append(parent)
+        if in_spans:
+            token_ids, num_blocks = token_ids[in_spans * size :], num_blocks - in_spans
         width = self._block_size * _TOKEN_BYTES
-        packed = struct.pack(f"<{num_blocks * self._block_size}I", *token_ids[: num_blocks * self._block_size])
+        packed = struct.pack(f"<{num_blocks * size}I", *token_ids[: num_blocks * size])
         sha256, head, middle = hashlib.sha256, self._parent_head, self._tokens_head
-        for start in range(0, num_blocks * width, width):
-            parent = sha256(head + parent + middle + packed[start : start + width]).digest()
+        for place in range(0, num_blocks * width, width):
+            parent = sha256(head + parent + middle + packed[place : place + width]).digest()
             keys.append(parent)
 
     def extend_request(self, request: Request, num_tokens: int) -> None:
@@ -104,4 +117,5 @@ class BlockHasher:
         if full <= done:
             return
         parent = keys[-1] if keys else self.root(cache_salt=request.cache_salt, lora_id=request.adapter)
-        self.extend(keys, parent, request.token_ids(done * self._block_size, full * self._block_size))
+        start, stop = done * self._block_size, full * self._block_size
+        self.extend(keys, parent, request.token_ids(start, stop), request.spans, start)

@@ -44,7 +44,8 @@ class RequestDrafts:
         if config.method == "ngram":
             self._text = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max, request.stop_ids)
         self._model_length: DraftLength | None = None
-        if config.method == "draft_model":
+        # A draft model would read placeholders as text.
+        if config.method == "draft_model" and not request.spans:
             self._model_length = DraftLength(most, PAUSE_OF_MODEL, SHARE_OF_MODEL)
         self.num_wanted = 0
         """How many tokens the draft model is to draft behind the next step's."""
@@ -53,7 +54,8 @@ class RequestDrafts:
         self._text_lengths = [DraftLength(most, _PAUSE_OF_TEXT, share) for _, share in _SHARES_OF_TEXT]
         self._text_length = self._text_lengths[0]
         """The length that the draft from the text has."""
-        self._num_followed = 0
+        self._num_followed = request.spans[-1].stop if request.spans else 0
+        """Tokens that were looked at, or are in front of the text behind the last span."""
         self._num_forced = 0
         """How many forced tokens to ask the grammar for."""
         self._repeated: Sequence[int] = ()

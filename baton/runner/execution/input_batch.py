@@ -16,6 +16,7 @@ import numpy.typing as npt
 from baton.engine.batch import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.runner import KVLayout
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.messages.spans import has_rows, text_pieces
 from baton.runner.execution.sampler import has_penalties
 from baton.runner.execution.token_counts import TokenCounts
 from baton.runner.execution.token_rules import TokenRules, has_rules
@@ -48,6 +49,7 @@ class RequestState:
         "request_id",
         "rules",
         "sampling_params",
+        "spans",
     )
 
     def __init__(self, data: NewRequestData) -> None:
@@ -65,6 +67,7 @@ class RequestState:
         self.matcher = data.matcher
         self.embeds = data.embeds
         self.adapter = data.adapter
+        self.spans = data.spans
         self.num_computed_tokens = data.num_computed_tokens
         self._blocks = np.empty(0, dtype=np.int32)
         self._num_blocks = 0
@@ -94,9 +97,18 @@ class RequestState:
 
     @property
     def counts(self) -> TokenCounts | None:
-        """How often each token occurs, counted at first use and then kept up to date; None without penalties."""
+        """How often each token occurs, counted at first use and then kept up to date; None without penalties.
+
+        The placeholders in spans are no tokens.
+        """
         if self._counts is None and has_penalties(self.sampling_params):
-            self._counts = TokenCounts(self.token_ids, self.num_prompt_tokens)
+            text, num_prompt_tokens = self.token_ids, self.num_prompt_tokens
+            if self.spans:
+                pieces = text_pieces(self.spans, 0, num_prompt_tokens)
+                prompt = [text[start:stop] for start, stop in pieces]
+                text = np.concatenate([*prompt, text[num_prompt_tokens:]])
+                num_prompt_tokens = sum(piece.size for piece in prompt)
+            self._counts = TokenCounts(text, num_prompt_tokens)
         return self._counts
 
     def append_token(self, token_id: int) -> None:
@@ -187,9 +199,16 @@ class RequestTable:
     """All requests that the runner knows, updated from the scheduler's outputs."""
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, vocab_size: int, max_model_len: int, adapters: Container[str]
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        vocab_size: int,
+        max_model_len: int,
+        adapters: Container[str],
+        row_width: int = 0,
     ) -> None:
-        """`adapters`: digests of the adapters that are loaded now."""
+        """`adapters`: digests of the adapters that are loaded now. `row_width`: see `ModelInfo`."""
+        self._row_width = row_width
         self._adapters = adapters
         self._layout = layout
         self._num_blocks = num_blocks
@@ -285,6 +304,8 @@ class RequestTable:
             return f"the adapter {state.adapter:.12} is not loaded"
         if state.lowest_block < 0 or state.highest_block >= self._num_blocks:
             return "a block id is out of range"
+        if state.spans and not all(has_rows(span, self._row_width) for span in state.spans):
+            return f"the rows of a span are not {self._row_width} numbers for each of its positions"
         tokens = state.rows(start, stop)
         # A single token needs no minimum and maximum, which saves time in decode steps.
         lowest, highest = (tokens[0], tokens[0]) if count == 1 else (tokens.min(initial=0), tokens.max(initial=0))
@@ -298,6 +319,9 @@ class FlatBatch:
     token_ids and positions [padded], slots [groups, padded], query_start int32 [B + 1], sample_start int32 [B + 1]
     (the same, counting only rows that sample, the last ones of their sequence), seq_lens int32 [B], block_tables int32
     [groups, B, W], logits_rows [rows that sample].
+
+    given_at [G] and given uint8 [G, bytes of a row]: rows in the model's dtype that replace the embedding's output, and
+    where; None: there are none.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -308,6 +332,8 @@ class FlatBatch:
     seq_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
     logits_rows: npt.NDArray[np.int64]
+    given_at: npt.NDArray[np.int64] | None = None
+    given: npt.NDArray[np.uint8] | None = None
 
 
 class Rows(NamedTuple):

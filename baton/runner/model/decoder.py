@@ -24,6 +24,7 @@ from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import PagedAttention
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
+from baton.runner.model.given_rows import GivenRows
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.stage_module import NoHead, OtherLayer
 
@@ -137,14 +138,16 @@ class Decoder:
         logits_rows: torch.Tensor,
         sampling: bool,
         received: torch.Tensor | None = None,
+        given: GivenRows | None = None,
     ) -> ModelOutput:
         """Compute a step for the rows `logits_rows`. `sampling`: these are exactly the layout's rows that sample.
 
-        `received`: the rows [T, hidden size] of the stage before; None in the first one.
+        `received`: the rows [T, hidden size] of the stage before; None in the first one. `given`: for the first stage,
+        rows that replace those of the embedding.
         """
         angles = self._rotary.rows(positions)
         # A program computes in place.
-        x = self._embedded(token_ids) if received is None else received.clone()
+        x = self._embedded(token_ids, given) if received is None else received.clone()
         if self._head is None:
             return ModelOutput(self._run_stage(x, angles), x.new_empty(x.shape[0], 0, dtype=torch.float32))
         if self._programs:
@@ -157,17 +160,15 @@ class Decoder:
         token_ids: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         received: torch.Tensor | None = None,
+        given: GivenRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The input of the layers: rows [T, hidden], cosines and sines [T, R].
-
-        `received`: the rows of the stage before; None in the first one.
-        """
-        x = self._embedded(token_ids) if received is None else received
+        """The input of the layers: rows [T, hidden], cosines and sines [T, R]. `received`, `given`: as in `compute`."""
+        x = self._embedded(token_ids, given) if received is None else received
         return x, *self._rotary.rows(positions)
 
-    def _embedded(self, token_ids: npt.NDArray[np.int64]) -> torch.Tensor:
+    def _embedded(self, token_ids: npt.NDArray[np.int64], given: GivenRows | None) -> torch.Tensor:
         rows: torch.Tensor = self._embed(torch.from_numpy(token_ids).to(self._device))
-        return rows
+        return rows if given is None else given.replace_in(rows)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
         """The logits of the rows that sample, from the output of `embedded`, one call for each operation.

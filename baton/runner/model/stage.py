@@ -65,6 +65,10 @@ class StageReport:
     """The width of the head's input; 0: it can't be observed, or another stage has the head."""
     num_logits: int
     """The width of the head's output; 0: another stage has the head."""
+    row_width: int = 0
+    """The width of rows that may be given in place of tokens; 0: none may be, or another stage has the embedding."""
+    why_no_given_rows: str = ""
+    """Why none may be."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -79,8 +83,8 @@ class StageReport:
                 for index, layer in read.pop("layers").items()
             }
             report = cls(layers=layers, **read)
-            texts = (*report.missed_products, report.why_no_own_loop, report.why_not_fused)
-            numbers = (report.embedding_size, report.num_logits)
+            texts = (*report.missed_products, report.why_no_own_loop, report.why_not_fused, report.why_no_given_rows)
+            numbers = (report.embedding_size, report.num_logits, report.row_width)
             if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, int) for n in numbers):
                 raise TypeError(f"{texts} are not texts, or {numbers} not numbers")
             return report

@@ -30,6 +30,7 @@ from baton.runner.model.attention import (
 )
 from baton.runner.model.decode_graphs import DecodeGraphs
 from baton.runner.model.decoder import Decoder, ModelOutput, NotAPlainDecoder
+from baton.runner.model.given_rows import GivenRows, given_to
 from baton.runner.model.layer_groups import group_layers
 from baton.runner.model.layers import ProductWatch, head_of, replace_products
 from baton.runner.model.mapped_files import MappedFiles
@@ -150,6 +151,7 @@ class Transformer:
                 why_not_fused,
                 self._output_widths.hidden if self.stage.is_last else 0,
                 self._output_widths.logits,
+                *self._probe_given_rows(),
             )
         )
         self.missed_products = frozenset(name for report in reports for name in report.missed_products)
@@ -159,6 +161,10 @@ class Transformer:
         """The width of the head's input; 0: it can't be observed."""
         self.num_logits = reports[-1].num_logits
         """The width of the head's output."""
+        self.row_width = reports[0].row_width
+        """The width of rows that may be given in place of tokens; 0: none may be."""
+        self.why_no_given_rows = reports[0].why_no_given_rows
+        """Why none may be; empty if they may."""
         self.layout = _layout_of(reports, block_size, model.dtype, cache)
         if self.layout.has_scales and self.device.type != "cpu":
             raise ConfigError(
@@ -296,8 +302,8 @@ class Transformer:
         rows = self._tensor(logits_rows)
         try:
             if self._decoder is None:
-                return self._forward(batch.token_ids, batch.positions, rows, received)
-            return self._decoder.compute(batch.token_ids, batch.positions, rows, sampling, received)
+                return self._forward(batch.token_ids, batch.positions, rows, received, self._given(batch))
+            return self._decoder.compute(batch.token_ids, batch.positions, rows, sampling, received, self._given(batch))
         finally:
             self._attention.layout = None
 
@@ -308,8 +314,14 @@ class Transformer:
         graphs, decoder = self.decode_graphs, self._decoder
         if graphs is None or decoder is None or not graphs.fits(batch, logits_rows):
             return None
-        embedded = decoder.embedded(batch.token_ids, batch.positions, received)
+        embedded = decoder.embedded(batch.token_ids, batch.positions, received, self._given(batch))
         return graphs.compute(*embedded, batch, self._sharing(batch))
+
+    def _given(self, batch: FlatBatch) -> GivenRows | None:
+        """The rows of a step that replace those of the embedding, which is in the first stage."""
+        if batch.given is None or batch.given_at is None or not self.stage.is_first:
+            return None
+        return GivenRows(self._tensor(batch.given_at), self._tensor(batch.given).view(self.dtype))
 
     def _sharing(self, batch: FlatBatch) -> list[Int32Array | None]:
         """Which sequences share leading blocks, for each group of layers; empty for operations that need not know."""
@@ -415,6 +427,27 @@ class Transformer:
                 return None
         return decoder
 
+    def _probe_given_rows(self) -> tuple[int, str]:
+        """The width of rows that may be given in place of tokens, and why none may be: 0 and a reason, or a width.
+
+        They may be if tokens play no role behind the embedding: its own rows given for other tokens change no bit.
+        """
+        if not self.stage.is_first:
+            return 0, ""
+        bind(self._module, EchoAttention(), self._operations.ranks)
+        token_ids, places, rows = self._probe_rows()
+        with torch.inference_mode():
+            own: torch.Tensor = self._module.get_input_embeddings()(self._tensor(token_ids))
+            if own.dtype != self.dtype:
+                return 0, f"its embedding gives {own.dtype}, not {self.dtype}"
+            if self._decoder is not None:
+                return own.shape[1], ""
+            expected = self._forward(token_ids, places, rows)
+            out = self._forward(np.zeros_like(token_ids), places, rows, given=GivenRows(rows, own))
+        if _same_bits(expected.logits, out.logits) and _same_bits(expected.hidden, out.hidden):
+            return own.shape[1], ""
+        return 0, "its layers look at token ids beside their embedding"
+
     def _graphs_of(self, max_model_len: int) -> DecodeGraphs | None:
         operations = self._operations
         if self._decoder is None or not isinstance(operations, CudaOperations) or operations.record is None:
@@ -427,9 +460,16 @@ class Transformer:
         positions: npt.NDArray[np.int64],
         logits_rows: torch.Tensor,
         received: torch.Tensor | None = None,
+        given: GivenRows | None = None,
     ) -> ModelOutput:
         if received is not None:
             self._part.receive(received)
+        with nullcontext() if given is None else given_to(self._module.get_input_embeddings(), given):
+            return self._call_module(token_ids, positions, logits_rows)
+
+    def _call_module(
+        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logits_rows: torch.Tensor
+    ) -> ModelOutput:
         out = self._module(
             input_ids=self._tensor(token_ids).unsqueeze(0),
             position_ids=self._tensor(positions).unsqueeze(-2),

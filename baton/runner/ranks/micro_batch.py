@@ -23,7 +23,11 @@ _HEADER_WORDS = 128
 _MOST_DIMENSIONS = 3
 """The most dimensions of an array."""
 _FIELDS = tuple(field.name for field in fields(FlatBatch))
-_DTYPES = (np.dtype(np.int64), np.dtype(np.int32))
+_OPTIONAL = {place for place, field in enumerate(fields(FlatBatch)) if field.default is None} | {len(_FIELDS)}
+"""The places of arrays that may be absent; the last one is `MicroBatch.logits_rows`."""
+_DTYPES = (np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.uint8))
+_ABSENT = -1
+"""In place of a dtype: there is no such array."""
 _ALIGNMENT = 64
 _MOST_BYTES = 1 << 40
 
@@ -62,23 +66,24 @@ def write_numbers(micro: MicroBatch, memory_of: Callable[[int], npt.NDArray[np.u
 
     `memory_of` is called once with a number of bytes, and returns at least so many.
     """
-    arrays = [getattr(micro.batch, name) for name in _FIELDS]
-    if micro.logits_rows is not None:
-        arrays.append(micro.logits_rows)
+    arrays: list[Array | None] = [*(getattr(micro.batch, name) for name in _FIELDS), micro.logits_rows]
     header = np.zeros(_HEADER_WORDS, dtype=np.int64)
     header[:2] = micro.task, len(arrays)
     end, word = _HEADER_WORDS * _WORD, 3
-    places = []
+    places: list[tuple[int, Array]] = []
     for array in arrays:
-        header[word : word + 2] = _DTYPES.index(array.dtype), array.ndim
-        header[word + 2 : word + 2 + array.ndim] = array.shape
+        if array is None:
+            header[word] = _ABSENT
+        else:
+            header[word : word + 2] = _DTYPES.index(array.dtype), array.ndim
+            header[word + 2 : word + 2 + array.ndim] = array.shape
+            places.append((end, array))
+            end = aligned_behind(end, array.nbytes)
         word += 2 + _MOST_DIMENSIONS
-        places.append(end)
-        end = aligned_behind(end, array.nbytes)
     header[2] = end
     memory = memory_of(end)
     memory[: header.nbytes] = header.view(np.uint8)
-    for place, array in zip(places, arrays, strict=True):
+    for place, array in places:
         memory[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return end
 
@@ -91,13 +96,17 @@ def read_numbers(memory_of: Callable[[int], npt.NDArray[np.uint8]]) -> ReadNumbe
     size = _HEADER_WORDS * _WORD
     header = memory_of(size)[:size].view(np.int64)
     task, count, end = Task(int(header[0])), int(header[1]), int(header[2])
-    if count not in (len(_FIELDS), len(_FIELDS) + 1) or not size <= end <= _MOST_BYTES:
+    if count != len(_FIELDS) + 1 or not size <= end <= _MOST_BYTES:
         raise ValueError(f"{count} arrays in {end} bytes are no micro-batch")
     memory = memory_of(end)
-    arrays: list[Array] = []
+    arrays: list[Array | None] = []
     start, word = size, 3
     for _ in range(count):
         dtype, ndim = int(header[word]), int(header[word + 1])
+        if dtype == _ABSENT and len(arrays) in _OPTIONAL:
+            arrays.append(None)
+            word += 2 + _MOST_DIMENSIONS
+            continue
         shape = header[word + 2 : word + 2 + min(ndim, _MOST_DIMENSIONS)].tolist()
         if not (0 <= dtype < len(_DTYPES) and 0 <= ndim <= _MOST_DIMENSIONS and all(0 <= n <= end for n in shape)):
             raise ValueError(f"an array of type {dtype} with {ndim} dimensions {shape} is not of a micro-batch")
@@ -107,8 +116,8 @@ def read_numbers(memory_of: Callable[[int], npt.NDArray[np.uint8]]) -> ReadNumbe
         arrays.append(memory[start : start + num_bytes].view(_DTYPES[dtype]).reshape(shape).copy())
         start = aligned_behind(start, num_bytes)
         word += 2 + _MOST_DIMENSIONS
-    rows = arrays[len(_FIELDS)] if len(arrays) > len(_FIELDS) else None
-    return ReadNumbers(MicroBatch(task, FlatBatch(*arrays[: len(_FIELDS)]), rows), end)
+    *numbers, rows = arrays
+    return ReadNumbers(MicroBatch(task, FlatBatch(*numbers), rows), end)  # type: ignore[arg-type]  # `_OPTIONAL`
 
 
 def aligned_behind(start: int, num_bytes: int) -> int:

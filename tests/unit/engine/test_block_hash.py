@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.request import Request
 from baton.messages.sampling import SamplingParams
+from baton.messages.spans import Span
 from baton.testing.fake_runner import FakeRunner
 
 FIELDS = CacheKeyFields("model", "float32", "layout")
@@ -113,6 +114,38 @@ def test_keys_cover_prompt_and_output() -> None:
     hasher.extend_request(split, 12)
     assert split.block_hashes == whole.block_hashes
     assert len(whole.block_hashes) == 3
+
+
+SPANS = (Span(1, 6, "a" * 64), Span(9, 2, "b" * 64))
+TEXT = [5, *[0] * 6, 6, 7, *[0] * 2, 8, 9, 10, 11, 12, 13]
+
+
+def keys_with(spans: tuple[Span, ...], cut: int = 16) -> list[bytes]:
+    request = Request("r", TEXT, SamplingParams(), spans=spans)
+    hasher = BlockHasher(FIELDS, 4)
+    hasher.extend_request(request, cut)
+    hasher.extend_request(request, 16)
+    return request.block_hashes
+
+
+def test_a_key_covers_the_spans_that_overlap_its_block_and_where_they_begin() -> None:
+    keys = keys_with(SPANS)
+    assert all(keys_with(SPANS, cut) == keys for cut in range(17))
+    hasher, parent, one_by_one = BlockHasher(FIELDS, 4), BlockHasher(FIELDS, 4).root(), []
+    first, second = "a" * 64 + "@1", "b" * 64 + "@9"
+    for start, items in enumerate([[first], [first], [second], []]):
+        parent = hasher.block_key(parent, TEXT[4 * start : 4 * start + 4], items)
+        one_by_one.append(parent)
+    assert keys == one_by_one
+    # The placeholders alone would be equal in all of these.
+    others = [
+        (),
+        (SPANS[0], Span(9, 2, "c" * 64)),
+        (Span(2, 5, "a" * 64), SPANS[1]),
+        (Span(1, 6, "c" * 64), SPANS[1]),
+    ]
+    num_common = [sum(one == other for one, other in zip(keys, keys_with(spans), strict=True)) for spans in others]
+    assert num_common == [0, 2, 0, 0]
 
 
 def test_keys_of_different_block_sizes_differ() -> None:

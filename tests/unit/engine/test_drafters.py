@@ -10,11 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.engine.request import Request
 from baton.engine.speculation.draft_length import DraftLength
 from baton.engine.speculation.forced_drafter import ForcedDrafter
 from baton.engine.speculation.ngram_drafter import WINDOW, NgramDrafter
-from baton.engine.speculation.step_cost import StepCost
+from baton.engine.speculation.request_drafts import RequestDrafts
+from baton.engine.speculation.step_cost import Prices, StepCost
 from baton.errors import ConfigError
+from baton.messages.sampling import SamplingParams
+from baton.messages.spans import Span
 from baton.messages.speculation import SpeculationConfig
 from baton.testing.fake_grammar import FakeMatcher
 
@@ -219,3 +223,22 @@ def test_a_configuration_has_vllms_names() -> None:
     with_model = SpeculationConfig.from_json('{"model": "small", "num_speculative_tokens": 5}')
     assert with_model == SpeculationConfig("draft_model", 5, model="small")
     assert SpeculationConfig.from_json(with_model.to_json()) == with_model
+
+
+def test_placeholders_in_spans_are_no_text() -> None:
+    spans = [Span(0, 6, "a" * 64), Span(8, 4, "b" * 64)]
+    config = SpeculationConfig("ngram", num_speculative_tokens=3, prompt_lookup_min=2, prompt_lookup_max=4)
+
+    def drafts(prompt: list[int]) -> Sequence[int]:
+        request = Request("r", prompt, SamplingParams(), spans=spans)
+        drafting = RequestDrafts(request, config)
+        drafting.follow(Prices(0.1, 0.1))
+        return drafting.draft()
+
+    assert drafts([*[0] * 6, 1, 2, *[0] * 4, 3, 4, 5, 3, 4]) == [5, 3]
+    assert drafts([*[0] * 6, 1, 2, *[0] * 4, 0, 0]) == ()
+    assert drafts([*[0] * 6, 1, 2, *[0] * 4, 1, 2]) == ()
+    alone = Request("r", [0] * 12, SamplingParams(), spans=spans)
+    model = RequestDrafts(alone, SpeculationConfig("draft_model", model="d"))
+    model.follow(Prices(0.1, 0.1), [1, 2])
+    assert (model.num_wanted, model.draft()) == (0, ())

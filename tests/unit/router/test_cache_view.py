@@ -12,6 +12,7 @@ from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.events import KVEventLog, KVSnapshot
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import NodeDescription
+from baton.messages.spans import Span
 from baton.node.reports.kv_cache_updates import kv_cache_updates
 from router.placement.cache_view import CacheView, PromptKeys, key_scheme_of
 from tests.support.router_parts import decode
@@ -210,3 +211,17 @@ def test_a_view_that_applies_all_updates_of_a_node_knows_its_blocks(seed: int) -
                 position = None
         if position is not None and not lost:
             assert view.num_keys == sum(map(len, has.values()))
+
+
+def test_a_prompt_with_other_rows_at_the_same_positions_is_not_cached() -> None:
+    prompt, spans = [*[0] * 2 * SIZE, *PROMPT], [Span(0, 2 * SIZE, "a" * 64)]
+    fields = key_scheme_of(NODE)
+    assert fields is not None
+    view = CacheView()
+    view.watch(RUN)
+    keys = PromptKeys(prompt, "", spans)
+    view.updated(RUN, snapshot(0, stored(keys.first(fields, 5))))
+    view.expect(RUN, keys.milestones(fields))
+    assert view.cached_tokens(PromptKeys(prompt, "", spans), [NODE]) == {RUN: 8 * SIZE}
+    for others in ([], [Span(0, 2 * SIZE, "b" * 64)], [Span(1, 2 * SIZE - 1, "a" * 64)]):
+        assert view.cached_tokens(PromptKeys(prompt, "", others), [NODE]) == {}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from baton.engine.batch import ForkedRequestData, NewRequestData
 from baton.messages.sampling import SamplingParams
+from baton.messages.spans import Span
 from baton.runner.execution.input_batch import RequestState
 from baton.runner.execution.sampler import SamplingState, process
 
@@ -77,3 +78,14 @@ def test_kept_counts_equal_counts_of_the_whole_history(
 def test_no_counts_are_kept_without_penalties() -> None:
     state = RequestState(NewRequestData("one", [1, 2], [3], SamplingParams(), [1], 0))
     assert state.counts is None
+
+
+def test_placeholders_in_spans_are_not_counted() -> None:
+    spans = [Span(0, 3, "a" * 64), Span(5, 2, "b" * 64)]
+    params = SamplingParams(repetition_penalty=1.5)
+    state = RequestState(NewRequestData("r", [0, 0, 0, 7, 8, 0, 0, 9], [7, 3], params, [1, 2], 0, spans=spans))
+    assert state.counts is not None
+    assert state.counts.seen().tolist() == [3, 7, 8, 9]
+    assert [found.tolist() for found in state.counts.in_output()] == [[3, 7], [1, 1]]
+    state.append_token(0)
+    assert state.counts.in_output()[0].tolist() == [3, 7, 0]

@@ -1,0 +1,57 @@
+"""The given rows of a step: those of the spans that overlap it, as bytes in the model's dtype. Needs only numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.messages.spans import ROW_DTYPES, Span
+from baton.runner.execution.input_batch import FlatBatch, Scheduled
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def with_given_rows(batch: FlatBatch, scheduled: Sequence[Scheduled], dtype: str, width: int) -> FlatBatch:
+    """The batch with the rows of spans, if its shares, in the same order, have any at their positions.
+
+    `dtype`: that of the model, float32 or bfloat16. `width`: numbers in a row.
+    """
+    places: list[npt.NDArray[np.int64]] = []
+    pieces: list[Bytes] = []
+    for index, share in enumerate(scheduled):
+        for span in share.state.spans:
+            start, stop = max(span.start, share.start), min(span.stop, share.stop)
+            if start < stop:
+                first = int(batch.query_start[index]) - share.start
+                places.append(np.arange(first + start, first + stop))
+                pieces.append(_converted(span, start - span.start, stop - span.start, dtype, width))
+    if not places:
+        return batch
+    return replace(batch, given_at=np.concatenate(places), given=np.concatenate(pieces))
+
+
+def _converted(span: Span, start: int, stop: int, dtype: str, width: int) -> Bytes:
+    """The rows [start, stop) of a span as bytes [rows, width * size of dtype], rounded to the nearest number."""
+    row_bytes = width * ROW_DTYPES[span.dtype]
+    rows = np.frombuffer(span.rows, np.uint8)[start * row_bytes : stop * row_bytes]
+    if span.dtype != dtype:
+        wide = _widened(rows, span.dtype)
+        rows = (wide if dtype == "float32" else _to_bfloat16(wide)).view(np.uint8)
+    return rows.reshape(stop - start, -1)
+
+
+def _widened(rows: Bytes, dtype: str) -> npt.NDArray[np.float32]:
+    if dtype == "float16":
+        return rows.view(np.dtype("<f2")).astype(np.float32)
+    if dtype == "bfloat16":
+        return (rows.view(np.dtype("<u2")).astype(np.uint32) << 16).view(np.float32)
+    return rows.view(np.dtype("<f4"))
+
+
+def _to_bfloat16(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The upper halves of float32 numbers, rounded to the nearest, ties to even; none of them is NaN."""
+    bits = rows.view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

@@ -11,9 +11,9 @@ import asyncio
 import enum
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.errors import BackgroundFault
 
@@ -24,6 +24,7 @@ STEADY_AFTER_S = 60.0
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, object]]
 
 
@@ -120,3 +121,16 @@ def start_background(
 ) -> asyncio.Task[None]:
     """Start a task under the current watch; see `BackgroundWatch.start`."""
     return current_watch.get().start(work, kind, of, on_fault=on_fault, may_end=may_end)
+
+
+async def gather_all(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; the first error cancels the other tasks."""
+    if len(parts) == 1:
+        return [await parts[0]]
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

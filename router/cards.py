@@ -14,7 +14,9 @@ from typing import Literal
 from baton.config import RouterConfig
 from baton.messages.generation import ModelCard
 from baton.messages.node import NodeDescription
+from baton.messages.pooling import NO_POOLING_FILES, ModelPooling
 from baton.messages.sampling import SamplingDefaults
+from baton.runner.model.pooling_files import read_pooling
 from baton.runner.spec import SimulatedSpec
 from baton.text.model_files import read_model_files, read_sampling_defaults
 from router.placement.view import ClusterView
@@ -40,8 +42,10 @@ class CurrentCard:
         if nodes:
             # With nodes that left a short time ago: a request that needs one is told to come again, and not refused.
             longest = max(size.max_model_len for size in self._view.sizes(self._now()) if size.model == nodes[0].model)
-            defaults, permits_extra_keys = self._known.defaults, self._known.permits_extra_keys
-            self._known = card_of_nodes(nodes, longest, defaults, permits_extra_keys=permits_extra_keys)
+            known = self._known
+            self._known = card_of_nodes(
+                nodes, longest, known.defaults, permits_extra_keys=known.permits_extra_keys, pooling=known.pooling
+            )
         return self._known
 
 
@@ -51,6 +55,7 @@ def card_of_nodes(
     defaults: SamplingDefaults,
     *,
     permits_extra_keys: bool = False,
+    pooling: ModelPooling = NO_POOLING_FILES,
 ) -> ModelCard:
     """The card of the model that these nodes serve; there is at least one, and all serve the same model."""
     return ModelCard(
@@ -63,6 +68,7 @@ def card_of_nodes(
         defaults=defaults,
         permits_extra_keys=permits_extra_keys,
         capabilities=frozenset().union(*(node.can for node in nodes)),
+        pooling=pooling,
     )
 
 
@@ -77,14 +83,15 @@ def card_without_nodes(config: RouterConfig) -> ModelCard:
     if config.runner == "simulated":
         simulated = SimulatedSpec()
         return ModelCard(config.model_name or simulated.name, simulated.max_model_len, simulated.vocab_size)
-    files = read_model_files(config.model)
+    files, pooling = read_model_files(config.model), read_pooling(config.model)
     return ModelCard(
         config.served_model_name,
-        files.max_position_embeddings,
+        pooling.max_length or files.max_position_embeddings,
         files.vocab_size,
         bool(files.eos_token_ids),
         defaults=sampling_defaults(config.model, config.generation_config),
         permits_extra_keys=config.json_extra_keys == "allow",
+        pooling=pooling,
     )
 
 

@@ -147,7 +147,7 @@ class Dispatcher:
             if self._draining:
                 raise self._shutting_down()
             # Checked before any work is done for the request.
-            self.requests.check_room(raw.priority, embeds=raw.embeds)
+            self.requests.check_room(raw.priority, embeds=raw.pooling is not None)
             request = await self._validated(raw)
             answer, takeover = Answer(self._codec, request), max(1, raw.call)
             return self._open(request, answer, started, timeout_s, raw.traceparent, takeover)

@@ -14,6 +14,7 @@ from baton.engine.speculation.stats import SpecDecodingStats
 from baton.errors import TransferCause
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Outcome
+from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.spans import Span
 from baton.metric import Metric
@@ -33,12 +34,12 @@ class NewRequestData:
     num_computed_tokens: int
     matcher: TokenMatcher | None = None
     """Restricts the tokens that may be sampled; None: any token may be."""
-    embeds: bool = False
-    """Whether the last prompt token's embedding is wanted, instead of a sampled token."""
     adapter: str = ""
     """Digest of the adapter with which it is computed; empty: the base model alone. Forks have their parent's."""
     spans: Sequence[Span] = ()
     """The spans of the prompt, in order. Forks have their parent's."""
+    pooling: PoolingParams | None = None
+    """The vector that is wanted of the prompt, instead of a sampled token; None: none is."""
 
 
 @value(frozen=True, slots=True)
@@ -140,8 +141,8 @@ class ModelRunnerOutput:
     invalid: Set[str] = frozenset()
     """Those of `failed` that failed because the request itself is invalid: another node would fail it, too."""
     embeddings: Mapping[str, bytes] = field(default_factory=dict)
-    """Embeddings of the requests that ask for one, once their prompt is computed; see
-    `baton.runner.execution.embedding`."""
+    """The vectors (embeddings, or the outputs of a classification head) of the requests that ask for one, once their
+    prompt is computed; see `baton.runner.execution.pooling`."""
     prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
     """Log-probabilities of whole prompts, by request id, for requests that ask for them. They come with the step that
     computes the end of the prompt."""

@@ -11,6 +11,7 @@ from baton.engine.sampling.repetition import RepetitionDetector
 from baton.machine import IllegalEvent
 from baton.messages.draft_counts import NO_DRAFTS
 from baton.messages.node import KVSource, Leg, Outcome
+from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 
@@ -192,10 +193,12 @@ class Request:
         reader_block_size: int = 0,
         adapter: str = "",
         spans: Sequence[Span] = (),
+        pooling: PoolingParams | None = None,
     ) -> None:
         """`output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
         `reader_block_size`: of a prefill leg, tokens in a block of the node that is to read its KV; 0: as many as here.
         `adapter`: digest of the adapter with which it is computed, which the runner has loaded; empty: none.
+        `pooling`: of an embedding leg, the vector that is wanted; None: the last token's embedding.
 
         Raises ValueError for arguments that contradict each other.
         """
@@ -205,6 +208,8 @@ class Request:
             raise ValueError("only a request of one sequence may begin with output tokens")
         if leg is Leg.EMBED and (output_token_ids or sampling_params.n > 1 or sampling_params.beam_width):
             raise ValueError("an embedding leg has a prompt and one sequence, and no output tokens")
+        if pooling is not None and leg is not Leg.EMBED:
+            raise ValueError("only an embedding leg has pooling parameters")
         if (leg is Leg.DECODE) != (kv_source is not None):
             raise ValueError("a decode leg needs a KV source, and no other leg may have one")
         # What was submitted. Admission changes `leg` and `kv_source` alone, when a load is lost and is computed here.
@@ -219,6 +224,8 @@ class Request:
         self.cache_salt = cache_salt
         self.leg = leg
         self.kv_source = kv_source
+        self.pooling = (pooling or PoolingParams()) if leg is Leg.EMBED else None
+        """The vector that an embedding leg makes of the prompt; None for all others."""
         self.reader_block_size = reader_block_size
         self.adapter = adapter
         self.spans = tuple(spans)
@@ -321,6 +328,11 @@ class Request:
         Whoever has a token of the output has them already: they come with the first one.
         """
         return self.sampling_params.prompt_logprobs is not None and not self.output_token_ids and self.kv_source is None
+
+    @property
+    def computes_every_token(self) -> bool:
+        """Whether the prompt is computed as a whole: a cache has neither its logits nor its hidden states."""
+        return self.computes_prompt_logprobs or (self.pooling is not None and self.pooling.takes_all_rows)
 
     @property
     def num_given_tokens(self) -> int:

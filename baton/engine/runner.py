@@ -12,6 +12,7 @@ from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.errors import BatonError
 from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.node_report import ComputePath, RankReport
+from baton.messages.pooling import NO_POOLING_FILES, ModelPooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class ModelInfo:
     """Why the model is not bit-exact; empty if it is."""
     embedding_size: int = 0
     """Numbers in an embedding; 0: the model gives none."""
+    pooling: ModelPooling = NO_POOLING_FILES
     compute_paths: tuple[ComputePath, ...] = ()
     weight_bytes: int = 0
     """Bytes of the weights in memory, quantised ones as they are packed."""

@@ -8,7 +8,6 @@ from baton.engine.batch import BlockCopy, CachedRequestData, ForkedRequestData, 
 from baton.engine.decode_set import NO_DECODES, DecodeGroup
 from baton.engine.kv_cache.host_tier import NO_COPIES, StepCopies
 from baton.engine.request import Request
-from baton.messages.node import Leg
 
 _MAX_PROMPT_LOGITS = 128
 """The most tokens of prompts with log-probabilities in one step: each has a row of logits as wide as the vocabulary, so
@@ -181,7 +180,7 @@ def _new_data(request: Request, block_ids: Sequence[int]) -> NewRequestData:
         block_ids=block_ids,
         num_computed_tokens=request.num_computed_tokens,
         matcher=request.matchers[0] if request.matchers else None,
-        embeds=request.leg is Leg.EMBED,
         adapter=request.adapter,
         spans=request.spans,
+        pooling=request.pooling,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.messages.capabilities import Capability
 from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
+from baton.messages.pooling import NO_POOLING_FILES, ModelPooling, PoolingRequest
 from baton.messages.sampling import RepetitionDetection, SamplingDefaults, TokenLogprobs
 from baton.values import value
 
@@ -66,8 +67,8 @@ class GenerateRequest:
     """W3C trace context of the client, as received: not checked."""
     call: int = 0
     """The number of the client's call for this request, counted from 1; 0: the client does not number its calls."""
-    embeds: bool = False
-    """Whether the client asks for the embedding of the prompt; no tokens are generated then."""
+    pooling: PoolingRequest | None = None
+    """The vector that the client asks for, made of the prompt; None: tokens are generated."""
     shown_tokens: Sequence[int] = ()
     """Special tokens whose texts are part of the output's text. Like the next two, only the HTTP service sets it."""
     is_parsed: bool = False
@@ -180,7 +181,8 @@ class Finished:
     """Bytes of KV that were transferred between nodes."""
     path: Path
     embedding: bytes = b""
-    """The embedding, if the request is for one: a vector of norm 1, float32, little-endian."""
+    """The vector, if the request is for one (an embedding, or the outputs of a classification head): float32,
+    little-endian."""
     draft_counts: DraftCounts = NO_DRAFTS
     """What became of the drafts of all sequences, as far as the router has followed the request: those of attempts that
     ended before it resumed the request are missing."""
@@ -209,3 +211,5 @@ class ModelCard:
     """Whether a JSON schema that says nothing of further keys permits them. Not sent to clients."""
     capabilities: frozenset[Capability] = frozenset()
     """What the model can be asked to do; empty: the router has seen no node."""
+    pooling: ModelPooling = NO_POOLING_FILES
+    """What vectors the model makes. Not sent to clients."""

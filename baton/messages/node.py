@@ -13,6 +13,7 @@ from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
 from baton.messages.node_shape import NodeShape
+from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.values import value
 
@@ -46,7 +47,7 @@ class Leg(enum.Enum):
     DECODE = "decode"
     """Read the prefill leg's blocks from `kv_source`, then generate behind the token that it sampled."""
     EMBED = "embed"
-    """Compute the prompt, and end STOPPED with the embedding of its last token. Nothing is generated."""
+    """Compute the prompt, and end STOPPED with the vector that `Submit.pooling` makes of it. Nothing is generated."""
 
     __hash__ = object.__hash__
 
@@ -136,6 +137,8 @@ class Submit:
     """For a prefill leg: tokens in a block of the decode node that is to read the prompt; 0: as many as in one here."""
     adapter: str = ""
     """Digest of the adapter with which it is computed; empty: none."""
+    pooling: PoolingParams | None = None
+    """For an embedding leg: the vector that is wanted; None: the last token's embedding."""
 
     @property
     def num_sequences(self) -> int:
@@ -260,7 +263,7 @@ class RequestDelta:
     transfer_cause: TransferCause | None = None
     """Why the KV did not arrive; None if the attempt did not end for that reason."""
     embedding: bytes = b""
-    """The embedding, with the outcome STOP of an embedding leg: float32, little-endian."""
+    """The vector, with the outcome STOP of an embedding leg: float32, little-endian."""
     takeover: int = 0
     """With the outcome MOVED: the takeover number of the router that owns the attempt; 0: that router has none."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()

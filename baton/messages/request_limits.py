@@ -15,7 +15,10 @@ length limit applies as well."""
 MAX_PROMPTS = 32
 """The most prompts of one call for completions."""
 MAX_INPUTS = 256
-"""The most inputs of one call for embeddings."""
+"""The most inputs of one call for embeddings or classes, and the most pairs of one for scores."""
+MAX_POOLED_TOKENS = 1 << 20
+"""The most tokens of all inputs of one call for embeddings, scores or classes: the query of a call counts once for each
+of its documents."""
 MAX_MESSAGES = 4096
 """The most messages of one chat."""
 MAX_WORDS = 32

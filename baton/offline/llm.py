@@ -17,6 +17,7 @@ import numpy as np
 from baton.engine.speculation.stats import SpecDecodingStats
 from baton.errors import BatonError, ConfigError, InvalidRequest
 from baton.messages.generation import GenerateRequest
+from baton.messages.pooling import PoolingRequest
 from baton.models.resolve import with_model_directory
 from baton.node.process import log_slow_paths
 from baton.node.runner_spec import runner_spec
@@ -82,7 +83,8 @@ class LLM:
         self._engine = OfflineEngine(config, runner)
         described = self._engine.description
         defaults = sampling_defaults(config.model, generation_config)
-        self._card = card_of_nodes([described], described.max_model_len, defaults)
+        pooling = runner.model.pooling
+        self._card = card_of_nodes([described], described.max_model_len, defaults, pooling=pooling)
         self._chats = ServedModel(
             lambda: self._card,
             self._codec,
@@ -161,7 +163,7 @@ class LLM:
         listed = _listed(prompts)
 
         def request(place: int) -> GenerateRequest:
-            return GenerateRequest(_checked_prompt(listed[place]), embeds=True)
+            return GenerateRequest(_checked_prompt(listed[place]), pooling=PoolingRequest())
 
         return self._run(len(listed), request, lambda place, one: _embedded(one), use_tqdm=use_tqdm)
 

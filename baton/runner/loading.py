@@ -12,7 +12,8 @@ import torch
 
 from baton.engine.runner import ModelInfo, RunnerLost
 from baton.errors import ConfigError
-from baton.messages.capabilities import GENERATES_AND_EMBEDS, Capability
+from baton.messages.capabilities import Capability
+from baton.messages.pooling import ModelPooling
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
@@ -22,6 +23,7 @@ from baton.runner.compute_paths import compute_paths
 from baton.runner.draft_loading import LoadedDraftModel
 from baton.runner.model import attention, layers
 from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.pooling_files import read_pooling
 from baton.runner.model.quantization.quantize import Quantization
 from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.stage import Stage
@@ -194,17 +196,18 @@ def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operation
     return reason
 
 
-def _capabilities(transformer: Transformer) -> frozenset[Capability]:
+def _capabilities(transformer: Transformer, pooling: ModelPooling) -> frozenset[Capability]:
     """What a model can be asked to do."""
     if not transformer.row_width:
         _log.info("prompts can't have embeddings: %s", transformer.why_no_given_rows)
-        return GENERATES_AND_EMBEDS
-    return GENERATES_AND_EMBEDS | {Capability.PROMPT_EMBEDS}
+        return pooling.capabilities
+    return pooling.capabilities | {Capability.PROMPT_EMBEDS}
 
 
 def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str) -> ModelInfo:
     config = loaded.config
     reason = _settle(loaded, transformer, operations)
+    pooling = read_pooling(loaded.checkpoint.directory)
     return ModelInfo(
         name=name,
         fingerprint=loaded.fingerprint,
@@ -218,7 +221,8 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         bit_exact_reason=reason or "",
         embedding_size=transformer.embedding_size,
         row_width=transformer.row_width,
-        capabilities=_capabilities(transformer),
+        capabilities=_capabilities(transformer, pooling),
+        pooling=pooling,
         compute_paths=compute_paths(operations, transformer, loaded.weights, loaded.dtype),
         weight_bytes=loaded.weights.num_bytes,
     )

@@ -16,12 +16,11 @@ from baton.errors import AdapterRefused, InvalidRequest
 from baton.messages.node_report import RankReport
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
-from baton.runner.execution.embedding import embedding_of
 from baton.runner.execution.given_rows import with_given_rows
-from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled, flatten
+from baton.runner.execution.input_batch import RequestState, RequestTable, flatten
 from baton.runner.execution.prompt_logprobs import take_prompt_logprobs
 from baton.runner.execution.sampler import Sampled, SamplingState, sample
-from baton.runner.execution.step_results import StepResults, StepRows
+from baton.runner.execution.step_results import PooledShare, StepResults, StepRows
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.execution.verification import sample_and_verify
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
@@ -123,7 +122,7 @@ class TorchModelRunner:
         if rows is not None:
             with self._masks.filling(share.state for share in rows.samplers):
                 if rows.wants_hidden:
-                    computed = self._transformer.compute_with_hidden(rows.batch, rows.logits_rows)
+                    computed = self._transformer.compute_with_hidden(rows.batch, rows.logits_rows, rows.num_logits)
                 else:
                     computed = HiddenAndLogits(_NO_HIDDEN, self._transformer.compute(rows.batch, rows.logits_rows))
             self._take(step, rows, computed)
@@ -162,11 +161,10 @@ class TorchModelRunner:
 
     def _take(self, step: StepResults, rows: StepRows, computed: HiddenAndLogits) -> None:
         """Sample from what was computed of a step's rows."""
-        num_sampled = rows.batch.logits_rows.size
-        logits, of_prompts = computed.logits[:num_sampled], computed.logits[num_sampled:]
-        samplers = rows.samplers
-        if rows.wants_hidden:
-            logits, samplers = _take_embeddings(computed.hidden[:num_sampled], logits, samplers, step)
+        logits, samplers = computed.logits[rows.sampled], rows.samplers
+        of_prompts = computed.logits[len(logits) :] if rows.chunks else computed.logits[:0]
+        for pooled in rows.pooled:
+            self._pool(pooled, computed, step)
         prompt_logprobs, faults = take_prompt_logprobs(rows.chunks, of_prompts)
         step.prompt_logprobs |= prompt_logprobs
         for share, results in zip(samplers, sample_and_verify(logits, samplers, self._sample), strict=True):
@@ -183,6 +181,17 @@ class TorchModelRunner:
         step.failed |= {request_id: str(fault) for request_id, fault in faults.items() if request_id not in step.failed}
         self._requests.commit(rows.scheduled, step.tokens)
         step.computed_at = time.perf_counter()
+
+    def _pool(self, pooled: PooledShare, computed: HiddenAndLogits, step: StepResults) -> None:
+        """Take a share's rows into its vector, and add the vector to the step's results once the prompt is computed."""
+        request_id = pooled.share.state.request_id
+        rows = (computed.logits if pooled.of_logits else computed.hidden)[pooled.places]
+        try:
+            pooled.pooler.take(pooled.start, rows)
+            if pooled.share.samples:
+                step.embeddings[request_id] = pooled.pooler.vector(self._model.pooling.activation)
+        except ArithmeticError as error:
+            step.failed[request_id] = str(error)
 
     def _end(self, step: StepResults) -> ModelRunnerOutput:
         """Draft behind the sampled tokens of a step; returns its results."""
@@ -248,24 +257,3 @@ class TorchModelRunner:
             result if error is None else Sampled(-1, error=error)
             for result, error in zip(results, (unmasked.get(state.request_id) for state in states), strict=True)
         ]
-
-
-def _take_embeddings(
-    hidden: npt.NDArray[np.float32],
-    logits: npt.NDArray[np.float32],
-    samplers: Sequence[Scheduled],
-    step: StepResults,
-) -> tuple[npt.NDArray[np.float32], list[Scheduled]]:
-    """Embed the prompts of the requests that ask for it. `hidden` and `logits`: of the rows that sample.
-
-    Adds the embeddings and failures to the step; returns the logits and shares of the others.
-    """
-    owners = [share for share in samplers for _ in range(share.num_sampled_rows)]
-    others = [row for row, share in enumerate(owners) if not share.state.embeds]
-    for share, row in zip(owners, hidden, strict=True):
-        if share.state.embeds:
-            try:
-                step.embeddings[share.state.request_id] = embedding_of(row)
-            except ArithmeticError as error:
-                step.failed[share.state.request_id] = str(error)
-    return logits[others], [share for share in samplers if not share.state.embeds]

@@ -18,14 +18,14 @@ import xxhash
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, RemotePart
 from baton.engine.sequences.beam_search import BeamSearch
-from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.node_report import RankReport
+from baton.messages.pooling import NO_POOLING_FILES, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.model_formats.adapters import open_adapter
 from baton.runner.blocks.host_blocks import HostBlocks
-from baton.runner.execution.embedding import embedding_of_number
 from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled
 from baton.runner.execution.philox import uniform
+from baton.runner.execution.pooling import embedding_of_number
 from baton.runner.execution.prompt_logprobs import PromptChunk, chunks_of
 from baton.runner.spec import SimulatedSpec
 
@@ -69,9 +69,15 @@ def expected_tokens(prompt: Sequence[int], params: SamplingParams, spec: Simulat
     return output
 
 
-def expected_embedding(prompt: Sequence[int], spec: SimulatedSpec, adapter: str = "") -> bytes:
-    """The embedding that a prompt must get, computed without any cache."""
-    return embedding_of_number(_digest(expected_kv(prompt, layout_of(spec), adapter)), _EMBEDDING_SIZE)
+def expected_embedding(
+    prompt: Sequence[int], spec: SimulatedSpec, params: PoolingParams | None = None, adapter: str = ""
+) -> bytes:
+    """The embedding that a prompt must get, computed without any cache; by default that of its last token."""
+    return _embedding_of(expected_kv(prompt, layout_of(spec), adapter), params or PoolingParams())
+
+
+def _embedding_of(kv: Bytes, params: PoolingParams) -> bytes:
+    return embedding_of_number(_digest(kv) ^ list(Pooling).index(params.kind), _EMBEDDING_SIZE, params)
 
 
 def likeliest_tokens(kv: Bytes, count: int, vocab_size: int) -> list[tuple[int, float]]:
@@ -189,7 +195,7 @@ class SimulatedRunner:
             eos_token_ids=spec.eos_token_ids,
             bit_exact=True,
             embedding_size=_EMBEDDING_SIZE,
-            capabilities=GENERATES_AND_EMBEDS,
+            capabilities=NO_POOLING_FILES.capabilities,
         )
         self._adapters: set[str] = set()
         """Digests of the loaded adapters."""
@@ -270,8 +276,8 @@ class SimulatedRunner:
                 continue
             state = share.state
             kv = self.read(state.block_table, share.stop)
-            if state.embeds:
-                embeddings[state.request_id] = embedding_of_number(_digest(kv), _EMBEDDING_SIZE)
+            if state.pooler is not None:
+                embeddings[state.request_id] = _embedding_of(kv, state.pooler.params)
                 continue
             sampled = self._sample_and_verify(state, kv, share.drafts)
             tokens[state.request_id] = [one.token_id for one in sampled]

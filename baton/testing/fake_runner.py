@@ -21,11 +21,11 @@ from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOu
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo, RemotePart
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.errors import AdapterRefused
-from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.node_report import RankReport
+from baton.messages.pooling import NO_POOLING_FILES, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.blocks.host_blocks import HostBlocks
-from baton.runner.execution.embedding import embedding_of_number
+from baton.runner.execution.pooling import embedding_of_number
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
@@ -115,8 +115,8 @@ class _RequestState:
     num_computed_tokens: int
     failure: str = ""
     """Why the request can't continue; empty while it can."""
-    embeds: bool = False
     adapter: str = ""
+    pooling: PoolingParams | None = None
 
 
 class FakeRunner:
@@ -151,7 +151,7 @@ class FakeRunner:
             eos_token_ids=eos_token_ids,
             bit_exact=True,
             embedding_size=_EMBEDDING_SIZE,
-            capabilities=GENERATES_AND_EMBEDS,
+            capabilities=NO_POOLING_FILES.capabilities,
         )
         self._slots = (ctypes.c_uint64 * ((num_blocks + PROBE_BLOCKS) * block_size))()
         self.memory = KVMemory(
@@ -267,8 +267,8 @@ class FakeRunner:
                 failed[request_id] = known.failure = self.failures.pop(request_id)
             elif known.num_computed_tokens < len(known.token_ids):
                 continue
-            elif known.embeds:
-                embeddings[request_id] = embedding_of_number(last_slot, _EMBEDDING_SIZE)
+            elif known.pooling is not None:
+                embeddings[request_id] = embedding_of_number(last_slot, _EMBEDDING_SIZE, known.pooling)
             else:
                 slots = self._sample_and_verify(request_id, known, last_slot, drafts)
                 sampled[request_id] = known.token_ids[len(known.token_ids) - len(slots) :]
@@ -302,8 +302,8 @@ class FakeRunner:
                 list(new.block_ids),
                 new.sampling_params,
                 new.num_computed_tokens,
-                embeds=new.embeds,
                 adapter=new.adapter,
+                pooling=new.pooling,
             )
         for changed in scheduler_output.scheduled_cached_reqs:
             known = self._known[changed.request_id]

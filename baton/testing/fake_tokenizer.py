@@ -17,6 +17,16 @@ class FakeTokenizer:
     def encode_rendered(self, text: str) -> list[int]:
         return self.encode(text)
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def num_special_tokens(self, *, pair: bool) -> int:
+        return int(pair)
+
+    def with_special_tokens(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], int]:
+        """A pair is divided by the token 0."""
+        return (list(first), 0) if second is None else ([*first, 0, *second], len(first) + 1)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(self.letter, token_ids))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,39 @@ TOKENIZER_FILE = "tokenizer.json"
 _MAX_SHOWING = 8
 """Sets of special tokens to show; a router's requests have one, unless its settings were changed."""
 _BYTE_FALLBACK_TOKENS = frozenset(f"<0x{value:02X}>" for value in range(256))
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The special tokens around one text, or around and between two."""
+
+    special: tuple[tuple[int, ...], ...]
+    """Those before the first text, between two texts, and behind the last one."""
+    second_type: int | None
+    """How many tokens before the second text the tokens of the second type begin; None: there is one type."""
+
+    @classmethod
+    def of(cls, backend: Any, *, pair: bool) -> _Frame:
+        """Find the frame by what the tokenizer makes of two texts. Raises ConfigError for one that does otherwise."""
+        probe = ("a", "b") if pair else "a"
+        found = backend.encode_batch([probe], add_special_tokens=True)[0]
+        texts: list[list[int]] = [[] for _ in range(1 + pair)]
+        special: list[list[int]] = [[]]
+        for token_id, owner in zip(found.ids, found.sequence_ids, strict=True):
+            if owner is None:
+                special[-1].append(token_id)
+                continue
+            if owner == len(special) - 1:
+                special.append([])
+            if owner != len(special) - 2 or special[-1]:
+                raise ConfigError("the tokenizer mixes the texts of a pair, which can't be told apart then")
+            texts[owner].append(token_id)
+        if len(special) != len(texts) + 1:
+            raise ConfigError("the tokenizer makes no tokens of a letter, so what it puts around a text is not known")
+        second_type = None
+        if 1 in found.type_ids:
+            second_type = len(special[0]) + len(texts[0]) + len(special[1]) - found.type_ids.index(1) if pair else None
+        return cls(tuple(map(tuple, special)), second_type)
 
 
 class Tokenizer:
@@ -38,6 +72,8 @@ class Tokenizer:
         self._whole_texts: dict[int, str | None] = {}
         self._showing: dict[tuple[int, ...], Tokenizer] = {}
         """The same tokenizer with special tokens that have a text, by those tokens."""
+        self._frames: dict[bool, _Frame] = {}
+        """The special tokens around a text (False) and a pair of texts (True), found at the first use."""
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
@@ -73,6 +109,37 @@ class Tokenizer:
         # Only the batch method skips the computation of token offsets, which is a quarter of the work.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without the special tokens that the tokenizer puts around a text."""
+        return [found.ids for found in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def num_special_tokens(self, *, pair: bool) -> int:
+        """How many special tokens the tokenizer puts around a text, or around and between a pair of texts."""
+        return sum(map(len, (self._frame(pair=pair)).special))
+
+    def with_special_tokens(self, first: Sequence[int], second: Sequence[int] | None = None) -> tuple[list[int], int]:
+        """The token ids of a text, or a pair of texts, with the special ones.
+
+        Also returns where the tokens of the second type begin, which are those of the second text in models that tell
+        both apart; 0 if all are of one type.
+        """
+        frame = self._frame(pair=second is not None)
+        before, *others = frame.special
+        ids = [*before, *first]
+        starts = [len(ids)]
+        for text, special in zip([second] if second is not None else [], others, strict=False):
+            ids += special
+            starts.append(len(ids))
+            ids += text
+        ids += others[-1]
+        return ids, 0 if frame.second_type is None else starts[-1] - frame.second_type
+
+    def _frame(self, *, pair: bool) -> _Frame:
+        found = self._frames.get(pair)
+        if found is None:
+            found = self._frames[pair] = _Frame.of(self._backend, pair=pair)
+        return found
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`; special tokens and ids without a token are skipped."""

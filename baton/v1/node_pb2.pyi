@@ -22,6 +22,14 @@ class Leg(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEG_DECODE: _ClassVar[Leg]
     LEG_EMBED: _ClassVar[Leg]
 
+class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_UNSPECIFIED: _ClassVar[Pooling]
+    POOLING_LAST: _ClassVar[Pooling]
+    POOLING_CLS: _ClassVar[Pooling]
+    POOLING_MEAN: _ClassVar[Pooling]
+    POOLING_CLASSIFY: _ClassVar[Pooling]
+
 class KVCacheTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     KV_CACHE_TIER_UNSPECIFIED: _ClassVar[KVCacheTier]
@@ -78,6 +86,11 @@ LEG_WHOLE: Leg
 LEG_PREFILL: Leg
 LEG_DECODE: Leg
 LEG_EMBED: Leg
+POOLING_UNSPECIFIED: Pooling
+POOLING_LAST: Pooling
+POOLING_CLS: Pooling
+POOLING_MEAN: Pooling
+POOLING_CLASSIFY: Pooling
 KV_CACHE_TIER_UNSPECIFIED: KVCacheTier
 KV_CACHE_TIER_DEVICE: KVCacheTier
 KV_CACHE_TIER_HOST: KVCacheTier
@@ -164,7 +177,7 @@ class AttachHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., takes_next_tokens: _Optional[bool] = ..., keeps: _Optional[_Iterable[_Union[Attempt, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter")
+    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter", "pooling")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +190,7 @@ class Submit(_message.Message):
     TAKEOVER_FIELD_NUMBER: _ClassVar[int]
     READER_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     leg: Leg
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -189,7 +203,8 @@ class Submit(_message.Message):
     takeover: int
     reader_block_size: int
     adapter: str
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
+    pooling: PoolingParams
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ..., adapter: _Optional[str] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ...) -> None: ...
 
 class AdapterList(_message.Message):
     __slots__ = ("adapters",)
@@ -206,6 +221,20 @@ class AdapterSource(_message.Message):
     directory: str
     digest: str
     def __init__(self, name: _Optional[str] = ..., directory: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class PoolingParams(_message.Message):
+    __slots__ = ("kind", "normalize", "dimensions", "activate", "second_start")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATE_FIELD_NUMBER: _ClassVar[int]
+    SECOND_START_FIELD_NUMBER: _ClassVar[int]
+    kind: Pooling
+    normalize: bool
+    dimensions: int
+    activate: bool
+    second_start: int
+    def __init__(self, kind: _Optional[_Union[Pooling, str]] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., activate: _Optional[bool] = ..., second_start: _Optional[int] = ...) -> None: ...
 
 class Adopt(_message.Message):
     __slots__ = ("attempt", "takeover", "num_tokens")

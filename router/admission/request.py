@@ -8,7 +8,8 @@ from typing import Annotated
 
 from pydantic import PlainSerializer
 
-from baton.messages.capabilities import EMBEDS, GENERATES, Capability
+from baton.messages.capabilities import GENERATES, Capability
+from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 from baton.values import value
@@ -35,8 +36,8 @@ class ValidRequest:
     """The longest time to first token that is acceptable, from the request's arrival at the router."""
     tpot_slo_ms: float | None = None
     """The longest mean time per output token after the first that is acceptable."""
-    embeds: bool = False
-    """Whether the prompt's embedding is wanted, and no output."""
+    pooling: PoolingParams | None = None
+    """The vector that is wanted of the prompt, and no output; None: an output is wanted."""
     prompt_length: int = 0
     """Number of tokens of the prompt, if the prompt itself is missing; see `without_prompt`."""
     shown_tokens: _TokenIds = ()
@@ -49,13 +50,18 @@ class ValidRequest:
     """Whether the text ends with the stop string, or the stop token's text, instead of before it."""
 
     @property
+    def embeds(self) -> bool:
+        """Whether a vector is wanted of the prompt, and no output."""
+        return self.pooling is not None
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids) or self.prompt_length
 
     @property
     def needs(self) -> frozenset[Capability]:
         """What the nodes of the request must be able to do."""
-        needed = EMBEDS if self.embeds else GENERATES
+        needed = GENERATES if self.pooling is None else frozenset((self.pooling.needs,))
         return needed | {Capability.PROMPT_EMBEDS} if self.spans else needed
 
     def without_prompt(self) -> ValidRequest:

@@ -13,6 +13,7 @@ from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.errors import InvalidRequest, UnknownModel
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id, scoped
+from baton.messages.pooling import PoolingRequest
 from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_BYTES,
@@ -40,6 +41,7 @@ from baton.messages.sampling import (
 )
 from baton.text.closed_objects import without_extra_keys
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
+from router.admission.pooling import check_generates, pooling_params
 from router.admission.request import ValidRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -77,8 +79,9 @@ def validate(
     if raw.priority < min_priority:
         raise InvalidRequest("priority", f"must be at least {min_priority} here, not {raw.priority}")
     _check_name("cache_salt", raw.cache_salt, MAX_SALT_BYTES)
-    if raw.embeds:
-        return _for_embedding(raw, card, encode, request_id)
+    if raw.pooling is not None:
+        return _for_pooling(raw, raw.pooling, card, encode, request_id)
+    check_generates(card)
     stop = _stop(raw.stop, encode is not None)
     sampling = _sampling(_with_defaults(raw, card), card, rng)
     sampling = replace(sampling, bad_words_token_ids=_bad_words(raw.bad_words, card, encode_part or encode))
@@ -112,18 +115,23 @@ def validate(
     )
 
 
-def _for_embedding(
-    raw: GenerateRequest, card: ModelCard, encode: Callable[[str], list[int]] | None, request_id: str
+def _for_pooling(
+    raw: GenerateRequest,
+    pooling: PoolingRequest,
+    card: ModelCard,
+    encode: Callable[[str], list[int]] | None,
+    request_id: str,
 ) -> ValidRequest:
-    """The request for an embedding. Parameters of sampling are not looked at, since nothing is sampled."""
+    """The request for a vector. Parameters of sampling are not looked at, since nothing is sampled."""
+    prompt = _prompt(raw.prompt, card, encode, card.max_model_len)
     return ValidRequest(
         request_id=scoped(raw.tenant, request_id),
         model=card.name,
-        prompt_token_ids=_prompt(raw.prompt, card, encode, card.max_model_len),
+        prompt_token_ids=prompt,
         sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
         priority=raw.priority,
         cache_salt=scoped(raw.tenant, raw.cache_salt),
-        embeds=True,
+        pooling=pooling_params(pooling, card, len(prompt)),
     )
 
 

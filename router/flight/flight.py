@@ -339,6 +339,7 @@ class Flight:
             output_token_ids=self._given,
             takeover=self.takeover,
             reader_block_size=reader_block_size,
+            pooling=self.request.pooling,
         )
 
     def _on_delta(self, incarnation: str, delta: RequestDelta) -> list[FlightEffect]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+from baton.background import gather_all
 from baton.clock import Clock
 from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard
@@ -51,6 +51,7 @@ from router.http.logprobs import Spelling, as_token_id
 from router.http.model import ServedModel
 from router.http.parsed_events import ParsedEventWriter
 from router.http.parsed_text import TextParsing
+from router.pooling import part_ids
 
 T = TypeVar("T")
 P = TypeVar("P", bound="EndpointRequest")
@@ -386,11 +387,6 @@ def request_id_of(scope: Scope, rng: Random) -> str:
     return str(text)
 
 
-def part_ids(request_id: str, count: int) -> Sequence[str]:
-    """The ids of the requests to the core that one call makes."""
-    return [request_id] if count == 1 else [f"{request_id[:60]}-{place}" for place in range(count)]
-
-
 def _check_call_size(body: CompletionBody, num_prompts: int) -> None:
     """Raises InvalidRequest if all prompts of a call have more sequences, or more output, than a call may have."""
     if num_prompts == 1 or not 1 <= body.num_generated <= MAX_SEQUENCES:
@@ -474,19 +470,6 @@ def _positions(last_event_id: bytes, has_request_id: bool, parsed: EndpointReque
     if len(positions) != parsed.num_sequences:
         raise InvalidRequest("last-event-id", f"is of {len(positions)} sequences, but n is {parsed.num_sequences}")
     return positions
-
-
-async def gather_all(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; the first error cancels the other tasks."""
-    if len(parts) == 1:
-        return [await parts[0]]
-    tasks = [asyncio.create_task(part) for part in parts]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextmanager

@@ -48,6 +48,12 @@ class Vocabulary(Protocol):
 
     def special_ids(self, texts: Iterable[str]) -> list[int]: ...
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def num_special_tokens(self, *, pair: bool) -> int: ...
+
+    def with_special_tokens(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], int]: ...
+
 
 class ServedModel:
     """The model that the cluster serves."""
@@ -76,6 +82,11 @@ class ServedModel:
     def card(self) -> ModelCard:
         """The model's card at present."""
         return self._card()
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The tokenizer; None: the model is served without one."""
+        return self._vocabulary
 
     @property
     def has_chat_template(self) -> bool:

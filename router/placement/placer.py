@@ -351,8 +351,9 @@ class Placer:
         if prompt is None:
             prompt = self._prompts[request.request_id] = self._prompt_keys(request)
         costs = self._table.costs(able)
-        # A prompt whose log-probabilities are wanted is computed as a whole.
-        uses_cache = request.sampling_params.prompt_logprobs is None
+        # A prompt is computed as a whole if its log-probabilities are wanted, or all of its hidden states.
+        takes_all_rows = request.pooling is not None and request.pooling.takes_all_rows
+        uses_cache = request.sampling_params.prompt_logprobs is None and not takes_all_rows
         return PlacementQuery(
             demand=demand,
             costs=costs,

@@ -8,6 +8,7 @@ from collections import Counter
 
 from baton.errors import BatonError
 from baton.messages.generation import GenerateRequest
+from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams, PoolingRequest
 from baton.runner.simulated import expected_embedding
 from tests.fault.test_fault_schedules import HAPPENING_S, Schedule
 from tests.support.virtual_time import run_virtually
@@ -29,7 +30,11 @@ class EmbeddingSchedule(Schedule):
         rng = self.rng
         prompt = rng.choice([[], *self.prefixes]) + self._tokens(rng.randint(1, 30))
         timeout_s = rng.choice([None, None, None, rng.uniform(0.01, 4.0)])
-        answering = asyncio.create_task(self.cluster.generate(GenerateRequest(prompt, name, embeds=True), timeout_s))
+        kinds = [None, *sorted(EMBEDDING_KINDS, key=lambda kind: kind.value)]
+        pooling = PoolingRequest(rng.choice(kinds), rng.choice([None, False]))
+        answering = asyncio.create_task(
+            self.cluster.generate(GenerateRequest(prompt, name, pooling=pooling), timeout_s)
+        )
         if rng.random() < 0.2:
             await asyncio.sleep(rng.expovariate(5.0))
             if not answering.done():
@@ -38,7 +43,9 @@ class EmbeddingSchedule(Schedule):
         assert (answer.finished is None) != (answer.error is None), "it ends once"
         assert answer.sequences == {0: []}
         if answer.finished is not None:
-            assert answer.finished.embedding == expected_embedding(prompt, self.limits.spec)
+            params = PoolingParams(pooling.kind or Pooling.LAST, pooling.normalize is not False)
+            assert answer.finished.embedding == expected_embedding(prompt, self.limits.spec, params)
+            self.struck[params.kind.value] += 1
             self.struck["embedded"] += 1
             self.struck["embedded after a failover"] += answer.finished.path.attempts > 1
             self.struck["embedded by a decode node"] += answer.finished.path.decode_node.startswith("decode")
@@ -57,3 +64,4 @@ def test_embeddings_are_right_and_every_block_comes_back() -> None:
     assert struck["embedded"] > NUM_SCHEDULES
     assert struck["embedded after a failover"]
     assert struck["embedded by a decode node"]
+    assert all(struck[kind.value] for kind in EMBEDDING_KINDS)

@@ -16,9 +16,10 @@ from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.messages.node import Leg, Outcome
+from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.execution.embedding import embedding_of
+from baton.runner.execution.pooling import Pooler
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
@@ -29,6 +30,12 @@ BLOCK_SIZE = 16
 LENGTHS = (1, 15, 16, 17, 70)
 RNG = Random(3)
 PROMPTS = {f"of-{length}": [RNG.randrange(256) for _ in range(length)] for length in LENGTHS}
+
+
+def vector_of(row: npt.NDArray[np.float32]) -> bytes:
+    pooler = Pooler(PoolingParams())
+    pooler.take(4, row[np.newaxis])
+    return pooler.vector()
 
 
 def make_engine(runner: TorchModelRunner, budget: int = 256) -> EngineCore:
@@ -43,10 +50,13 @@ def make_engine(runner: TorchModelRunner, budget: int = 256) -> EngineCore:
     return EngineCore(Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock()), runner)
 
 
-def embed(engine: EngineCore, prompts: Mapping[str, Sequence[int]]) -> dict[str, bytes]:
-    """Compute all embeddings at once, beside the engine's other requests."""
+def embed(
+    engine: EngineCore, prompts: Mapping[str, Sequence[int]], pooling: Mapping[str, PoolingParams] | None = None
+) -> dict[str, bytes]:
+    """Compute all vectors at once, beside the engine's other requests; by default embeddings of last tokens."""
     for name, prompt in prompts.items():
-        engine.add_request(Request(name, prompt, SamplingParams(), leg=Leg.EMBED))
+        params = (pooling or {}).get(name)
+        engine.add_request(Request(name, prompt, SamplingParams(), leg=Leg.EMBED, pooling=params))
     found: dict[str, bytes] = {}
     while len(found) < len(prompts):
         for output in (output for outputs in engine.step().values() for output in outputs.outputs):
@@ -64,19 +74,33 @@ def add_stream(engine: EngineCore) -> Request:
 
 
 def hidden_states(directory: Path) -> dict[str, npt.NDArray[np.float32]]:
-    """The last hidden state of transformers' layers at the last token of each prompt, scaled to length 1."""
+    """The last hidden states of transformers' layers at all tokens of each prompt: float32 [tokens, size]."""
     from transformers import AutoModel
 
     # What transformers 5.17 would choose leaves soft caps out.
     model = AutoModel.from_pretrained(
         directory, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
     ).eval()
-    found = {}
     with torch.inference_mode():
-        for name, prompt in PROMPTS.items():
-            row = model(input_ids=torch.tensor([prompt])).last_hidden_state[0, -1]
-            found[name] = (row / row.norm()).numpy()
-    return found
+        return {
+            name: model(input_ids=torch.tensor([prompt])).last_hidden_state[0].numpy()
+            for name, prompt in PROMPTS.items()
+        }
+
+
+def pooled(rows: npt.NDArray[np.float32], params: PoolingParams) -> npt.NDArray[np.float64]:
+    """The vector of a prompt's hidden states, computed plainly."""
+    wide = rows.astype(np.float64)
+    row = {Pooling.LAST: wide[-1], Pooling.CLS: wide[0], Pooling.MEAN: wide.mean(axis=0)}[params.kind]
+    row = row[: params.dimensions or None]
+    return row / np.linalg.norm(row) if params.normalize else row
+
+
+KINDS = [
+    *(PoolingParams(kind, normalize) for kind in sorted(EMBEDDING_KINDS, key=str) for normalize in (True, False)),
+    PoolingParams(Pooling.MEAN, dimensions=8),
+    PoolingParams(Pooling.LAST, dimensions=8),
+]
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
@@ -84,10 +108,11 @@ def test_an_embedding_is_the_last_hidden_state_with_the_same_bits_in_any_batch(t
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
     runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=128)
     together = embed(make_engine(runner), PROMPTS)
-    for prompt, expected in hidden_states(tmp_path).items():
+    of_rows = hidden_states(tmp_path)
+    for prompt, rows in of_rows.items():
         vector = np.frombuffer(together[prompt], dtype="<f4")
         assert vector.shape == (runner.model.embedding_size,)
-        np.testing.assert_allclose(vector, expected, rtol=0, atol=2e-5)
+        np.testing.assert_allclose(vector, pooled(rows, PoolingParams()), rtol=0, atol=1e-5)
     alone: dict[str, bytes] = {}
     for prompt, tokens in PROMPTS.items():
         alone |= embed(make_engine(runner), {prompt: tokens})
@@ -99,6 +124,18 @@ def test_an_embedding_is_the_last_hidden_state_with_the_same_bits_in_any_batch(t
     assert not stream.is_finished
     assert embed(engine, PROMPTS) == together, "with a cached prefix"
     assert engine.make_stats().prefix_cache.num_hit_tokens["device"] >= 64
+
+    prompts = {f"{number} {name}": prompt for number in range(len(KINDS)) for name, prompt in PROMPTS.items()}
+    kinds = {f"{number} {name}": kind for number, kind in enumerate(KINDS) for name in PROMPTS}
+    of_all = embed(engine, prompts, kinds)
+    for name, params in kinds.items():
+        expected = pooled(of_rows[name.partition(" ")[2]], params)
+        scale = max(1.0, float(np.abs(expected).max()))
+        np.testing.assert_allclose(np.frombuffer(of_all[name], dtype="<f4") / scale, expected / scale, atol=1e-5)
+    assert embed(make_engine(runner, budget=2048), prompts, kinds) == of_all, "in large steps"
+    assert embed(make_engine(runner, budget=17), prompts, kinds) == of_all, "in small ones"
+    for name in (f"{number} of-17" for number in range(len(KINDS))):
+        assert embed(make_engine(runner), {name: prompts[name]}, kinds) == {name: of_all[name]}, "alone"
 
 
 def test_streams_that_begin_in_a_step_with_embeddings_get_their_own_tokens(tmp_path: Path) -> None:
@@ -129,19 +166,19 @@ def test_embeddings_with_other_kernels_and_dtypes(
     runner = load_runner(tmp_path, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=128, operations=operations)
     together = embed(make_engine(runner), PROMPTS)
     assert embed(make_engine(runner, budget=24), PROMPTS) == together
+    means = dict.fromkeys(PROMPTS, PoolingParams(Pooling.MEAN))
+    assert embed(make_engine(runner, budget=24), PROMPTS, means) == embed(make_engine(runner), PROMPTS, means)
     for prompt, expected in hidden_states(tmp_path).items():
         vector = np.frombuffer(together[prompt], dtype="<f4")
         assert float(vector @ vector) == pytest.approx(1, abs=1e-6)
-        assert float(vector @ expected) > 0.99
+        assert float(vector @ pooled(expected, PoolingParams())) > 0.99
 
 
 def test_a_vector_has_length_1_and_finite_numbers() -> None:
-    assert np.frombuffer(embedding_of(np.array([3, -4], dtype=np.float32)), "<f4").tolist() == pytest.approx(
-        [0.6, -0.8]
-    )
-    assert embedding_of(np.zeros(2, dtype=np.float32)) == bytes(8)
-    huge = embedding_of(np.full(4, 3e38, dtype=np.float32))
+    assert np.frombuffer(vector_of(np.array([3, -4], dtype=np.float32)), "<f4").tolist() == pytest.approx([0.6, -0.8])
+    assert vector_of(np.zeros(2, dtype=np.float32)) == bytes(8)
+    huge = vector_of(np.full(4, 3e38, dtype=np.float32))
     assert np.frombuffer(huge, "<f4").tolist() == [0.5] * 4
     for bad in (np.nan, np.inf):
         with pytest.raises(ArithmeticError, match="non-finite"):
-            embedding_of(np.array([1, bad], dtype=np.float32))
+            vector_of(np.array([1, bad], dtype=np.float32))

@@ -375,8 +375,7 @@ class Admission:
 
         None: another sequence is still computing the shared prompt.
         """
-        if request.computes_prompt_logprobs:
-            # Logits are wanted at each of its tokens, and a cache has none.
+        if request.computes_every_token:
             return NO_COMPUTED_BLOCKS
         if self._parent(request) is not None:
             shared = self._manager.shared_prefix(request.parent_id, request.num_tokens - 1)

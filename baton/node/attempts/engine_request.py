@@ -20,4 +20,5 @@ def engine_request(submit: Submit, eos_token_ids: frozenset[int], client_index: 
         kv_source=submit.kv_source,
         output_token_ids=submit.output_token_ids,
         reader_block_size=submit.reader_block_size,
+        pooling=submit.pooling,
     )

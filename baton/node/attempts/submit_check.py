@@ -14,6 +14,7 @@ from baton.messages.capabilities import Capability
 from baton.messages.ids import SCOPED_ID_PATTERN
 from baton.messages.kv_format import block_sizes_fit
 from baton.messages.node import Leg, NodeDescription, Role, Submit
+from baton.messages.pooling import PoolingParams
 from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
@@ -37,12 +38,14 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
         return f"prompt: has a token id outside of [0, {vocab})"
     if submit.leg is Leg.PREFILL and node.role is not Role.PREFILL:
         return f"leg: a {node.role.value} node does not run prefill legs"
-    source = submit.kv_source
-    needed = Capability.EMBED if submit.leg is Leg.EMBED else Capability.GENERATE
+    source, is_embed = submit.kv_source, submit.leg is Leg.EMBED
+    needed = submit.pooling.needs if submit.pooling else Capability.EMBED if is_embed else Capability.GENERATE
     if needed not in node.can:
         return f"leg: the model of {node.node_id} can't {needed}"
-    if submit.leg is Leg.EMBED and (why := _embedding_objection(submit)):
+    if is_embed and (why := _embedding_objection(submit, node)):
         return why
+    if submit.pooling is not None and not is_embed:
+        return "pooling: is of an embedding leg"
     if (submit.leg is Leg.DECODE) != (source is not None):
         return "kv_source: must be set for a decode leg, and for no other leg"
     if source is not None and not (source.node_id and source.incarnation and source.address):
@@ -53,10 +56,15 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     return _sampling_objection(submit.sampling_params, vocab) or _output_objection(submit, node)
 
 
-def _embedding_objection(submit: Submit) -> str | None:
+def _embedding_objection(submit: Submit, node: NodeDescription) -> str | None:
     params = submit.sampling_params
     if submit.output_token_ids or params.n > 1 or params.beam_width or params.has_grammar:
         return "leg: a request for an embedding can have no output, schema or several sequences"
+    pooling = submit.pooling or PoolingParams()
+    if not 0 <= pooling.dimensions <= node.embedding_size:
+        return f"dimensions: must be 1 to {node.embedding_size}"
+    if not 0 <= pooling.second_start <= len(submit.prompt_token_ids):
+        return "second_start: is behind the prompt"
     return None
 
 

@@ -17,6 +17,7 @@ from baton.engine.batch import CachedRequestData, ForkedRequestData, NewRequestD
 from baton.engine.runner import KVLayout
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.spans import has_rows, text_pieces
+from baton.runner.execution.pooling import Pooler
 from baton.runner.execution.sampler import has_penalties
 from baton.runner.execution.token_counts import TokenCounts
 from baton.runner.execution.token_rules import TokenRules, has_rules
@@ -38,13 +39,13 @@ class RequestState:
         "_num_blocks",
         "_tokens",
         "adapter",
-        "embeds",
         "highest_block",
         "lowest_block",
         "matcher",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_tokens",
+        "pooler",
         "prompt_logprobs",
         "request_id",
         "rules",
@@ -65,9 +66,10 @@ class RequestState:
         self.prompt_logprobs: list[TokenLogprobs] = []
         """If wanted, those of the prompt's computed tokens from the second one on, until they are given out."""
         self.matcher = data.matcher
-        self.embeds = data.embeds
         self.adapter = data.adapter
         self.spans = data.spans
+        self.pooler = None if data.pooling is None else Pooler(data.pooling)
+        """What makes the vector that is wanted of the prompt; None: tokens are sampled."""
         self.num_computed_tokens = data.num_computed_tokens
         self._blocks = np.empty(0, dtype=np.int32)
         self._num_blocks = 0
@@ -186,7 +188,7 @@ class Scheduled:
 
     @property
     def samples(self) -> bool:
-        """Whether the step computes the request's last token, so that a token is sampled or the embedding taken."""
+        """Whether the step computes the request's last token, so that a token is sampled or its vector is complete."""
         return self.stop == self.state.num_tokens + len(self.drafts)
 
     @property

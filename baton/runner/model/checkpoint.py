@@ -17,6 +17,7 @@ import xxhash
 
 from baton.errors import ConfigError
 from baton.model_formats.safetensors_header import UnsoundSafetensors, read_header
+from baton.runner.model.pooling_files import pooling_fields
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _READ_BYTES = 1 << 22
@@ -135,6 +136,7 @@ def _fingerprint(
     fields = [json.dumps(config, sort_keys=True).encode()]
     tokenizer = directory / "tokenizer.json"
     fields.append(tokenizer.read_bytes() if tokenizer.is_file() else b"")
+    fields += pooling_fields(directory)
     for path, header in zip(weight_files, headers, strict=True):
         fields += [path.name.encode(), header, str(path.stat().st_size).encode(), _content_hash(path)]
     for field in fields:

@@ -89,6 +89,15 @@ class ModelOutput(NamedTuple):
     head."""
 
 
+class _Wanted(NamedTuple):
+    """What a program computes of a step."""
+
+    sampling: bool
+    """Whether it is of exactly the rows that sample, and not of any rows."""
+    logits: bool
+    """Whether it has the head."""
+
+
 class NotAPlainDecoder(Exception):
     """The model has parts that Baton's loop over the layers does not know; the message names one."""
 
@@ -119,8 +128,7 @@ class Decoder:
             torch.empty(1, dtype=dtype, device=device),
             all(layer.attention.half_angles for layer in self._layers),
         )
-        self._programs: dict[bool, Program] = {}
-        """Two programs: for logits of exactly the rows that sample (True), and for logits of any rows (False)."""
+        self._programs: dict[_Wanted, Program] = {}
         self._paged: PagedAttention | None = None
         self.why_no_programs = "no program was recorded"
         """Why a step's layers are not computed in one call; empty when they are."""
@@ -138,22 +146,28 @@ class Decoder:
         logits_rows: torch.Tensor,
         sampling: bool,
         received: torch.Tensor | None = None,
+        num_logits: int | None = None,
         given: GivenRows | None = None,
     ) -> ModelOutput:
         """Compute a step for the rows `logits_rows`. `sampling`: these are exactly the layout's rows that sample.
 
-        `received`: the rows [T, hidden size] of the stage before; None in the first one. `given`: for the first stage,
-        rows that replace those of the embedding.
+        `received`: the rows [T, hidden size] of the stage before; None in the first one. `num_logits`: how many of the
+        rows have logits, the first ones; the others have hidden states alone. None: all have both. `given`: for the
+        first stage, rows that replace those of the embedding.
         """
         angles = self._rotary.rows(positions)
         # A program computes in place.
         x = self._embedded(token_ids, given) if received is None else received.clone()
         if self._head is None:
             return ModelOutput(self._run_stage(x, angles), x.new_empty(x.shape[0], 0, dtype=torch.float32))
+        needs_head_apart = num_logits is not None and num_logits < logits_rows.shape[0]
+        if self._programs and not needs_head_apart:
+            return self._run(self._programs[_Wanted(sampling, True)], self._head, x, angles, logits_rows)
         if self._programs:
-            return self._run(self._programs[sampling], self._head, x, angles, logits_rows)
-        hidden = self._hidden(x, *angles, logits_rows, sampling=sampling)
-        return ModelOutput(hidden, self._head.rows(hidden))
+            hidden = self._run(self._programs[_Wanted(sampling, False)], None, x, angles, logits_rows).hidden
+        else:
+            hidden = self._hidden(x, *angles, logits_rows, sampling=sampling)
+        return ModelOutput(hidden, self._head.rows(hidden[:num_logits]))
 
     def embedded(
         self,
@@ -205,28 +219,34 @@ class Decoder:
         self.why_no_programs = self.why_not_fused
         if self.why_no_programs:
             return
-        programs: dict[bool, Program] = {}
-        for sampling in (False,) if self._head is None else (False, True):
+        programs: dict[_Wanted, Program] = {}
+        both = (False, True)
+        of_model = [_Wanted(sampling, logits) for sampling in both for logits in both]
+        for wanted in [_Wanted(False, False)] if self._head is None else of_model:
             program = operations.program(self._dtype)
             if program is None:
                 self.why_no_programs = "these operations have no programs"
                 return
             try:
-                self._record(program, paged, sampling)
+                self._record(program, paged, *wanted)
             except KernelArgumentError as error:
                 self.why_no_programs = f"the kernels can't take it without padding, which only single calls do: {error}"
                 return
-            programs[sampling] = program
+            programs[wanted] = program
         self._programs, self._paged, self.why_no_programs = programs, paged, ""
 
-    def _record(self, program: Program, paged: PagedAttention, sampling: bool) -> None:
-        """Record what `compute` does after the embedding; `x` stays in one buffer from the first layer to the last."""
+    def _record(self, program: Program, paged: PagedAttention, sampling: bool, logits: bool) -> None:
+        """Record what `compute` does after the embedding; `x` stays in one buffer from the first layer to the last.
+
+        Without `logits` it ends before the head.
+        """
         x = program.argument(self._width)
         cos, sin = (program.argument(self._rotary.width) for _ in range(2))
         hidden: str | Rows = "normed"
         if self._head is not None:
             hidden = program.argument(self._width, sampled=True)
-            logits = program.argument(self._head.out_features, sampled=True, dtype=torch.float32)
+            # Declared before all scratch, which ranks share, so that they count the same buffers.
+            into_logits = program.argument(self._head.out_features, sampled=True, dtype=torch.float32) if logits else ""
         normed = self._layers[0].attention_norm.record(program, x, into="normed")
         last = self._layers[-1]
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
@@ -240,26 +260,29 @@ class Decoder:
         if self._head is not None:
             if not sampling:
                 normed = program.take_sampled(normed, into=hidden)
-            self._head.record(program, normed, into=logits)
+            if logits:
+                self._head.record(program, normed, into=into_logits)
 
     def _run(
         self,
         program: Program,
-        head: PackedLinear,
+        head: PackedLinear | None,
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         logits_rows: torch.Tensor,
     ) -> ModelOutput:
+        """The rows' hidden states, and their logits if the program has the head."""
         hidden = x.new_empty(logits_rows.shape[0], self._width)
-        logits = x.new_empty(logits_rows.shape[0], head.out_features, dtype=torch.float32)
-        program.run([x, *angles, hidden, logits], self._layout, logits_rows)
+        width = 0 if head is None else head.out_features
+        logits = x.new_empty(logits_rows.shape[0], width, dtype=torch.float32)
+        program.run([x, *angles, hidden] + ([] if head is None else [logits]), self._layout, logits_rows)
         return ModelOutput(hidden, logits)
 
     def _run_stage(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """The residual stream behind the last layer of this stage; x may be overwritten."""
         if not self._programs:
             return self._loop(x, *angles, None)[0]
-        self._programs[False].run([x, *angles], self._layout, torch.empty(0, dtype=torch.int64))
+        self._programs[_Wanted(False, False)].run([x, *angles], self._layout, torch.empty(0, dtype=torch.int64))
         return x
 
     @property

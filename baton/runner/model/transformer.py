@@ -65,12 +65,12 @@ def elementwise_threads(num_threads: int) -> int:
 
 
 class HiddenAndLogits(NamedTuple):
-    """The result of a step for the rows that sample, in float32."""
+    """The result of a step for the rows that are wanted, in float32."""
 
     hidden: npt.NDArray[np.float32]
     """The input of the head, behind the last norm: [rows, hidden size]."""
     logits: npt.NDArray[np.float32]
-    """The output of the head: [rows, vocabulary]."""
+    """The output of the head for all of these rows, or the first ones: [rows, vocabulary]."""
 
 
 class _Widths(NamedTuple):
@@ -255,12 +255,15 @@ class Transformer:
             return on_host(recorded, copy=True)
 
     def compute_with_hidden(
-        self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None
+        self, batch: FlatBatch, rows: npt.NDArray[np.int64] | None = None, num_logits: int | None = None
     ) -> HiddenAndLogits:
-        """Compute a step like `compute`, and return also the hidden states of the same rows."""
-        wanted = batch.logits_rows if logits_rows is None else logits_rows
+        """Compute a step like `compute`, and return the hidden states of the wanted rows.
+
+        Logits come for the first `num_logits` of them at least; None: for all.
+        """
+        wanted = batch.logits_rows if rows is None else rows
         with on_device(self.device), torch.inference_mode():
-            output = self._compute(batch, wanted, logits_rows is None)
+            output = self._compute(batch, wanted, rows is None, num_logits=num_logits)
             return HiddenAndLogits(on_host(output.hidden), on_host(output.logits))
 
     def compute_stage(
@@ -290,6 +293,7 @@ class Transformer:
         logits_rows: npt.NDArray[np.int64],
         sampling: bool,
         received: torch.Tensor | None = None,
+        num_logits: int | None = None,
     ) -> ModelOutput:
         self._attention.layout = StepLayout(
             query_start=self._tensor(batch.query_start),
@@ -303,7 +307,8 @@ class Transformer:
         try:
             if self._decoder is None:
                 return self._forward(batch.token_ids, batch.positions, rows, received, self._given(batch))
-            return self._decoder.compute(batch.token_ids, batch.positions, rows, sampling, received, self._given(batch))
+            given = self._given(batch)
+            return self._decoder.compute(batch.token_ids, batch.positions, rows, sampling, received, num_logits, given)
         finally:
             self._attention.layout = None
 

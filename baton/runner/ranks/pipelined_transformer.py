@@ -45,8 +45,8 @@ class PipelinedTransformer(Transformer, ABC):
         return logits.copy() if self.stage.count > 1 else logits
 
     def compute_with_hidden(
-        self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None
+        self, batch: FlatBatch, rows: npt.NDArray[np.int64] | None = None, num_logits: int | None = None
     ) -> HiddenAndLogits:
-        self.begin(Task.LOGITS_AND_HIDDEN, batch, logits_rows)
+        self.begin(Task.LOGITS_AND_HIDDEN, batch, rows)
         computed = self.end()
         return HiddenAndLogits(*(rows.copy() for rows in computed)) if self.stage.count > 1 else computed

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
-from baton.messages.generation import GenerateRequest
+from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_INPUTS
-from router.http.bodies.fields import TextsOrIds, Truncation, is_ids
-from router.http.bodies.strict import Strict
+from router.http.bodies.fields import TextsOrIds, is_ids
+from router.http.bodies.pooling import PoolingBody
+from router.pooling import PoolingInput
 
 
 def _inputs(value: Any) -> Sequence[str | Sequence[int]]:
@@ -31,33 +32,21 @@ def _inputs(value: Any) -> Sequence[str | Sequence[int]]:
 Inputs = Annotated[Sequence[str | Sequence[int]], PlainValidator(_inputs, json_schema_input_type=TextsOrIds)]
 
 
-class EmbeddingBody(Strict):
+class EmbeddingBody(PoolingBody):
     """POST /v1/embeddings"""
 
     inputs: Inputs = Field(alias="input")
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    truncate_prompt_tokens: Truncation = None
     dimensions: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
+    pooling_type: Literal["last", "cls", "mean"] | None = Field(None, alias="pooling")
+    normalize: bool | None = None
 
-    # Only these values are served.
-    add_special_tokens: Literal[True] | None = None
-    normalize: Literal[True] | None = None
+    def pooling_inputs(self) -> Sequence[PoolingInput]:
+        alone = len(self.inputs) == 1
+        return [
+            PoolingInput(one, field="input" if alone else f"input[{place}]") for place, one in enumerate(self.inputs)
+        ]
 
-    # Ignored: they change no answer.
-    user: str | None = None
-
-    def request(self, prompt: str | Sequence[int], request_id: str, traceparent: str = "") -> GenerateRequest:
-        """The request to the core, for one input."""
-        return GenerateRequest(
-            prompt=prompt,
-            request_id=request_id,
-            model=self.model or "",
-            priority=self.priority or 0,
-            cache_salt=self.cache_salt or "",
-            traceparent=traceparent,
-            embeds=True,
-        )
+    def pooling(self) -> PoolingRequest:
+        kind = None if self.pooling_type is None else Pooling(self.pooling_type)
+        return PoolingRequest(kind, self.normalize, self.dimensions)

@@ -211,7 +211,7 @@ def test_parameters_are_those_of_a_client() -> None:
         "tenant",
         "traceparent",
         "call",
-        "embeds",
+        "pooling",
         "shown_tokens",
         "is_parsed",
         "schemas",

@@ -16,6 +16,7 @@ from baton.errors import (
 )
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings
+from baton.messages.pooling import PoolingRequest
 from baton.observe.metrics import Distribution, Figure, declared_figures
 from router.flight.timeline import timeline
 from router.limits import DispatchLimits
@@ -50,7 +51,7 @@ def report_embedding(rig: RouterRig, name: str, attempt: AttemptKey, vector: byt
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_an_embedding_is_computed_by_a_prefill_node_alone(policy: Policy) -> None:
     async with router_rig(*nodes("d1", "p1"), placer=Placer(PlacementSettings(policy))) as rig:
-        reader = rig.ask(embeds=True, request_id="mine", priority=3, cache_salt="s")
+        reader = rig.ask(pooling=PoolingRequest(), request_id="mine", priority=3, cache_salt="s")
         submit = await rig.next_submit("p1")
         assert (submit.leg, submit.kv_source, submit.priority, submit.cache_salt) == (Leg.EMBED, None, 3, "s")
         rig.timers.advance(0.25)
@@ -76,7 +77,7 @@ async def test_an_embedding_is_computed_by_a_prefill_node_alone(policy: Policy) 
 
 async def test_an_embedding_is_retried_when_its_node_dies_and_decode_nodes_come_last() -> None:
     async with router_rig(*nodes("d1", "p1", "p2")) as rig:
-        reader = rig.ask(embeds=True)
+        reader = rig.ask(pooling=PoolingRequest())
         first = (await rig.next_submit("p1")).attempt
         rig.nodes["p1"].die()
         second = (await rig.next_submit("p2")).attempt
@@ -93,7 +94,7 @@ async def test_an_embedding_is_retried_when_its_node_dies_and_decode_nodes_come_
 
 async def test_nodes_of_an_older_version_get_no_embeddings() -> None:
     async with router_rig(prefill("p1"), *nodes("d1")) as rig:
-        reader = rig.ask(embeds=True)
+        reader = rig.ask(pooling=PoolingRequest())
         report_embedding(rig, "d1", (await rig.next_submit("d1")).attempt)
         await reader.finished()
         assert rig.nodes["p1"].inbox.empty()
@@ -102,7 +103,7 @@ async def test_nodes_of_an_older_version_get_no_embeddings() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_an_embedding_is_refused_at_once_if_no_node_embeds(policy: Policy) -> None:
     async with router_rig(prefill("p1"), decode("d1"), placer=Placer(PlacementSettings(policy))) as rig:
-        reader = rig.ask(embeds=True)
+        reader = rig.ask(pooling=PoolingRequest())
         with pytest.raises(UnsupportedRequest, match="'demo' can't do embed; it can generate") as refusal:
             await reader.finished()
         assert refusal.value.field == "model"
@@ -113,12 +114,12 @@ async def test_an_embedding_is_refused_at_once_if_no_node_embeds(policy: Policy)
 
 async def test_an_embedding_waits_for_a_node_if_none_is_up() -> None:
     async with router_rig(limits=DispatchLimits(capacity_wait_s=5.0)) as rig:
-        in_vain = rig.ask(embeds=True, request_id="in-vain")
+        in_vain = rig.ask(pooling=PoolingRequest(), request_id="in-vain")
         await in_vain.wait_until_accepted()
         rig.timers.advance(6.0)
         with pytest.raises(NoCapacity, match="no node that can embed with demo is up"):
             await in_vain.finished()
-        reader = rig.ask(embeds=True)
+        reader = rig.ask(pooling=PoolingRequest())
         await reader.wait_until_accepted()
         rig.register(*nodes("p1"))
         report_embedding(rig, "p1", (await rig.next_submit("p1")).attempt)
@@ -134,7 +135,7 @@ async def test_an_embedding_that_waits_for_a_full_node_delays_no_text(policy: Po
     async with router_rig(full, *rest, placer=Placer(PlacementSettings(policy))) as rig:
         rig.nodes["p1"].report(load=LoadReport(running=4, waiting=9))
         await rig.nodes["p1"].all_read()
-        reader, behind = (rig.ask(embeds=True, request_id=name) for name in ("first", "second"))
+        reader, behind = (rig.ask(pooling=PoolingRequest(), request_id=name) for name in ("first", "second"))
         await behind.wait_until_accepted()
         assert rig.dispatcher.requests.num_waiting == 2
         if others == "older" or policy is Policy.COST:
@@ -152,7 +153,7 @@ async def test_a_text_request_that_waits_delays_no_embedding() -> None:
         text = rig.ask(max_tokens=1, request_id="text")
         await text.wait_until_accepted()
         assert rig.dispatcher.requests.num_waiting == 1
-        reader = rig.ask(embeds=True)
+        reader = rig.ask(pooling=PoolingRequest())
         report_embedding(rig, "p1", (await rig.next_submit("p1")).attempt)
         await reader.finished()
         assert rig.dispatcher.requests.num_waiting == 1
@@ -169,7 +170,7 @@ async def test_freed_room_goes_to_the_request_that_can_use_it() -> None:
         for name in ("p1", "d1"):
             rig.nodes[name].report(load=LoadReport(running=4, waiting=9))
             await rig.nodes[name].all_read()
-        asked = [rig.ask(embeds=True)]
+        asked = [rig.ask(pooling=PoolingRequest())]
         await asked[0].wait_until_accepted()
         rig.timers.advance(0.01)
         asked.append(rig.ask(max_tokens=1))
@@ -189,7 +190,8 @@ async def test_room_that_texts_and_embeddings_can_use_goes_by_queue_order() -> N
         await rig.nodes["p1"].all_read()
         asked = {}
         for name, embeds, priority in (("e1", True, 0), ("t1", False, 0), ("e2", True, -1), ("t2", False, -1)):
-            asked[name] = rig.ask(embeds=embeds, request_id=name, priority=priority, max_tokens=1)
+            pooling = PoolingRequest() if embeds else None
+            asked[name] = rig.ask(pooling=pooling, request_id=name, priority=priority, max_tokens=1)
             await asked[name].wait_until_accepted()
             rig.timers.advance(0.01)
         rig.nodes["p1"].report(load=LoadReport())
@@ -210,11 +212,11 @@ async def test_texts_and_embeddings_have_their_own_limits() -> None:
         waiting = [rig.ask(request_id="t1", max_tokens=1)]
         await waiting[0].wait_until_accepted()
         rig.timers.advance(0.01)
-        waiting.append(rig.ask(request_id="e1", embeds=True))
+        waiting.append(rig.ask(request_id="e1", pooling=PoolingRequest()))
         await waiting[1].wait_until_accepted()
         for name, embeds in (("e2", True), ("t2", False)):
             with pytest.raises(QueueFull):
-                await rig.ask(request_id=name, embeds=embeds).finished()
+                await rig.ask(request_id=name, pooling=PoolingRequest() if embeds else None).finished()
         rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
         rig.report("d1", (await rig.next_submit("d1")).attempt, 0, "a", Outcome.LENGTH)
         report_embedding(rig, "d1", (await rig.next_submit("d1")).attempt)
@@ -230,7 +232,7 @@ async def test_the_times_of_embeddings_predict_nothing_for_texts() -> None:
         rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
         await text.finished()
         for number in range(3):
-            reader = rig.ask(embeds=True, request_id=f"e{number}")
+            reader = rig.ask(pooling=PoolingRequest(), request_id=f"e{number}")
             report_embedding(rig, "d1", (await rig.next_submit("d1")).attempt)
             await reader.finished()
         rig.nodes["d1"].report(load=LoadReport(running=1, waiting=9))
@@ -248,18 +250,18 @@ async def test_the_times_of_embeddings_predict_nothing_for_texts() -> None:
 
 async def test_an_embeddings_prompt_may_have_the_models_maximum_length() -> None:
     async with router_rig(*nodes("p1")) as rig:
-        reader = rig.ask("x" * 64, embeds=True)
+        reader = rig.ask("x" * 64, pooling=PoolingRequest())
         report_embedding(rig, "p1", (await rig.next_submit("p1")).attempt)
         assert (await reader.finished()).prompt_tokens == 64
         with pytest.raises(InvalidRequest, match="at most 64"):
-            await rig.ask("x" * 65, embeds=True).finished()
+            await rig.ask("x" * 65, pooling=PoolingRequest()).finished()
         with pytest.raises(InvalidRequest, match="prompt"):
-            await rig.ask("", embeds=True).finished()
+            await rig.ask("", pooling=PoolingRequest()).finished()
 
 
 async def test_a_cancelled_embedding_is_aborted_at_its_node() -> None:
     async with router_rig(*nodes("p1")) as rig:
-        reader = rig.ask(embeds=True, request_id="mine")
+        reader = rig.ask(pooling=PoolingRequest(), request_id="mine")
         attempt = (await rig.next_submit("p1")).attempt
         with pytest.raises(RequestNotFound, match="no stream"):
             await rig.resume("mine", 0).finished()
@@ -272,7 +274,7 @@ async def test_a_cancelled_embedding_is_aborted_at_its_node() -> None:
 @pytest.mark.parametrize("told", [{"outcome": Outcome.STOP}, {"outcome": Outcome.LENGTH}, {"token_ids": (1,)}])
 async def test_a_node_that_generates_instead_of_embedding_fails_the_request(told: dict[str, object]) -> None:
     async with router_rig(*nodes("p1")) as rig:
-        reader = rig.ask(embeds=True)
+        reader = rig.ask(pooling=PoolingRequest())
         attempt = (await rig.next_submit("p1")).attempt
         rig.nodes["p1"].report(RequestDelta(attempt, **told))  # type: ignore[arg-type]
         with pytest.raises(EngineFault, match="did not embed"):

@@ -77,7 +77,7 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
         # HTTP has no field for it: a stream that goes on is asked for with last-event-id.
         "call": 0,
         # Asked for at a path of its own.
-        "embeds": False,
+        "pooling": None,
         # Of chats with tools, or with reasoning, alone.
         "shown_tokens": (),
         "is_parsed": False,

@@ -11,6 +11,7 @@ import pytest
 
 from baton.errors import EngineFault, InvalidRequest, QuotaExceeded
 from baton.messages.generation import Finished
+from baton.messages.pooling import PoolingRequest
 from baton.testing.fake_handler import FakeCall
 from tests.support.http_rig import CARD, HttpRig, finished
 from tests.support.router_parts import MODEL
@@ -29,7 +30,8 @@ async def test_one_text_is_embedded() -> None:
     call = await rig.next_call()
     request = call.request
     assert request is not None
-    assert (request.prompt, request.embeds, request.priority, request.cache_salt) == ("ab", True, 4, "s")
+    assert (request.prompt, request.priority, request.cache_salt) == ([97, 98], 4, "s")
+    assert request.pooling == PoolingRequest(None, None, 2)
     assert (request.request_id, request.traceparent) == ("mine", "t")
     assert call.timeout_s == pytest.approx(2.0, abs=1.0)
     call.tell(embedded(0.6, -0.8))
@@ -128,7 +130,10 @@ async def test_dimensions_are_compared_with_the_vector_if_no_node_has_reported_t
         ({"input": "a", "dimensions": 1}, "dimensions", "must be 2"),
         ({"input": "a", "dimension": 2}, "dimension", "did you mean dimensions"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be 1 to"),
-        ({"input": "a", "normalize": False}, "normalize", "True"),
+        ({"input": "a", "normalize": "yes"}, "normalize", "boolean"),
+        ({"input": "a", "pooling": "max"}, "pooling", "'last', 'cls' or 'mean'"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "at least 1"),
+        ({"input": ["a", "a" * 65]}, "input[1]", "at most 64"),
         ({"input": "a", "priority": "x"}, "priority", "integer"),
         ({"input": "a", "request_id": "another"}, "request_id", "x-request-id"),
     ],

@@ -14,6 +14,7 @@ import torch
 from baton.engine.batch import NewRequestData, SchedulerOutput
 from baton.engine.runner import LayerGeometry
 from baton.errors import ConfigError
+from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cpu.kernels.barrier import Barrier
 from baton.runner.backends.cpu.kernels.errors import RankLost
@@ -63,7 +64,7 @@ def test_a_head_may_be_narrower_than_the_layers(tmp_path: Path) -> None:
         for stages in (1, 2)
     ]
     prompt = NewRequestData("p", [5, 6, 7, 8, 9], (), SamplingParams(temperature=0.0), range(1, 2), 0)
-    embedded = NewRequestData("e", [5, 6, 7, 8, 9], (), SamplingParams(), range(2, 3), 0, embeds=True)
+    embedded = NewRequestData("e", [5, 6, 7, 8, 9], (), SamplingParams(), range(2, 3), 0, pooling=PoolingParams())
     step = SchedulerOutput(0, [prompt, embedded], [], {"p": 5, "e": 5}, 10)
     whole, divided = (runner.execute_model(step) for runner in runners)
     assert divided.sampled_token_ids == whole.sampled_token_ids

@@ -1,0 +1,128 @@
+"""Pooling: one vector is made of a prompt's hidden states, and nothing is generated. Names follow vLLM's."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+from baton.messages.capabilities import Capability
+from baton.values import value
+
+
+class Pooling(enum.Enum):
+    """What the vector is made of."""
+
+    LAST = "last"
+    """The hidden state of the last token."""
+    CLS = "cls"
+    """The hidden state of the first token, [CLS] in models like BERT."""
+    MEAN = "mean"
+    """The mean of the hidden states of all tokens."""
+    CLASSIFY = "classify"
+    """The outputs of the model's classification head, a number for each label."""
+
+    __hash__ = object.__hash__
+
+
+EMBEDDING_KINDS = frozenset(Pooling) - {Pooling.CLASSIFY}
+"""The kinds that make an embedding."""
+
+
+@value(frozen=True, slots=True)
+class PoolingParams:
+    """How the vector of one request is made: pooled, cut to `dimensions`, and then normalised."""
+
+    kind: Pooling = Pooling.LAST
+    normalize: bool = True
+    """Whether an embedding is scaled to length 1 (L2)."""
+    dimensions: int = 0
+    """How many of an embedding's first numbers are kept; 0: all of them."""
+    activate: bool = True
+    """Whether the head's outputs become probabilities, as `ModelPooling.activation` says."""
+    second_start: int = 0
+    """Where the second text of a pair begins among the tokens, for models that tell the texts of a pair apart by token
+    types; 0: all tokens are of the first type."""
+
+    @property
+    def needs(self) -> Capability:
+        """What a model must be able to do for it."""
+        return Capability.CLASSIFY if self.kind is Pooling.CLASSIFY else Capability.EMBED
+
+    @property
+    def takes_all_rows(self) -> bool:
+        """Whether hidden states before the last one are needed: a cache of keys and values has none, so the whole
+        prompt is computed."""
+        return self.kind in (Pooling.CLS, Pooling.MEAN)
+
+
+@value(frozen=True, slots=True)
+class PoolingRequest:
+    """The vector that a client asks for, unchecked. None stands for an absent field: the model decides."""
+
+    kind: Pooling | None = None
+    """None: an embedding, as the model makes it."""
+    normalize: bool | None = None
+    dimensions: int | None = None
+    activate: bool = True
+    second_start: int = 0
+    """Where the second text of a pair begins among the prompt's tokens; 0: there is none."""
+
+
+Activation = Literal["softmax", "sigmoid", "identity"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPooling:
+    """What a model directory says of pooling."""
+
+    default: Pooling = Pooling.LAST
+    """How an embedding is made if the request does not say."""
+    normalizes: bool = True
+    """Whether it is scaled to length 1 if the request does not say."""
+    is_matryoshka: bool = False
+    """Whether the model was trained for embeddings that are cut (Kusupati et al. 2022, "Matryoshka Representation
+    Learning")."""
+    matryoshka_dimensions: tuple[int, ...] = ()
+    """The lengths to which they may be cut; empty, for such a model: any length."""
+    is_encoder: bool = False
+    """Whether each token attends to those behind it, too."""
+    generates: bool = True
+    """Whether the model has a head for the next token: encoders and classifiers have none."""
+    labels: tuple[str, ...] = ()
+    """The labels of the classification head; empty: the model has none."""
+    activation: Activation = "softmax"
+    """What makes probabilities of the head's outputs."""
+    has_token_types: bool = False
+    """Whether the texts of a pair are told apart by token types."""
+    first_position: int = 0
+    """Of an encoder, the position of the first token."""
+    max_length: int = 0
+    """Of an encoder, the most tokens of a text; 0: as many as config.json says."""
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What a model of this kind can be asked to do."""
+        can = {Capability.EMBED}
+        if self.generates:
+            can.add(Capability.GENERATE)
+        if self.labels:
+            can.add(Capability.CLASSIFY)
+        if len(self.labels) < 2:
+            # Of an embedding model the cosine of two vectors, of a classifier its only number.
+            can.add(Capability.SCORE)
+        return frozenset(can)
+
+    def why_not_cut(self, dimensions: int, size: int) -> str:
+        """Why embeddings of `size` numbers can't be cut to `dimensions`; empty if they can."""
+        if dimensions in (0, size):
+            return ""
+        if not self.is_matryoshka:
+            return f"must be {size}, or left out: the model was not trained for embeddings that are cut"
+        if self.matryoshka_dimensions and dimensions not in self.matryoshka_dimensions:
+            return f"must be one of {', '.join(map(str, sorted(self.matryoshka_dimensions)))}"
+        return "" if 1 <= dimensions <= size else f"must be 1 to {size}"
+
+
+NO_POOLING_FILES = ModelPooling()
+"""What a directory says that has nothing about pooling."""

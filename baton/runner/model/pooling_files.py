@@ -1,0 +1,171 @@
+"""What a model directory says of pooling: its architecture, its labels, and the files of sentence-transformers.
+
+Needs no torch: routers read it, too. Of sentence-transformers' modules pooling and normalisation are known; a directory
+with others is refused, since its vectors would be wrong without them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigError
+from baton.messages.pooling import Activation, ModelPooling, Pooling
+
+ENCODER_TYPES = frozenset({"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "modernbert"})
+"""The model types that are computed as encoders: each token attends to all of its text."""
+_POSITIONS_BEHIND_PADDING = frozenset({"roberta", "xlm-roberta", "camembert"})
+"""Encoders whose first position is the one behind the padding token's id."""
+_CLASSIFIER = "ForSequenceClassification"
+_MODES = {
+    "pooling_mode_cls_token": Pooling.CLS,
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_lasttoken": Pooling.LAST,
+}
+_KINDS = {"cls": Pooling.CLS, "mean": Pooling.MEAN, "lasttoken": Pooling.LAST}
+_MAX_LABELS = 4096
+_MAX_LABEL_CHARS = 256
+_FILES = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json")
+
+
+def read_pooling(directory: Path) -> ModelPooling:
+    """What the files of a model directory say; raises ConfigError for what is not understood."""
+    config = _read(directory / "config.json")
+    is_encoder = config.get("model_type") in ENCODER_TYPES and not config.get("is_decoder")
+    is_classifier = any(str(name).endswith(_CLASSIFIER) for name in _list(config.get("architectures")))
+    labels = _labels(config, directory) if is_classifier else ()
+    default, normalizes = _sentence_modules(directory) or (Pooling.CLS if is_encoder else Pooling.LAST, True)
+    dimensions = config.get("matryoshka_dimensions")
+    return ModelPooling(
+        default=default,
+        normalizes=normalizes,
+        is_matryoshka=bool(config.get("is_matryoshka") or dimensions),
+        matryoshka_dimensions=_dimensions(dimensions, directory),
+        is_encoder=is_encoder,
+        generates=not (is_encoder or is_classifier),
+        labels=labels,
+        activation=_activation(config, len(labels)),
+        has_token_types=is_encoder and _number(config.get("type_vocab_size")) > 1,
+        first_position=first_position(config) if is_encoder else 0,
+        max_length=_max_length(config, directory) if is_encoder else 0,
+    )
+
+
+def pooling_fields(directory: Path) -> list[bytes]:
+    """The files that change vectors beside config.json, for the model's fingerprint; empty where there are none."""
+    return [(directory / name).read_bytes() for name in _FILES if (directory / name).is_file()]
+
+
+def first_position(config: Mapping[str, Any]) -> int:
+    """The position of the first token in an encoder's table of positions."""
+    if config.get("model_type") not in _POSITIONS_BEHIND_PADDING:
+        return 0
+    padding = config.get("pad_token_id")
+    return 1 + (1 if padding is None else _number(padding))
+
+
+def _max_length(config: Mapping[str, Any], directory: Path) -> int:
+    """The most tokens of a text: as many as the model has positions for, and sentence-transformers takes."""
+    longest = _number(config.get("max_position_embeddings")) - first_position(config)
+    if longest < 2:
+        raise ConfigError(f"{directory / 'config.json'} has no max_position_embeddings for two tokens; copy it again")
+    file = directory / "sentence_bert_config.json"
+    shorter = _number(_read(file).get("max_seq_length")) if file.is_file() else 0
+    return min(longest, shorter) if shorter > 1 else longest
+
+
+def _sentence_modules(directory: Path) -> tuple[Pooling, bool] | None:
+    """How sentence-transformers pools, and whether it normalises; None for a directory that is not of its layout."""
+    file = directory / "modules.json"
+    if not file.is_file():
+        return None
+    modules = _json(file)
+    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+        raise ConfigError(f"{file} is not a list of modules; copy it again")
+    kinds = [str(one.get("type", "")).rpartition(".")[2] for one in modules]
+    if unknown := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
+        raise ConfigError(
+            f"{directory} makes its vectors with a module {unknown[0]!r:.80}, which is not supported: choose a model "
+            "that pools and normalises alone"
+        )
+    path = next((str(one.get("path", "")) for one, kind in zip(modules, kinds, strict=True) if kind == "Pooling"), "")
+    if not path:
+        return None
+    if Path(path).is_absolute() or ".." in Path(path).parts:
+        raise ConfigError(f"{file} names the path {path!r:.80}, which is not below its directory")
+    return _pooling_mode(_read(directory / path / "config.json"), directory / path), "Normalize" in kinds
+
+
+def _pooling_mode(config: Mapping[str, Any], directory: Path) -> Pooling:
+    mode = config.get("pooling_mode")
+    found = [kind for name, kind in _MODES.items() if config.get(name) is True]
+    if isinstance(mode, str) and mode in _KINDS:
+        found = [_KINDS[mode]]
+    others = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    if len(found) != 1 or len(others) > 1:
+        raise ConfigError(
+            f"{directory} pools by {', '.join(others) or mode or 'nothing'}; cls, mean or last is supported"
+        )
+    return found[0]
+
+
+def _labels(config: Mapping[str, Any], directory: Path) -> tuple[str, ...]:
+    named = config.get("id2label")
+    if isinstance(named, dict):
+        labels = [str(named.get(str(place), f"LABEL_{place}")) for place in range(len(named))]
+    else:
+        # The number of transformers' PretrainedConfig.
+        count = config.get("num_labels", 2)
+        if not isinstance(count, int) or not 1 <= count <= _MAX_LABELS:
+            raise ConfigError(f"{directory / 'config.json'} has a num_labels of {count!r:.40}; at most {_MAX_LABELS}")
+        labels = [f"LABEL_{place}" for place in range(count)]
+    if not 1 <= len(labels) <= _MAX_LABELS or any(len(label) > _MAX_LABEL_CHARS for label in labels):
+        raise ConfigError(
+            f"{directory / 'config.json'} has {len(labels)} labels; 1 to {_MAX_LABELS} of at most {_MAX_LABEL_CHARS} "
+            "letters are read"
+        )
+    return tuple(labels)
+
+
+def _activation(config: Mapping[str, Any], num_labels: int) -> Activation:
+    """What vLLM applies to the outputs: what the model says, otherwise sigmoid for one label, softmax for several."""
+    of_cross_encoder = config.get("sentence_transformers")
+    named = of_cross_encoder.get("activation_fn") if isinstance(of_cross_encoder, dict) else None
+    named = str(named or config.get("sbert_ce_default_activation_function") or "")
+    if named.endswith("Identity") or config.get("problem_type") == "regression":
+        return "identity"
+    if named.endswith("Sigmoid") or config.get("problem_type") == "multi_label_classification" or num_labels == 1:
+        return "sigmoid"
+    return "softmax"
+
+
+def _dimensions(value: Any, directory: Path) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(type(one) is int and one > 0 for one in value) or len(value) > 1024:
+        raise ConfigError(f"{directory / 'config.json'} has matryoshka_dimensions that are no list of lengths")
+    return tuple(value)
+
+
+def _number(value: Any) -> int:
+    return value if type(value) is int and value > 0 else 0
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    value = _json(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a JSON object; copy it again")
+    return value
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} can't be read ({error}); copy it again") from error

@@ -1,0 +1,48 @@
+"""Fields that all bodies have from whose inputs vectors are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from baton.messages.pooling import PoolingRequest
+from router.http.bodies.fields import Truncation
+from router.http.bodies.strict import Strict
+from router.pooling import PoolingCall, PoolingInput
+
+
+class PoolingBody(Strict):
+    """What a call for vectors has beside its inputs."""
+
+    model: str | None = None
+    truncate_prompt_tokens: Truncation = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+    # Only this value is served.
+    add_special_tokens: Literal[True] | None = None
+
+    # Ignored: it changes no answer.
+    user: str | None = None
+
+    def pooling_inputs(self) -> Sequence[PoolingInput]:
+        """What vectors are made of."""
+        raise NotImplementedError
+
+    def pooling(self) -> PoolingRequest:
+        """The vectors that are wanted."""
+        raise NotImplementedError
+
+    def call(self, request_id: str, traceparent: str = "") -> PoolingCall:
+        """The call as the router's core serves it."""
+        return PoolingCall(
+            inputs=self.pooling_inputs(),
+            pooling=self.pooling(),
+            request_id=request_id,
+            model=self.model or "",
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            traceparent=traceparent,
+            truncate=self.truncate_prompt_tokens,
+        )

@@ -1,0 +1,246 @@
+"""Calls that make vectors of several inputs: their texts become tokens at once, and each is a request to the core.
+
+Rules:
+
+1. All inputs are checked before the first is sent; a refusal names the field of the input.
+2. The first error ends the other inputs, and so does the end of the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from baton.background import gather_all
+from baton.errors import BatonError, InvalidRequest
+from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.pooling import Pooling, PoolingRequest
+from baton.messages.request_limits import MAX_INPUTS, MAX_POOLED_TOKENS, MAX_PROMPT_BYTES
+from router.admission.pooling import check_dimensions, check_pooling
+from router.admission.validation import check_model, check_text
+
+_MOST_AT_ONCE = 32
+"""The most inputs of one call that are sent to the core at once. The others wait here, and not in the queue of all
+clients."""
+_SMALL_CHARS = 16 << 10
+"""Texts that are together no longer than this are tokenized on the event loop."""
+
+T = TypeVar("T")
+
+
+class PoolingVocabulary(Protocol):
+    """The tokenizer as these calls use it; `baton.text.tokenizer.Tokenizer` is the real one."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of texts, without special tokens."""
+        ...
+
+    def num_special_tokens(self, *, pair: bool) -> int:
+        """How many special tokens are put around a text, or a pair of texts."""
+        ...
+
+    def with_special_tokens(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], int]:
+        """The tokens of a text, or a pair of texts, with the special ones, and where the second text begins (0 without
+        one, or if its tokens are of no type of their own)."""
+        ...
+
+
+class PoolingHandler(Protocol):
+    """The router's core as these calls use it."""
+
+    def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]: ...
+
+    def most_at_once(self) -> int | None: ...
+
+    async def in_thread(self, work: Callable[..., T], *args: object) -> T: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingInput:
+    """One input of a call, unchecked."""
+
+    first: str | Sequence[int]
+    """A text, or its token ids."""
+    second: str | None = None
+    """The second text of a pair; None: the input is no pair."""
+    field: str = "input"
+    """The client's field, for refusals."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingCall:
+    """A client's call for the vectors of several inputs, unchecked."""
+
+    inputs: Sequence[PoolingInput]
+    pooling: PoolingRequest
+    request_id: str
+    model: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+    traceparent: str = ""
+    truncate: int | None = None
+    """The most tokens of an input, special ones included; -1: as many as the model takes; None: longer inputs are
+    refused. The first tokens of an encoder's input stay, and the last ones of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledInput:
+    """The tokens of an input."""
+
+    token_ids: Sequence[int]
+    second_start: int = 0
+    """Where the second text of a pair begins; 0: there is none, or its tokens are of no type of their own."""
+
+
+async def pool_all(
+    call: PoolingCall,
+    handler: PoolingHandler,
+    vocabulary: PoolingVocabulary | None,
+    card: ModelCard,
+    timeout_s: float | None,
+) -> list[Finished]:
+    """The end of the request for each input, with its vector. Raises InvalidRequest, and what the core raises."""
+    check_call(call, card)
+    num_chars = sum(len(one.first) + len(one.second or "") for one in call.inputs if isinstance(one.first, str))
+    arguments = call.inputs, vocabulary, card, call.truncate
+    if num_chars <= _SMALL_CHARS:
+        tokenized = tokenize(*arguments)
+    else:
+        tokenized = await handler.in_thread(tokenize, *arguments)
+    most = handler.most_at_once() or _MOST_AT_ONCE
+    room = asyncio.Semaphore(min(_MOST_AT_ONCE, most))
+    loop = asyncio.get_running_loop()
+    due = None if timeout_s is None else loop.time() + timeout_s
+
+    async def embed(place: int, name: str) -> Finished:
+        one = tokenized[place]
+        request = GenerateRequest(
+            prompt=one.token_ids,
+            request_id=name,
+            model=call.model,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            traceparent=call.traceparent,
+            pooling=replace(call.pooling, second_start=one.second_start) if one.second_start else call.pooling,
+        )
+        async with room:
+            left_s = None if due is None else max(0.0, due - loop.time())
+            try:
+                finished = await _vector(handler, request, left_s)
+            except InvalidRequest as error:
+                if error.field != "prompt":
+                    raise
+                raise InvalidRequest(call.inputs[place].field, error.reason) from error
+        if call.pooling.kind is not Pooling.CLASSIFY:
+            # Before a node has reported its size it was not known whether the vector can be cut.
+            check_dimensions(call.pooling.dimensions, card, len(finished.embedding) // 4)
+        return finished
+
+    return await gather_all([embed(*part) for part in enumerate(part_ids(call.request_id, len(call.inputs)))])
+
+
+def check_call(call: PoolingCall, card: ModelCard) -> None:
+    """Raises InvalidRequest for a call that asks this model for what it can't make."""
+    check_model(call.model, card)
+    check_pooling(call.pooling, card)
+    if len(call.inputs) > MAX_INPUTS:
+        raise InvalidRequest(call.inputs[0].field, f"has {len(call.inputs)} inputs; at most {MAX_INPUTS} are taken")
+
+
+async def _vector(handler: PoolingHandler, request: GenerateRequest, timeout_s: float | None) -> Finished:
+    async with aclosing(handler.generate(request, timeout_s)) as events:
+        async for event in events:
+            if isinstance(event, Finished) and event.embedding:
+                return event
+    raise BatonError("a request for a vector ended without one")
+
+
+def part_ids(request_id: str, count: int) -> Sequence[str]:
+    """The ids of the requests to the core that one call makes."""
+    return [request_id] if count == 1 else [f"{request_id[:60]}-{place}" for place in range(count)]
+
+
+def tokenize(
+    inputs: Sequence[PoolingInput], vocabulary: PoolingVocabulary | None, card: ModelCard, truncate: int | None
+) -> list[PooledInput]:
+    """The tokens of all inputs; each text is tokenized once. May be called in a thread.
+
+    Raises InvalidRequest for an input that is empty or too long, and for a call with too many tokens.
+    """
+    longest = card.max_model_len
+    most = longest if truncate == -1 else truncate
+    ids_of = _ids_of_texts(inputs, vocabulary)
+    found, total = [], 0
+    for one in inputs:
+        if isinstance(one.first, str):
+            assert vocabulary is not None
+            texts = [ids_of[one.first]] + ([] if one.second is None else [ids_of[one.second]])
+            num_special = vocabulary.num_special_tokens(pair=one.second is not None)
+            texts = _within(
+                texts, most if most is None else max(0, most - num_special), is_first=card.pooling.is_encoder
+            )
+            num_tokens = sum(map(len, texts)) + num_special
+        else:
+            texts = _within([one.first], most, is_first=card.pooling.is_encoder)
+            num_tokens = len(texts[0])
+        if not num_tokens:
+            raise InvalidRequest(one.field, "has no tokens")
+        if num_tokens > longest:
+            raise InvalidRequest(one.field, f"has {num_tokens} tokens; {card.name} takes at most {longest}")
+        total += num_tokens
+        if total > MAX_POOLED_TOKENS:
+            raise InvalidRequest(one.field, f"makes the call longer than {MAX_POOLED_TOKENS} tokens; divide it")
+        if not isinstance(one.first, str):
+            found.append(PooledInput(texts[0]))
+            continue
+        assert vocabulary is not None
+        ids, second_start = vocabulary.with_special_tokens(texts[0], texts[1] if len(texts) > 1 else None)
+        found.append(PooledInput(ids, second_start if card.pooling.has_token_types else 0))
+    return found
+
+
+def _ids_of_texts(inputs: Sequence[PoolingInput], vocabulary: PoolingVocabulary | None) -> Mapping[str, Sequence[int]]:
+    texts: dict[str, None] = {}
+    for one in inputs:
+        for text in (one.first, one.second):
+            if not isinstance(text, str):
+                continue
+            if vocabulary is None:
+                raise InvalidRequest(one.field, "is text, but this model is served without a tokenizer; send token ids")
+            check_text(one.field, text, MAX_PROMPT_BYTES)
+            texts[text] = None
+    return dict(zip(texts, vocabulary.encode_all(list(texts)), strict=True)) if vocabulary and texts else {}
+
+
+def _within(texts: Sequence[Sequence[int]], most: int | None, *, is_first: bool) -> list[Sequence[int]]:
+    """The texts cut to `most` tokens together, the longer one of a pair first, as tokenizers' "longest first" does.
+
+    `is_first`: their first tokens stay; otherwise the last ones.
+    """
+    if most is None or sum(map(len, texts)) <= most:
+        return list(texts)
+    if len(texts) == 1:
+        rooms = [most]
+    else:
+        shorter = min(map(len, texts))
+        rooms = [most - shorter if len(text) > shorter else shorter for text in texts]
+        if most < 2 * shorter or len(texts[0]) == len(texts[1]):
+            rooms = [most - most // 2, most // 2]
+            if len(texts[0]) > len(texts[1]):
+                rooms.reverse()
+    return [text[:room] if is_first else text[len(text) - room :] for text, room in zip(texts, rooms, strict=True)]
+
+
+def numbers_of(vector: bytes) -> Sequence[float]:
+    """The numbers of a vector; written as JSON and read again, each is the same float32."""
+    return struct.unpack(f"<{len(vector) // 4}f", vector)
+
+
+def cosine(one: bytes, other: bytes) -> float:
+    """The cosine of the angle between two vectors of length 1."""
+    return math.fsum(x * y for x, y in zip(numbers_of(one), numbers_of(other), strict=True))

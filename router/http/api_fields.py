@@ -145,8 +145,9 @@ FIELDS: Mapping[str, str] = {
     "return_tokens_as_token_ids": "Whether log-probabilities name tokens token_id:123 instead of by their text.",
     "return_token_strs": "Whether the answer has the text of each token.",
     "encoding_format": "float: a list of numbers; base64: float32, little-endian.",
-    "dimensions": "Number of dimensions, which may only be the model's own.",
-    "normalize": _ONE_VALUE,
+    "dimensions": "Number of dimensions: the model's own, or fewer if it was trained for that.",
+    "normalize": "Whether vectors have length 1; left out, as the model's directory says.",
+    "pooling": "Which hidden states a vector is made of: last, cls (the first) or mean; left out, the model's own way.",
     # The request itself
     "request_id": "Name of the request; the header x-request-id has it, too.",
     "priority": "Requests with a smaller number are served first. Default: 0.",

@@ -233,7 +233,7 @@ OPERATIONS: Sequence[Operation] = (
         },
         (EmbeddingBody,),
         {"input": ["a text", "another"]},
-        about="The vectors have norm 1. encoding_format base64 gives float32, little-endian.",
+        about="Vectors have length 1 unless normalize is false. base64 is of float32, little-endian.",
     ),
     Operation(
         *("POST", "/tokenize", _TOKENS, "Returns the tokens of a text or of a chat, as vLLM does"),

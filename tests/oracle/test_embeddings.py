@@ -93,7 +93,8 @@ def pooled(rows: npt.NDArray[np.float32], params: PoolingParams) -> npt.NDArray[
     wide = rows.astype(np.float64)
     row = {Pooling.LAST: wide[-1], Pooling.CLS: wide[0], Pooling.MEAN: wide.mean(axis=0)}[params.kind]
     row = row[: params.dimensions or None]
-    return row / np.linalg.norm(row) if params.normalize else row
+    vector: npt.NDArray[np.float64] = row / np.linalg.norm(row) if params.normalize else row
+    return vector
 
 
 KINDS = [

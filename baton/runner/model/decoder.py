@@ -246,7 +246,8 @@ class Decoder:
         if self._head is not None:
             hidden = program.argument(self._width, sampled=True)
             # Declared before all scratch, which ranks share, so that they count the same buffers.
-            into_logits = program.argument(self._head.out_features, sampled=True, dtype=torch.float32) if logits else ""
+            if logits:
+                into_logits = program.argument(self._head.out_features, sampled=True, dtype=torch.float32)
         normed = self._layers[0].attention_norm.record(program, x, into="normed")
         last = self._layers[-1]
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):

@@ -29,15 +29,17 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    ahead: int = 0,
     threads: int,
 ) -> torch.Tensor:
-    """Causal attention of query [rows, heads, key_dim] on the paged cache: [rows, heads, value_dim].
+    """Attention of query [rows, heads, key_dim] on the paged cache: [rows, heads, value_dim].
 
     `query`: float32 or bfloat16, with gaps between its rows allowed. `cache`: of the same dtype, or in 8 bits.
     `query_start` (int32 [seqs + 1]): request s has the query rows query_start[s] to query_start[s + 1], or none.
     `seq_lens` (int32 [seqs]): the request's number of tokens; its query rows are the last of them.
     `block_tables` (int32 [seqs, width], with gaps between rows allowed): the blocks with its keys and values.
     `window`: position i attends to the positions above i - window.
+    `ahead`: position i attends to the positions up to i + ahead, as far as its request has them; 0: causal attention.
     `softcap`: scores become softcap * tanh(score / softcap).
     `sinks` ([heads], float32 or the query's dtype): one more score for each head, which has no value.
 
@@ -83,6 +85,7 @@ def paged_attention(
         cache.value_dim,
         cache.block_size,
         window or 0,
+        ahead,
         scale,
         softcap or 0.0,
         cache_format(cache),

@@ -99,7 +99,9 @@ class AttentionCall(ctypes.Structure):
         *_fields(_POINTER, "query out cache query_start seq_lens block_tables sinks"),
         *_fields(_INT64, "block_stride key_offset value_offset scale_offset scales_apart rows query_stride"),
         *_fields(_INT64, "out_stride num_seqs"),
-        *_fields(_INT64, "table_width table_stride num_blocks heads kv_heads key_dim value_dim block_size window"),
+        *_fields(
+            _INT64, "table_width table_stride num_blocks heads kv_heads key_dim value_dim block_size window ahead"
+        ),
         *_fields(_FLOAT, "scale softcap"),
         ("format", _INT),
     ]

@@ -69,9 +69,9 @@ INLINE void softmax_row(const struct attention_call *call, struct attention_stat
 }
 
 /* Whether one of the tokens sees the whole tile. Both bounds of what a token sees grow with its position, so one check suffices. */
-INLINE int any_sees_all(const struct attention_call *call, int64_t first_position, int64_t tokens, int64_t tile) {
-    int64_t reaches = tile + KEY_TILE - 1 > first_position ? tile + KEY_TILE - 1 : first_position;
-    return reaches < first_position + tokens && sees_all(visible_keys(call, reaches, tile));
+INLINE int any_sees_all(const struct attention_call *call, int64_t length, int64_t first_position, int64_t tokens, int64_t tile) {
+    int64_t last = tile + KEY_TILE - 1 - call->ahead, reaches = last > first_position ? last : first_position;
+    return reaches < first_position + tokens && sees_all(visible_keys(call, length, reaches, tile));
 }
 
 /* Computes scores, probabilities and outputs of rows that see the same keys of the loaded tile. */
@@ -116,16 +116,17 @@ INLINE void attend_tile(const enum dtype dtype, const struct attention_call *cal
                         struct attention_state *state, int64_t kv, int64_t first_position, int64_t tile) {
     const size_t heads = (size_t)task->head_count;
     const size_t base = (size_t)kv * heads; /* a task with several KV heads has one token */
-    struct key_range first = visible_keys(call, first_position, tile);
-    struct key_range last = visible_keys(call, first_position + task->token_count - 1, tile);
-    int pairs = dtype == DTYPE_BFLOAT16 && any_sees_all(call, first_position, task->token_count, tile);
+    const int64_t length = call->seq_lens[task->seq];
+    struct key_range first = visible_keys(call, length, first_position, tile);
+    struct key_range last = visible_keys(call, length, first_position + task->token_count - 1, tile);
+    int pairs = dtype == DTYPE_BFLOAT16 && any_sees_all(call, length, first_position, task->token_count, tile);
     int floats = !pairs || !sees_all(first) || !sees_all(last);
     load_tile(dtype, call, state, floats, pairs && !state->values_as_they_lie, !state->few);
     for (int64_t token = 0; token < task->token_count;) {
-        struct key_range range = visible_keys(call, first_position + token, tile);
+        struct key_range range = visible_keys(call, length, first_position + token, tile);
         int64_t next = token + 1; /* tokens that see the same keys of this tile share products */
         for (; next < task->token_count; next++) {
-            struct key_range other = visible_keys(call, first_position + next, tile);
+            struct key_range other = visible_keys(call, length, first_position + next, tile);
             if (other.start != range.start || other.end != range.end) break;
         }
         size_t end = range.start < range.end ? (size_t)next * heads : 0;
@@ -241,8 +242,10 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
     struct attention_state state = state_in_scratch(dtype, call, scratch);
     int64_t query_start = call->query_start[task->seq], query_end = call->query_start[task->seq + 1];
     int64_t first_row = query_start + task->token_start;
-    int64_t first_position = call->seq_lens[task->seq] - (query_end - query_start) + task->token_start;
-    int64_t last_position = first_position + task->token_count - 1;
+    const int64_t length = call->seq_lens[task->seq];
+    int64_t first_position = length - (query_end - query_start) + task->token_start;
+    int64_t last_position = first_position + task->token_count - 1 + call->ahead; /* of a key that is attended to */
+    if (last_position >= length) last_position = length - 1;
     int64_t tile = call->window > 0 && first_position + 1 > call->window ? first_position + 1 - call->window : 0;
     if (shared_tiles > 0) tile = shared_tiles * KEY_TILE;
     state.few = FEW_ROWS_OF(dtype) && task->token_count == 1 && task->head_count <= FEW_SCORE_ROWS;
@@ -268,7 +271,7 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
         for (int64_t kv = 0; kv < task->kv_count; kv++, state.here = 1 - state.here) {
             int64_t next = kv + 1 < task->kv_count ? kv + 1 : 0, next_tile = next == 0 ? tile + KEY_TILE : tile;
             find_rows(dtype, call, task, &state.rows[1 - state.here], task->kv_head + next, first_position, next_tile);
-            state.line_ahead = sees_all(visible_keys(call, first_position, tile)) ? line_of_panel : 0;
+            state.line_ahead = sees_all(visible_keys(call, length, first_position, tile)) ? line_of_panel : 0;
             state.asked = state.line_ahead > 0 ? KEY_TILE : 0;
             widen_tile(dtype, call, &state);
             attend_tile(dtype, call, task, &state, kv, first_position, tile);

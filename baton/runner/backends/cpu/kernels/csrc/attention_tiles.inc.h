@@ -36,9 +36,10 @@ struct key_range {
     int64_t start, end;
 };
 
-INLINE struct key_range visible_keys(const struct attention_call *call, int64_t position, int64_t tile) {
+INLINE struct key_range visible_keys(const struct attention_call *call, int64_t length, int64_t position, int64_t tile) {
     int64_t start = call->window > 0 && position + 1 > call->window ? position + 1 - call->window : 0;
-    struct key_range range = {start > tile ? start - tile : 0, position + 1 < tile + KEY_TILE ? position + 1 - tile : KEY_TILE};
+    int64_t end = position + 1 + call->ahead < length ? position + 1 + call->ahead : length;
+    struct key_range range = {start > tile ? start - tile : 0, end < tile + KEY_TILE ? end - tile : KEY_TILE};
     return range;
 }
 
@@ -69,8 +70,9 @@ INLINE void find_rows(const enum dtype dtype, const struct attention_call *call,
                       struct tile_rows *rows, int64_t kv_head, int64_t first_position, int64_t tile) {
     const int64_t size = cache_element_size(dtype, call), key_bytes = call->key_dim * size, value_bytes = call->value_dim * size;
     const int32_t *table = call->block_tables + (int64_t)task->seq * call->table_stride;
-    rows->start = visible_keys(call, first_position, tile).start;
-    rows->end = visible_keys(call, first_position + task->token_count - 1, tile).end;
+    const int64_t length = call->seq_lens[task->seq];
+    rows->start = visible_keys(call, length, first_position, tile).start;
+    rows->end = visible_keys(call, length, first_position + task->token_count - 1, tile).end;
     for (int64_t panel = 0; panel < KEY_TILE; panel += LANES) rows->key[panel] = rows->value[panel] = (const char *)absent_key;
     if (rows->start >= rows->end) return;
     int64_t block = (tile + rows->start) / call->block_size, offset = (tile + rows->start) % call->block_size;

@@ -133,7 +133,8 @@ struct attention_call {
     int64_t scales_apart; /* with 8 bits: how many scales the scale of a value is behind that of its key */
     int64_t rows, query_stride, out_stride, num_seqs, table_width, table_stride, num_blocks;
     int64_t heads, kv_heads, key_dim, value_dim, block_size;
-    int64_t window;  /* the most keys that a query attends to; 0: all */
+    int64_t window;  /* the most keys that a query attends to up to its own; 0: all */
+    int64_t ahead;   /* how many keys behind its own it attends to, as far as its request has them; 0: causal attention */
     float scale, softcap; /* softcap 0: none */
     int format;           /* enum cache_format */
 };

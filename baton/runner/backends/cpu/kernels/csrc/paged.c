@@ -54,6 +54,7 @@ static size_t plan_request(const struct attention_job *job, int64_t seq, int64_t
 
 /* Entries of a block table that no query row attends to are not checked. */
 int check_attention(const struct attention_call *call) {
+    if (call->ahead < 0) return STATUS_BAD_SEQ_LEN;
     if (call->query_start[0] != 0 || call->query_start[call->num_seqs] > call->rows) return STATUS_BAD_QUERY_START;
     for (int64_t seq = 0; seq < call->num_seqs; seq++) {
         int64_t tokens = (int64_t)call->query_start[seq + 1] - call->query_start[seq], length = call->seq_lens[seq];

@@ -37,7 +37,7 @@ static int64_t find_candidates(struct candidate *found, const struct attention_c
         int64_t tokens = call->query_start[seq + 1] - call->query_start[seq], length = call->seq_lens[seq];
         int64_t tiles = (length - tokens + 1) / KEY_TILE;
         if (tokens < 1 || tokens > MOST_TOKENS || 2 * tokens * group > ATTENTION_ROWS || tiles == 0) continue;
-        if (call->window > 0 && length > call->window) continue;
+        if (call->ahead > 0 || (call->window > 0 && length > call->window)) continue;
         found[count++] = (struct candidate){
             .table = call->block_tables + seq * call->table_stride,
             .blocks = (tiles * KEY_TILE - 1) / call->block_size + 1,

@@ -1,0 +1,171 @@
+"""The encoder cache: which encoded inputs (images, say) the runner holds, shared by content and bounded in rows.
+
+An input is encoded beside the steps, on this node or another one. A prompt is computed up to an input whose rows are
+not there yet (the cut rule), and goes on once they are. Rules:
+
+  - Inputs are named by the digest of their content, so two requests with one image have one entry.
+  - A request holds an entry from the step that computes its first position to the commit of its last one; held rows are
+    never evicted. Other rows are kept for later requests, and go, the longest unused first, when others need the room.
+  - A request never holds an entry while it waits, so two requests can't wait for each other's rows.
+  - What is being encoded has its room already, and can't be evicted before it is done.
+
+Follows the idea of vLLM's EncoderCacheManager, which counts embeddings too, but encodes in the step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from baton.values import value
+
+
+@value(frozen=True, slots=True)
+class EncoderInput:
+    """One input at its place in a prompt."""
+
+    digest: str
+    """Names the content."""
+    start: int
+    """The first position of the prompt that one of its rows is for."""
+    stop: int
+    """The position behind the last one."""
+    num_rows: int
+    """Rows that its encoder makes; between them a prompt may have text."""
+
+
+class _State(enum.Enum):
+    ENCODING = enum.auto()
+    READY = enum.auto()
+
+
+@dataclass(slots=True)
+class _Entry:
+    num_rows: int
+    state: _State = _State.ENCODING
+    holders: dict[str, int] = field(default_factory=dict)
+    """By the ids of the requests that hold it, behind which position of theirs they need it no more."""
+
+
+class EncoderCache:
+    """The entries of one engine's encoder cache. The engine's thread alone calls it."""
+
+    def __init__(self, num_rows: int) -> None:
+        """`num_rows`: the most rows of all entries together; 0: the engine's model encodes nothing."""
+        self.num_rows = num_rows
+        self.num_used_rows = 0
+        """Rows of all entries, those that are being encoded included."""
+        self.num_hits = 0
+        """How often a request began to compute an input that was encoded for another one, or for it earlier."""
+        self.num_encoded = 0
+        """Inputs that were encoded."""
+        self._entries: dict[str, _Entry] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()
+        """Ready entries without holders, the longest unused first."""
+        self._fresh: set[str] = set()
+        """Ready entries that no request has computed yet."""
+        self._to_encode: list[str] = []
+        self._evicted: list[str] = []
+
+    def can_ever_hold(self, inputs: Iterable[EncoderInput]) -> bool:
+        """Whether each of these inputs fits into the cache, alone if need be."""
+        return all(each.num_rows <= self.num_rows for each in inputs)
+
+    def cut(self, request_id: str, inputs: Sequence[EncoderInput], start: int, num_tokens: int) -> int:
+        """How many of the tokens [start, start + num_tokens) can be computed now: up to an input without rows.
+
+        The inputs that these tokens need are held. The first one that is missing is encoded as soon as there is room
+        for it, and those behind it too, if the room is free. `inputs`: those of the request's prompt, in order.
+        """
+        stop = start + num_tokens
+        is_cut = False
+        for each in inputs:
+            if each.stop <= start:
+                continue
+            entry = self._entries.get(each.digest)
+            if entry is not None and entry.state is _State.READY:
+                if not is_cut and each.start < stop:
+                    self._hold(request_id, each, entry)
+                continue
+            if entry is None and not self._begin(each, evicts=not is_cut):
+                stop, is_cut = min(stop, max(start, each.start)), True
+                break
+            stop, is_cut = min(stop, max(start, each.start)), True
+        return stop - start
+
+    def computed(self, request_id: str, inputs: Sequence[EncoderInput], num_computed_tokens: int) -> None:
+        """Let go of the inputs of which a request has computed the last position that a step was decided for.
+
+        An input that comes again later is not kept for that: what lies between may need its room.
+        """
+        for each in inputs:
+            entry = self._entries.get(each.digest)
+            if entry is not None and entry.holders.get(request_id, num_computed_tokens + 1) <= num_computed_tokens:
+                self._release(request_id, each.digest)
+
+    def drop(self, request_id: str, inputs: Iterable[EncoderInput]) -> None:
+        """Let go of all inputs of a request that ends or gives up its seat."""
+        for each in inputs:
+            self._release(request_id, each.digest)
+
+    def encoded(self, digest: str) -> None:
+        """Note that an input's rows are there. Unknown digests are skipped: their rows came too late."""
+        entry = self._entries.get(digest)
+        if entry is not None and entry.state is _State.ENCODING:
+            entry.state = _State.READY
+            self.num_encoded += 1
+            self._fresh.add(digest)
+            self._idle[digest] = None
+
+    def failed(self, digest: str) -> None:
+        """Forget an input that could not be encoded."""
+        entry = self._entries.get(digest)
+        if entry is not None and entry.state is _State.ENCODING:
+            self._forget(digest, entry)
+
+    def take_inputs_to_encode(self) -> Sequence[str]:
+        """The digests of the inputs that are to be encoded since the last call, in the order of need."""
+        taken, self._to_encode = self._to_encode, []
+        return taken
+
+    def take_evicted(self) -> Sequence[str]:
+        """The digests of the entries that were evicted since the last call, whose rows no step names any more."""
+        taken, self._evicted = self._evicted, []
+        return taken
+
+    def _hold(self, request_id: str, each: EncoderInput, entry: _Entry) -> None:
+        if request_id not in entry.holders:
+            self.num_hits += each.digest not in self._fresh
+            self._fresh.discard(each.digest)
+            self._idle.pop(each.digest, None)
+        entry.holders[request_id] = each.stop
+
+    def _release(self, request_id: str, digest: str) -> None:
+        entry = self._entries.get(digest)
+        if entry is None or request_id not in entry.holders:
+            return
+        del entry.holders[request_id]
+        if not entry.holders:
+            self._idle[digest] = None
+
+    def _begin(self, each: EncoderInput, *, evicts: bool) -> bool:
+        """Give an input room and have it encoded; False if there is no room. `evicts`: idle entries may go for it."""
+        if evicts:
+            while self._idle and self.num_used_rows + each.num_rows > self.num_rows:
+                digest, _ = self._idle.popitem(last=False)
+                self._evicted.append(digest)
+                self._forget(digest, self._entries[digest])
+        if self.num_used_rows + each.num_rows > self.num_rows:
+            return False
+        self._entries[each.digest] = _Entry(each.num_rows)
+        self.num_used_rows += each.num_rows
+        self._to_encode.append(each.digest)
+        return True
+
+    def _forget(self, digest: str, entry: _Entry) -> None:
+        del self._entries[digest]
+        self._fresh.discard(digest)
+        self._idle.pop(digest, None)
+        self.num_used_rows -= entry.num_rows

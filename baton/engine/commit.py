@@ -133,6 +133,8 @@ class Commit:
             state.end(request, status, outputs, error=failure)
             return
         state.kv_cache_manager.cache_blocks(request, num_computed_tokens)
+        if request.encoder_inputs:
+            state.encoder_cache.computed(request_id, request.encoder_inputs, num_computed_tokens)
         self._drop_unseen(request, num_computed_tokens)
         if num_scheduled_tokens > 1 or request.num_output_tokens == request.num_given_tokens:
             state.events.record(EngineCoreEventType.CHUNK_COMPUTED, request_id, num_computed_tokens)

@@ -23,7 +23,8 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import LazyExecutor, ModelRunner, RunnerLost, StepExecutor
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler import Scheduler
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequest
+from baton.messages.images import EncodedImage
 
 
 class EngineCore:
@@ -46,6 +47,9 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, float, Callable[[], ModelRunnerOutput]]] = deque()
         """Steps that are submitted and not committed, in order: the decision, when it was made, and what waits for the
         result. At most one between two calls; two while `step` waits for the first one."""
+        self.start_encoding: Callable[[EncodedImage], None] = self._encode
+        """Has the runner encode an input. By default at once; a driver puts in its place what encodes beside the steps,
+        and then calls `input_encoded` or `input_failed`."""
         self._clock = scheduler.clock
         self._decided_at = self._committed_at = 0.0
         self._computed: ComputedStep | None = None
@@ -76,6 +80,14 @@ class EngineCore:
     def adapter_loaded(self, request_id: str) -> None:
         """Queue a request that waits for its adapter; see `Scheduler.adapter_loaded`."""
         self.scheduler.adapter_loaded(request_id)
+
+    def input_encoded(self, digest: str) -> None:
+        """Note that an input is encoded; see `Scheduler.input_encoded`."""
+        self.scheduler.input_encoded(digest)
+
+    def input_failed(self, digest: str, error: Exception) -> None:
+        """End the requests that need an input which can't be encoded; see `Scheduler.input_failed`."""
+        self.scheduler.input_failed(digest, str(error), is_invalid=isinstance(error, InvalidRequest))
 
     @property
     def num_submitted_steps(self) -> int:
@@ -114,7 +126,20 @@ class EngineCore:
         self._decided_at = started = self._clock.monotonic()
         decided = self.scheduler.schedule()
         self._schedule_s += self._clock.monotonic() - started
+        if self.scheduler.config.num_encoder_rows:
+            work = self.scheduler.take_encoder_work()
+            self.runner.forget_encoded(work.to_forget)
+            for image in work.to_encode:
+                self.start_encoding(image)
         return decided
+
+    def _encode(self, image: EncodedImage) -> None:
+        try:
+            self.runner.encode(image)
+        except Exception as exc:
+            self.input_failed(image.digest, exc)
+        else:
+            self.input_encoded(image.digest)
 
     def _submit(self, decided: SchedulerOutput) -> None:
         self._num_steps += 1

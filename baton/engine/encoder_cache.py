@@ -19,21 +19,18 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.values import value
+from baton.engine.encoder_input import EncoderInput
+from baton.messages.images import EncodedImage
 
 
-@value(frozen=True, slots=True)
-class EncoderInput:
-    """One input at its place in a prompt."""
+@dataclass(frozen=True, slots=True)
+class EncoderWork:
+    """What a runner is to do for the encoder cache."""
 
-    digest: str
-    """Names the content."""
-    start: int
-    """The first position of the prompt that one of its rows is for."""
-    stop: int
-    """The position behind the last one."""
-    num_rows: int
-    """Rows that its encoder makes; between them a prompt may have text."""
+    to_forget: Sequence[str]
+    """The digests of inputs whose rows no step names any more."""
+    to_encode: Sequence[EncodedImage]
+    """Inputs of which it is to make rows, in the order of need; some may be among those to forget."""
 
 
 class _State(enum.Enum):
@@ -61,13 +58,19 @@ class EncoderCache:
         """How often a request began to compute an input that was encoded for another one, or for it earlier."""
         self.num_encoded = 0
         """Inputs that were encoded."""
+        self._num_encoding = 0
         self._entries: dict[str, _Entry] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
         """Ready entries without holders, the longest unused first."""
         self._fresh: set[str] = set()
         """Ready entries that no request has computed yet."""
-        self._to_encode: list[str] = []
+        self._to_encode: list[EncoderInput] = []
         self._evicted: list[str] = []
+
+    @property
+    def is_encoding(self) -> bool:
+        """Whether rows are awaited."""
+        return self._num_encoding > 0
 
     def can_ever_hold(self, inputs: Iterable[EncoderInput]) -> bool:
         """Whether each of these inputs fits into the cache, alone if need be."""
@@ -115,6 +118,7 @@ class EncoderCache:
         entry = self._entries.get(digest)
         if entry is not None and entry.state is _State.ENCODING:
             entry.state = _State.READY
+            self._num_encoding -= 1
             self.num_encoded += 1
             self._fresh.add(digest)
             self._idle[digest] = None
@@ -125,8 +129,8 @@ class EncoderCache:
         if entry is not None and entry.state is _State.ENCODING:
             self._forget(digest, entry)
 
-    def take_inputs_to_encode(self) -> Sequence[str]:
-        """The digests of the inputs that are to be encoded since the last call, in the order of need."""
+    def take_inputs_to_encode(self) -> Sequence[EncoderInput]:
+        """The inputs that are to be encoded since the last call, in the order of need."""
         taken, self._to_encode = self._to_encode, []
         return taken
 
@@ -160,12 +164,14 @@ class EncoderCache:
         if self.num_used_rows + each.num_rows > self.num_rows:
             return False
         self._entries[each.digest] = _Entry(each.num_rows)
+        self._num_encoding += 1
         self.num_used_rows += each.num_rows
-        self._to_encode.append(each.digest)
+        self._to_encode.append(each)
         return True
 
     def _forget(self, digest: str, entry: _Entry) -> None:
         del self._entries[digest]
+        self._num_encoding -= entry.state is _State.ENCODING
         self._fresh.discard(digest)
         self._idle.pop(digest, None)
         self.num_used_rows -= entry.num_rows

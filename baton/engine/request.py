@@ -7,9 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from baton.engine.encoder_input import encoder_inputs
 from baton.engine.sampling.repetition import RepetitionDetector
 from baton.machine import IllegalEvent
 from baton.messages.draft_counts import NO_DRAFTS
+from baton.messages.images import EncodedImage
 from baton.messages.node import KVSource, Leg, Outcome
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
@@ -194,6 +196,7 @@ class Request:
         adapter: str = "",
         spans: Sequence[Span] = (),
         pooling: PoolingParams | None = None,
+        images: Sequence[EncodedImage] = (),
     ) -> None:
         """`output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
         `reader_block_size`: of a prefill leg, tokens in a block of the node that is to read its KV; 0: as many as here.
@@ -230,6 +233,8 @@ class Request:
         self.adapter = adapter
         self.spans = tuple(spans)
         """The spans of the prompt, in order."""
+        self.encoder_inputs = encoder_inputs(self.spans, images) if self.spans else ()
+        """The images of the prompt, in order."""
         self.num_submitted_tokens = self.num_prompt_tokens + len(output_token_ids)
         """Tokens that were submitted: the prompt, and what an earlier attempt generated. A prefill leg computes their
         KV, a decode leg reads it from the prefill node."""
@@ -385,7 +390,7 @@ class Request:
             adapter=self.adapter,
         )
         sibling.take_prompt(self.prompt_token_ids)
-        sibling.spans = self.spans
+        sibling.spans, sibling.encoder_inputs = self.spans, self.encoder_inputs
         return sibling
 
     def __repr__(self) -> str:

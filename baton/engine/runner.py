@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.errors import BatonError
 from baton.messages.capabilities import GENERATES, Capability
+from baton.messages.images import EncodedImage
 from baton.messages.node_report import ComputePath, RankReport
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling
 
@@ -272,6 +273,17 @@ class ModelRunner(Protocol):
 
         Called from the thread that executes steps, between two of them. No later step may name the adapter.
         """
+        ...
+
+    def encode(self, image: EncodedImage) -> None:
+        """Make the rows of an image, and keep them for steps until `forget_encoded`.
+
+        Called beside steps, from one thread at a time. Raises InvalidRequest for an image that can't be used.
+        """
+        ...
+
+    def forget_encoded(self, digests: Sequence[str]) -> None:
+        """Forget the rows of images, of which no step names any more; unknown ones are skipped. From any thread."""
         ...
 
     def rank_reports(self) -> Sequence[RankReport]:

@@ -48,6 +48,7 @@ from baton.engine.commit import Commit
 from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
 from baton.engine.counters import EngineCounters
 from baton.engine.decode_set import DecodeSet
+from baton.engine.encoder_cache import EncoderWork
 from baton.engine.kv_cache.allocation import AllocationAnswer
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
@@ -190,6 +191,28 @@ class Scheduler:
         members = (beam for group in self._state.beams.values() for beam in group.members)
         return {request.adapter for request in (*self._state.requests.values(), *members) if request.adapter}
 
+    def take_encoder_work(self) -> EncoderWork:
+        """What the runner is to forget and to encode since the last call, in this order."""
+        cache = self._state.encoder_cache
+        return EncoderWork(cache.take_evicted(), [each.content for each in cache.take_inputs_to_encode()])
+
+    def input_encoded(self, digest: str) -> None:
+        """Note that the runner has the rows of an input, which `take_encoder_work` named."""
+        self._state.encoder_cache.encoded(digest)
+        self._stalled = False
+
+    def input_failed(self, digest: str, error: str, *, is_invalid: bool) -> None:
+        """End the requests that need an input which can't be encoded. `is_invalid`: the input is at fault.
+
+        Their last outputs come with the next commit, or from `take_refusals`.
+        """
+        self._state.encoder_cache.failed(digest)
+        status = RequestStatus.INVALID if is_invalid else RequestStatus.ERROR
+        needing = [request for request in self._state.requests.values() if _needs(request, digest)]
+        self._finish(needing, status, error, self._pending)
+        self._finish_failed_groups(self._pending)
+        self._stalled = False
+
     def get_request_counts(self) -> tuple[int, int]:
         """The numbers of requests that run, and of those that wait for anything.
 
@@ -207,7 +230,10 @@ class Scheduler:
 
         A connector that answered "not known yet" wakes the scheduler with any `update_from_kv_transfer`.
         """
-        if self._state.running or self._waiting.arrived or self._waiting.has_due or self._pending:
+        if self._waiting.arrived or self._waiting.has_due or self._pending:
+            return True
+        # Requests that run can have nothing to compute while images are encoded.
+        if self._state.running and not (self._stalled and self._state.encoder_cache.is_encoding):
             return True
         if self._speculation.has_work:
             return True
@@ -410,8 +436,9 @@ class Scheduler:
         return min(len(self._waiting.arrived), self.config.max_num_seqs - len(self._state.running))
 
     def _schedule_filling(self, plan: StepPlan) -> None:
+        state = self._state
         # The other requests have all their known tokens in flight, and end with the token that is being computed.
-        filling = [r for r in self._state.filling if r.num_tokens > r.num_computed_tokens]
+        filling = [r for r in state.filling if r.num_tokens > r.num_computed_tokens]
         arriving = self._num_arriving
         for index, request in enumerate(filling):
             if plan.token_budget <= 0:
@@ -421,6 +448,9 @@ class Scheduler:
                 # A long prompt leaves a token of the budget to each request behind it, or their streams would stall.
                 behind = len(filling) - index - 1 + arriving
                 num_tokens = plan.cut(request, num_tokens, max(1, plan.token_budget - behind))
+            num_tokens = state.num_encoded(request, request.num_computed_tokens, num_tokens)
+            if not num_tokens:
+                continue
             if not self.kv_cache_manager.num_growing:
                 # All its blocks were allocated when it was admitted.
                 plan.add_known(request, num_tokens, ())
@@ -505,3 +535,8 @@ class Scheduler:
         self._finish_failed_groups(outputs)
         self._stalled = False
         return outputs.seal()
+
+
+def _needs(request: Request, digest: str) -> bool:
+    """Whether a request has still to compute positions of an input."""
+    return any(each.digest == digest and each.stop > request.num_computed_tokens for each in request.encoder_inputs)

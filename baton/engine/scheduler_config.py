@@ -56,6 +56,8 @@ class SchedulerConfig:
     """Requests with a smaller priority number are refused, so that no client can put itself before all others."""
     max_loras: int = 8
     """The most different adapters of requests that run at a time."""
+    num_encoder_rows: int = 0
+    """The most rows of encoded inputs (images) that the runner keeps; 0: the model has no encoder."""
     max_times_passed: int = 16
     """How many later requests may be admitted before one that does not fit now."""
     max_stuck_requests: int = 8
@@ -82,6 +84,8 @@ class SchedulerConfig:
                 f"without chunked prefill max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_model_len ({self.effective_max_model_len})"
             )
+        if self.num_encoder_rows < 0:
+            raise ConfigError(f"num_encoder_rows can't be negative, as {self.num_encoder_rows} is")
         if self.num_host_blocks < 0 or self.num_host_blocks == 1:
             raise ConfigError(f"num_host_blocks must be 0 or at least 2, not {self.num_host_blocks}")
         if self.preemption_mode == "swap" and not self.num_host_blocks:

@@ -9,6 +9,7 @@ from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, EngineCore
 from baton.engine.connector import BlockFate, KVConnector, LostKV
 from baton.engine.counters import EngineCounters
 from baton.engine.decode_set import DecodeSet
+from baton.engine.encoder_cache import EncoderCache
 from baton.engine.event_log import EventLog
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -89,6 +90,7 @@ class SchedulerState:
             enable_caching=config.enable_prefix_caching,
             host=HostTier(config.num_host_blocks) if config.num_host_blocks else None,
         )
+        self.encoder_cache = EncoderCache(config.num_encoder_rows)
         self.connector = connector
         self.clock = clock
         self.events = EventLog(clock)
@@ -126,6 +128,7 @@ class SchedulerState:
         request.stop_reason = stop_reason
         request.error = error
         self._settle_blocks(request, transferring)
+        self.encoder_cache.drop(request.request_id, request.encoder_inputs)
         del self.requests[request.request_id]
         self.decodes.leave(request.request_id)
         self.speculating.pop(request.request_id, None)
@@ -225,6 +228,12 @@ class SchedulerState:
         error, lost = f"the KV connector failed: {exc!r}", request.leg is Leg.DECODE
         status, cause = (RequestStatus.KV_LOST, TransferCause.REFUSED) if lost else (RequestStatus.ERROR, None)
         self.end(request, status, outputs, error=error, transfer_cause=cause)
+
+    def num_encoded(self, request: Request, start: int, num_tokens: int) -> int:
+        """How many of the tokens [start, start + num_tokens) of a request can be computed now; see EncoderCache.cut."""
+        if not request.encoder_inputs:
+            return num_tokens
+        return self.encoder_cache.cut(request.request_id, request.encoder_inputs, start, num_tokens)
 
     def max_num_tokens(self, request: Request) -> int:
         """The most tokens that a request may have, prompt and output together."""

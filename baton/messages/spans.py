@@ -31,6 +31,12 @@ class Span:
     """One of ROW_DTYPES."""
     rows: bytes = b""
     """The numbers [length, width], little-endian, row by row; empty: they are elsewhere."""
+    is_encoded: bool = False
+    """Whether an encoder makes the rows of an image, which the digest names."""
+    first_row: int = 0
+    """Which of the image's rows is that of the first position. The spans of an image follow each other, from row 0 on."""
+    columns: int = 0
+    """Positions in a row of the grid in which an image's lie (M-RoPE); 0: they lie one behind the other."""
 
     @property
     def stop(self) -> int:
@@ -56,7 +62,7 @@ def has_rows(span: Span, width: int) -> bool:
 
 def span_items(spans: Sequence[Span], start: int, stop: int) -> list[str]:
     """The items of spans in the key of a block with the positions [start, stop): what overlaps it, and from where."""
-    return [f"{span.digest}@{span.start}" for span in spans if span.start < stop and start < span.stop]
+    return [f"{span.digest}+{span.first_row}@{span.start}" for span in spans if span.start < stop and start < span.stop]
 
 
 def text_pieces(spans: Iterable[Span], start: int, stop: int) -> list[tuple[int, int]]:

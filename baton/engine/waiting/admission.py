@@ -54,7 +54,8 @@ class _AdmissionResult(enum.Enum):
     NO_ADAPTER_SLOT = enum.auto()
     """The running requests have as many different adapters as they may. Requests without one still fit."""
     ASK_AGAIN = enum.auto()
-    """The connector does not know yet, or another sequence still computes the shared prompt."""
+    """The connector does not know yet, another sequence still computes the shared prompt, or the next tokens are those
+    of an image that is still to be encoded."""
 
 
 class _Unseated(NamedTuple):
@@ -82,6 +83,11 @@ class Admission:
         """Queue a new request. One that can never fit ends at once. `awaits_adapter`: its adapter is not loaded yet."""
         if request.least_length > self._state.max_num_tokens(request):
             self._refuse(request, outputs)
+            return
+        if not self._state.encoder_cache.can_ever_hold(request.encoder_inputs):
+            most = self._config.num_encoder_rows
+            error = f"an image has more rows than the {most} that this engine keeps; make it smaller"
+            self._state.end(request, RequestStatus.INVALID, outputs, error=error)
             return
         try:
             self._state.connector.request_added(request)
@@ -251,7 +257,8 @@ class Admission:
     def admit_swapped(self, plan: StepPlan) -> bool:
         """Swap requests back in, in turn. False when one has to wait: then no other waiting request may be admitted.
 
-        One whose adapter has no slot holds up those with other adapters only.
+        One whose adapter has no slot holds up those with other adapters only, and one whose image is still to be
+        encoded none.
         """
         swapped = self._waiting.swapped
         skipped: list[Request] = []
@@ -264,13 +271,18 @@ class Admission:
             if not self._has_slot(request):
                 skipped.append(request)
                 continue
+            missing = plan.cut(request, request.num_tokens - request.num_computed_tokens, plan.token_budget)
+            num_tokens = self._state.num_encoded(request, request.num_computed_tokens, missing)
+            if not num_tokens:
+                skipped.append(request)
+                continue
             answer = self._manager.swap_in(request, num_spared_blocks=self._spared_blocks())
             if answer is not AllocationAnswer.OK:
+                self._state.encoder_cache.drop(request.request_id, request.encoder_inputs)
                 swapped.prepend(request)
                 may_admit_others = False
                 break
-            missing = request.num_tokens - request.num_computed_tokens
-            self._run(request, plan.cut(request, missing, plan.token_budget), plan)
+            self._run(request, num_tokens, plan)
         swapped.put_back(skipped)
         return may_admit_others
 
@@ -439,6 +451,15 @@ class Admission:
     def _admit(
         self, request: Request, computed: ComputedBlocks, plan: StepPlan, outputs: OutputsByClient
     ) -> _AdmissionResult:
+        result = self._allocate_and_run(request, computed, plan, outputs)
+        if result is not _AdmissionResult.ADMITTED:
+            # While it waits, others may need the room of its images.
+            self._state.encoder_cache.drop(request.request_id, request.encoder_inputs)
+        return result
+
+    def _allocate_and_run(
+        self, request: Request, computed: ComputedBlocks, plan: StepPlan, outputs: OutputsByClient
+    ) -> _AdmissionResult:
         missing = request.num_tokens - computed.num_tokens
         # The logits of a whole prompt would take too much memory.
         if self._config.enable_chunked_prefill or request.computes_prompt_logprobs:
@@ -448,6 +469,10 @@ class Admission:
         else:
             self._prompt_needs_whole_step = True
             return _AdmissionResult.NO_SEAT
+        num_encoded = self._state.num_encoded(request, computed.num_tokens, num_tokens)
+        if not num_encoded or (num_encoded < missing and not self._config.enable_chunked_prefill):
+            return _AdmissionResult.ASK_AGAIN
+        num_tokens = num_encoded
         allocation = self._manager.allocate_slots(
             request, missing, computed=computed, num_spared_blocks=self._spared_blocks()
         )
@@ -458,6 +483,7 @@ class Admission:
             if answer is AllocationAnswer.NEVER and computed.blocks:
                 # Hits are held beside the blocks that grow; without them the request may fit.
                 computed = NO_COMPUTED_BLOCKS
+                num_tokens = self._state.num_encoded(request, 0, num_tokens)
                 answer = self._allocate_to_grow(request, computed)
         if answer is AllocationAnswer.LATER:
             return _AdmissionResult.NO_BLOCKS

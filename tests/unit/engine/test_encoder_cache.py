@@ -8,29 +8,39 @@ from random import Random
 import pytest
 
 from baton.engine.encoder_cache import EncoderCache, EncoderInput
+from baton.messages.images import EncodedImage
 
-A = EncoderInput("a", 10, 14, 4)
-B = EncoderInput("b", 20, 26, 4)
+
+def of(name: str, start: int, stop: int, num_rows: int) -> EncoderInput:
+    return EncoderInput(EncodedImage(name), start, stop, num_rows)
+
+
+def to_encode(cache: EncoderCache) -> list[str]:
+    return [each.digest for each in cache.take_inputs_to_encode()]
+
+
+A = of("a", 10, 14, 4)
+B = of("b", 20, 26, 4)
 """Two positions between its rows are text."""
 
 
 def test_a_prompt_is_computed_up_to_an_input_until_its_rows_are_there() -> None:
     cache = EncoderCache(8)
     assert cache.cut("r", [A, B], 0, 30) == 10
-    assert cache.take_inputs_to_encode() == ["a", "b"]
+    assert to_encode(cache) == ["a", "b"]
     assert cache.cut("r", [A, B], 10, 20) == 0
     cache.encoded("a")
     assert cache.cut("r", [A, B], 10, 20) == 10
     cache.encoded("b")
     assert cache.cut("r", [A, B], 20, 10) == 10
-    assert cache.take_inputs_to_encode() == []
+    assert to_encode(cache) == []
     assert (cache.num_encoded, cache.num_hits) == (2, 0)
 
 
 def test_tokens_behind_all_inputs_need_none() -> None:
     cache = EncoderCache(8)
     assert cache.cut("r", [A, B], 26, 4) == 4
-    assert cache.take_inputs_to_encode() == []
+    assert to_encode(cache) == []
 
 
 def test_a_chunk_may_end_within_an_input() -> None:
@@ -39,13 +49,13 @@ def test_a_chunk_may_end_within_an_input() -> None:
     cache.encoded("a")
     assert cache.cut("r", [A], 10, 2) == 2
     cache.computed("r", [A], 12)
-    other = EncoderInput("b", 0, 4, 4)
+    other = of("b", 0, 4, 4)
     assert cache.cut("s", [other], 0, 4) == 0
     assert cache.take_evicted() == []
     cache.computed("r", [A], 14)
     assert cache.cut("s", [other], 0, 4) == 0
     assert cache.take_evicted() == ["a"]
-    assert cache.take_inputs_to_encode() == ["a", "b"]
+    assert to_encode(cache) == ["a", "b"]
 
 
 def test_a_second_request_with_the_same_content_needs_no_encoder() -> None:
@@ -53,23 +63,23 @@ def test_a_second_request_with_the_same_content_needs_no_encoder() -> None:
     cache.cut("r", [A], 0, 20)
     cache.encoded("a")
     assert cache.cut("r", [A], 0, 20) == 20
-    assert cache.cut("s", [EncoderInput("a", 0, 4, 4)], 0, 20) == 20
+    assert cache.cut("s", [of("a", 0, 4, 4)], 0, 20) == 20
     cache.computed("r", [A], 20)
     cache.drop("s", [A])
     assert cache.cut("t", [A], 0, 20) == 20
-    assert cache.take_inputs_to_encode() == ["a"]
+    assert to_encode(cache) == ["a"]
     assert (cache.num_encoded, cache.num_hits) == (1, 2)
 
 
 def test_a_content_that_a_prompt_has_twice_leaves_its_room_to_what_lies_between() -> None:
     cache = EncoderCache(4)
-    inputs = [A, B, EncoderInput("a", 30, 34, 4)]
+    inputs = [A, B, of("a", 30, 34, 4)]
     encoded = []
     computed = 0
     while computed < 40:
         computed += cache.cut("r", inputs, computed, 40 - computed)
         cache.computed("r", inputs, computed)
-        for digest in cache.take_inputs_to_encode():
+        for digest in to_encode(cache):
             cache.encoded(digest)
             encoded.append(digest)
     assert encoded == ["a", "b", "a"]
@@ -77,7 +87,7 @@ def test_a_content_that_a_prompt_has_twice_leaves_its_room_to_what_lies_between(
 
 def test_a_step_that_is_decided_ahead_keeps_what_it_needs() -> None:
     cache = EncoderCache(4)
-    twice = [A, EncoderInput("a", 14, 18, 4)]
+    twice = [A, of("a", 14, 18, 4)]
     cache.cut("r", twice, 0, 30)
     cache.encoded("a")
     assert cache.cut("r", twice, 0, 14) == 14
@@ -97,7 +107,7 @@ def test_an_input_that_failed_leaves_its_room() -> None:
     assert cache.num_used_rows == 0
     cache.encoded("a")
     assert cache.cut("s", [B], 20, 6) == 0
-    assert cache.take_inputs_to_encode() == ["a", "b"]
+    assert to_encode(cache) == ["a", "b"]
 
 
 def test_what_is_too_large_for_the_cache_is_known_before() -> None:
@@ -124,7 +134,7 @@ def test_all_prompts_are_computed_whatever_comes_first(seed: int) -> None:
         inputs, place = [], rng.randint(0, 3)
         for name in rng.choices("abcdef", k=rng.randint(1, 4)):
             length = sizes[name] + rng.randint(0, 2)
-            inputs.append(EncoderInput(name, place, place + length, sizes[name]))
+            inputs.append(of(name, place, place + length, sizes[name]))
             place += length + rng.randint(0, 3)
         prompts.append(_Prompt(f"r{number}", inputs, place + rng.randint(1, 4)))
     held: dict[str, None] = {}
@@ -132,7 +142,7 @@ def test_all_prompts_are_computed_whatever_comes_first(seed: int) -> None:
     for _ in range(4000):
         for digest in cache.take_evicted():
             del held[digest]
-        for digest in cache.take_inputs_to_encode():
+        for digest in to_encode(cache):
             assert digest not in held
             assert digest not in encoding
             encoding.append(digest)

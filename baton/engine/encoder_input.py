@@ -1,0 +1,45 @@
+"""What is to be encoded of a prompt before its positions can be computed: its images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from baton.messages.images import EncodedImage
+from baton.messages.spans import Span
+from baton.values import value
+
+
+@value(frozen=True, slots=True)
+class EncoderInput:
+    """One input at its place in a prompt."""
+
+    content: EncodedImage
+    """What is to be encoded."""
+    start: int
+    """The first position of the prompt that one of its rows is for."""
+    stop: int
+    """The position behind the last one."""
+    num_rows: int
+    """Rows that its encoder makes; between them a prompt may have text."""
+
+    @property
+    def digest(self) -> str:
+        """Names the content."""
+        return self.content.digest
+
+
+def encoder_inputs(spans: Sequence[Span], images: Iterable[EncodedImage]) -> tuple[EncoderInput, ...]:
+    """The images of a prompt, in order. `images`: their data, as far as it is here."""
+    contents = {image.digest: image for image in images}
+    found: list[EncoderInput] = []
+    for span in spans:
+        if not span.is_encoded:
+            continue
+        if span.first_row:
+            # A further part of the same image.
+            image = found.pop()
+            found.append(EncoderInput(image.content, image.start, span.stop, span.first_row + span.length))
+        else:
+            content = contents.get(span.digest, EncodedImage(span.digest))
+            found.append(EncoderInput(content, span.start, span.stop, span.length))
+    return tuple(found)

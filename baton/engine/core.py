@@ -19,12 +19,12 @@ from baton.engine.batch import (
     StepTimes,
 )
 from baton.engine.connector import KVTransferOutput
+from baton.engine.encoder_input import EncoderInput
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import LazyExecutor, ModelRunner, RunnerLost, StepExecutor
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler import Scheduler
 from baton.errors import ConfigError, InvalidRequest
-from baton.messages.images import EncodedImage
 
 
 class EngineCore:
@@ -47,7 +47,7 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, float, Callable[[], ModelRunnerOutput]]] = deque()
         """Steps that are submitted and not committed, in order: the decision, when it was made, and what waits for the
         result. At most one between two calls; two while `step` waits for the first one."""
-        self.start_encoding: Callable[[EncodedImage], None] = self._encode
+        self.start_encoding: Callable[[EncoderInput], None] = self._encode
         """Has the runner encode an input. By default at once; a driver puts in its place what encodes beside the steps,
         and then calls `input_encoded` or `input_failed`."""
         self._clock = scheduler.clock
@@ -129,17 +129,17 @@ class EngineCore:
         if self.scheduler.config.num_encoder_rows:
             work = self.scheduler.take_encoder_work()
             self.runner.forget_encoded(work.to_forget)
-            for image in work.to_encode:
-                self.start_encoding(image)
+            for each in work.to_encode:
+                self.start_encoding(each)
         return decided
 
-    def _encode(self, image: EncodedImage) -> None:
+    def _encode(self, each: EncoderInput) -> None:
         try:
-            self.runner.encode(image)
+            self.runner.encode(each.content, each.num_rows)
         except Exception as exc:
-            self.input_failed(image.digest, exc)
+            self.input_failed(each.digest, exc)
         else:
-            self.input_encoded(image.digest)
+            self.input_encoded(each.digest)
 
     def _submit(self, decided: SchedulerOutput) -> None:
         self._num_steps += 1

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.encoder_input import EncoderInput
-from baton.messages.images import EncodedImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class EncoderWork:
 
     to_forget: Sequence[str]
     """The digests of inputs whose rows no step names any more."""
-    to_encode: Sequence[EncodedImage]
+    to_encode: Sequence[EncoderInput]
     """Inputs of which it is to make rows, in the order of need; some may be among those to forget."""
 
 

@@ -275,8 +275,8 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def encode(self, image: EncodedImage) -> None:
-        """Make the rows of an image, and keep them for steps until `forget_encoded`.
+    def encode(self, image: EncodedImage, num_rows: int) -> None:
+        """Make the rows of an image, of which a prompt has so many, and keep them for steps until `forget_encoded`.
 
         Called beside steps, from one thread at a time. Raises InvalidRequest for an image that can't be used.
         """

@@ -194,7 +194,7 @@ class Scheduler:
     def take_encoder_work(self) -> EncoderWork:
         """What the runner is to forget and to encode since the last call, in this order."""
         cache = self._state.encoder_cache
-        return EncoderWork(cache.take_evicted(), [each.content for each in cache.take_inputs_to_encode()])
+        return EncoderWork(cache.take_evicted(), cache.take_inputs_to_encode())
 
     def input_encoded(self, digest: str) -> None:
         """Note that the runner has the rows of an input, which `take_encoder_work` named."""

@@ -27,6 +27,8 @@ class Capability(enum.StrEnum):
     """Computes with low-rank adapters."""
     PROMPT_EMBEDS = "prompt_embeds"
     """Takes rows of numbers in place of a prompt's tokens."""
+    IMAGE = "image"
+    """Takes images beside text."""
 
 
 GENERATES = frozenset((Capability.GENERATE,))

@@ -34,7 +34,7 @@ class Span:
     is_encoded: bool = False
     """Whether an encoder makes the rows of an image, which the digest names."""
     first_row: int = 0
-    """Which of the image's rows is that of the first position. The spans of an image follow each other, from row 0 on."""
+    """Which of the image's rows is that of the first position. Spans of an image follow each other, from row 0 on."""
     columns: int = 0
     """Positions in a row of the grid in which an image's lie (M-RoPE); 0: they lie one behind the other."""
 
@@ -42,6 +42,10 @@ class Span:
     def stop(self) -> int:
         """The position behind the last one."""
         return self.start + self.length
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Whether any of the positions [start, stop) is in the span."""
+        return self.start < stop and start < self.stop
 
     def without_rows(self) -> Span:
         """The same span without its numbers, which its digest still names."""
@@ -62,7 +66,7 @@ def has_rows(span: Span, width: int) -> bool:
 
 def span_items(spans: Sequence[Span], start: int, stop: int) -> list[str]:
     """The items of spans in the key of a block with the positions [start, stop): what overlaps it, and from where."""
-    return [f"{span.digest}+{span.first_row}@{span.start}" for span in spans if span.start < stop and start < span.stop]
+    return [f"{span.digest}+{span.first_row}@{span.start}" for span in spans if span.overlaps(start, stop)]
 
 
 def text_pieces(spans: Iterable[Span], start: int, stop: int) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from baton.engine.runner import ModelInfo, RunnerLost
 from baton.errors import ConfigError
 from baton.messages.capabilities import Capability
 from baton.messages.pooling import ModelPooling
+from baton.model_formats.images.encoded import ImageLimits
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
@@ -21,6 +22,9 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.compute_paths import compute_paths
 from baton.runner.draft_loading import LoadedDraftModel
+from baton.runner.images.image_encoder import ImageEncoder
+from baton.runner.images.image_inputs import ImageInputs
+from baton.runner.images.pixels import ImageProcessor
 from baton.runner.model import attention, layers
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.pooling_files import read_pooling
@@ -140,7 +144,10 @@ def load_runner(
             torch.set_num_threads(elementwise_threads(spec.least_threads))
             leading = first_rank.transformer(loaded)
         transformer = leading or Transformer(loaded, whole, block_size, cache, num_threads)
+        images = _image_inputs(loaded, whole) if transformer.row_width else None
         info = _model_info(loaded, transformer, whole, name or model_dir.resolve().name)
+        if images is not None:
+            info = replace(info, capabilities=info.capabilities | {Capability.IMAGE})
         if isinstance(leader, StageLeader):
             leader.check_numerics(info.numerics)
         if leader is not None:
@@ -150,11 +157,24 @@ def load_runner(
             info = replace(info, compute_paths=(*info.compute_paths, drafting.path(transformer)))
             draft_model = drafting.start(transformer, info)
         if leading is not None and leader is not None and pipeline_parallel > 1:
-            runner: TorchModelRunner = PipelinedModelRunner(info, leading, host_cache_bytes, draft_model, leader)
+            runner: TorchModelRunner = PipelinedModelRunner(
+                info, leading, host_cache_bytes, draft_model, leader, images
+            )
         else:
-            runner = TorchModelRunner(info, transformer, host_cache_bytes, draft_model, leader)
+            runner = TorchModelRunner(info, transformer, host_cache_bytes, draft_model, leader, images)
         on_failure.pop_all()
         return runner
+
+
+def _image_inputs(loaded: LoadedModel, operations: Operations) -> ImageInputs | None:
+    """What makes rows of images; None for a model that takes none, or can't do so here. Raises ConfigError."""
+    if loaded.image_part is None:
+        return None
+    if loaded.device.type != "cpu":
+        _log.warning("%s takes no images here: they are encoded on CPUs only so far", loaded.architecture)
+        return None
+    processor = ImageProcessor(loaded.checkpoint.directory)
+    return ImageInputs(processor, ImageEncoder(loaded, operations), ImageLimits())
 
 
 def _start_first_rank(spec: RankSpec, loaded: LoadedModel, start_ranks: StartRanks) -> FirstRank:

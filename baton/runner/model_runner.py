@@ -13,16 +13,19 @@ import numpy.typing as npt
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, RemotePart
 from baton.errors import AdapterRefused, InvalidRequest
+from baton.messages.images import EncodedImage
 from baton.messages.node_report import RankReport
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
-from baton.runner.execution.given_rows import with_given_rows
+from baton.runner.execution.encoded_rows import EncodedRows
+from baton.runner.execution.given_rows import with_given_rows, with_grid_positions
 from baton.runner.execution.input_batch import RequestState, RequestTable, flatten
 from baton.runner.execution.prompt_logprobs import take_prompt_logprobs
 from baton.runner.execution.sampler import Sampled, SamplingState, sample
 from baton.runner.execution.step_results import PooledShare, StepResults, StepRows
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.execution.verification import sample_and_verify
+from baton.runner.images.image_inputs import ImageInputs
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
 from baton.runner.ranks.rank_leader import RankLeader
 
@@ -43,8 +46,11 @@ class TorchModelRunner:
         host_cache_bytes: int = 0,
         draft_model: DraftModel | None = None,
         leader: RankLeader | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
-        """`leader`: of a model that several processes compute; the runner ends them."""
+        """`leader`: of a model that several processes compute; the runner ends them. `images`: for a model that takes
+        them.
+        """
         self._model = model
         self._drafter = draft_model
         self._leader = leader
@@ -57,6 +63,8 @@ class TorchModelRunner:
         self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.largest_block_bytes))
         self._masks = TokenMasks(model.vocab_size)
         self._adapters: dict[str, Path] = {}
+        self._images = images
+        self._encoded = EncodedRows()
         self._requests = RequestTable(
             transformer.layout,
             transformer.num_blocks,
@@ -64,6 +72,7 @@ class TorchModelRunner:
             model.max_model_len,
             self._adapters,
             model.row_width,
+            self._encoded,
         )
 
     @property
@@ -93,6 +102,16 @@ class TorchModelRunner:
     def unload_adapter(self, digest: str) -> None:
         """Free an adapter's memory; no effect if it is not loaded."""
         self._adapters.pop(digest, None)
+
+    def encode(self, image: EncodedImage, num_rows: int) -> None:
+        """Make the rows of an image, and keep them for steps. Raises InvalidRequest for one that can't be used."""
+        if self._images is None:
+            raise InvalidRequest("images", f"are not taken by {self._model.name}")
+        self._encoded.put(image.digest, self._images.rows(image, num_rows))
+
+    def forget_encoded(self, digests: Sequence[str]) -> None:
+        """Forget the rows of images."""
+        self._encoded.forget(digests)
 
     def rank_reports(self) -> Sequence[RankReport]:
         return () if self._leader is None else self._leader.rank_reports()
@@ -156,7 +175,8 @@ class TorchModelRunner:
             return None
         batch = flatten(scheduled, self.layout, self._transformer.row_quantum)
         if any(share.state.spans for share in scheduled):
-            batch = with_given_rows(batch, scheduled, self._model.dtype, self._model.row_width)
+            batch = with_given_rows(batch, scheduled, self._model.dtype, self._model.row_width, self._encoded)
+            batch = with_grid_positions(batch, scheduled)
         return StepRows.of(scheduled, batch)
 
     def _take(self, step: StepResults, rows: StepRows, computed: HiddenAndLogits) -> None:

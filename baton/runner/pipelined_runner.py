@@ -19,6 +19,7 @@ from baton.engine.runner import ModelInfo
 from baton.runner.execution.draft_model import DraftModel
 from baton.runner.execution.micro_batches import divide
 from baton.runner.execution.step_results import StepResults, StepRows
+from baton.runner.images.image_inputs import ImageInputs
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.ranks.micro_batch import Task
 from baton.runner.ranks.pipelined_transformer import PipelinedTransformer
@@ -51,8 +52,9 @@ class PipelinedModelRunner(TorchModelRunner):
         host_cache_bytes: int,
         draft_model: DraftModel | None,
         leader: RankLeader,
+        images: ImageInputs | None = None,
     ) -> None:
-        super().__init__(model, transformer, host_cache_bytes, draft_model, leader)
+        super().__init__(model, transformer, host_cache_bytes, draft_model, leader, images)
         self._leading = transformer
         self._executing = threading.Lock()
         """Held while a step is executed."""

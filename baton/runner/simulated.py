@@ -18,11 +18,13 @@ import xxhash
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, RemotePart
 from baton.engine.sequences.beam_search import BeamSearch
+from baton.messages.images import EncodedImage
 from baton.messages.node_report import RankReport
 from baton.messages.pooling import NO_POOLING_FILES, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.model_formats.adapters import open_adapter
 from baton.runner.blocks.host_blocks import HostBlocks
+from baton.runner.execution.encoded_rows import EncodedRows
 from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled
 from baton.runner.execution.philox import uniform
 from baton.runner.execution.pooling import embedding_of_number
@@ -199,8 +201,14 @@ class SimulatedRunner:
         )
         self._adapters: set[str] = set()
         """Digests of the loaded adapters."""
+        self._encoded = EncodedRows()
         self._requests = RequestTable(
-            self._layout, spec.num_blocks, spec.vocab_size, spec.max_model_len, self._adapters
+            self._layout,
+            spec.num_blocks,
+            spec.vocab_size,
+            spec.max_model_len,
+            self._adapters,
+            encoded=self._encoded,
         )
 
     @property
@@ -236,6 +244,14 @@ class SimulatedRunner:
     def unload_adapter(self, digest: str) -> None:
         """Forget an adapter."""
         self._adapters.discard(digest)
+
+    def encode(self, image: EncodedImage, num_rows: int) -> None:
+        """There is no encoder: rows of an image are its digest's."""
+        self._encoded.put(image.digest, np.zeros((num_rows, 0), dtype=np.float32))
+
+    def forget_encoded(self, digests: Sequence[str]) -> None:
+        """Forget the rows of images."""
+        self._encoded.forget(digests)
 
     def rank_reports(self) -> Sequence[RankReport]:
         return ()

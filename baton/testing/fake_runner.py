@@ -10,6 +10,7 @@ slots in the group's window are checked. A request's adapter goes into each of i
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,12 @@ import xxhash
 from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo, RemotePart
 from baton.engine.sequences.beam_search import BeamSearch
-from baton.errors import AdapterRefused
+from baton.errors import AdapterRefused, InvalidRequest
+from baton.messages.images import EncodedImage
 from baton.messages.node_report import RankReport
 from baton.messages.pooling import NO_POOLING_FILES, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.messages.spans import Span
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.pooling import embedding_of_number
 
@@ -117,6 +120,16 @@ class _RequestState:
     """Why the request can't continue; empty while it can."""
     adapter: str = ""
     pooling: PoolingParams | None = None
+    spans: Sequence[Span] = ()
+
+
+def with_spans(token_ids: Sequence[int], spans: Sequence[Span]) -> list[int]:
+    """Token ids as the fake computes them: at the positions of spans numbers that their contents decide."""
+    replaced = list(token_ids)
+    for span in spans:
+        content = zlib.crc32(span.digest.encode())
+        replaced[span.start : span.stop] = (content + span.first_row + place for place in range(span.length))
+    return replaced
 
 
 class FakeRunner:
@@ -170,6 +183,12 @@ class FakeRunner:
         """The directories of the loaded adapters, by digest."""
         self.refusals: dict[str, str] = {}
         """Adapters that can't be loaded, by digest, with the reason."""
+        self.encoded: dict[str, int] = {}
+        """Numbers of rows of the images that are kept, by digest."""
+        self.num_encoded = 0
+        """How many images were encoded."""
+        self.unusable: dict[str, str] = {}
+        """Images that can't be encoded, by digest, with the reason."""
         self.ahead: dict[str, int] = {}
         """How many tokens the draft model has left to compute of requests whose KV is on its way."""
         self.failures: dict[str, str] = {}
@@ -220,6 +239,18 @@ class FakeRunner:
         """Forget an adapter."""
         self.adapters.pop(digest, None)
 
+    def encode(self, image: EncodedImage, num_rows: int) -> None:
+        """Take note of an image. Raises InvalidRequest for those in `unusable`."""
+        if image.digest in self.unusable:
+            raise InvalidRequest("images", self.unusable[image.digest])
+        self.encoded[image.digest] = num_rows
+        self.num_encoded += 1
+
+    def forget_encoded(self, digests: Sequence[str]) -> None:
+        """Forget images."""
+        for digest in digests:
+            self.encoded.pop(digest, None)
+
     @property
     def remote_parts(self) -> Sequence[RemotePart]:
         return ()
@@ -261,6 +292,10 @@ class FakeRunner:
             if known.failure:
                 failed[request_id] = known.failure
                 continue
+            if missing := self._missing_image(known, num_tokens):
+                # It may have ended while the step was in flight.
+                failed[request_id] = known.failure = f"the rows of image {missing} are not here"
+                continue
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
             last_slot = self._compute(request_id, known, num_tokens - len(drafts))
             if request_id in self.failures:
@@ -291,6 +326,12 @@ class FakeRunner:
             + self.seconds_per_token * scheduler_output.total_num_scheduled_tokens,
         )
 
+    def _missing_image(self, known: _RequestState, num_tokens: int) -> str:
+        """The digest of an image whose rows the next tokens of a request need, and which are not here."""
+        start, stop = known.num_computed_tokens, known.num_computed_tokens + num_tokens
+        needed = (span.digest for span in known.spans if span.is_encoded and span.overlaps(start, stop))
+        return next((digest for digest in needed if digest not in self.encoded), "")
+
     def _take_in(self, scheduler_output: SchedulerOutput) -> None:
         forks = {data.request_id: self._fork(data) for data in scheduler_output.scheduled_forked_reqs}
         for request_id in scheduler_output.finished_req_ids:
@@ -298,12 +339,13 @@ class FakeRunner:
         self._known.update(forks)
         for new in scheduler_output.scheduled_new_reqs:
             self._known[new.request_id] = _RequestState(
-                [*new.prompt_token_ids, *new.output_token_ids],
+                [*with_spans(new.prompt_token_ids, new.spans), *new.output_token_ids],
                 list(new.block_ids),
                 new.sampling_params,
                 new.num_computed_tokens,
                 adapter=new.adapter,
                 pooling=new.pooling,
+                spans=new.spans,
             )
         for changed in scheduler_output.scheduled_cached_reqs:
             known = self._known[changed.request_id]
@@ -329,6 +371,7 @@ class FakeRunner:
             parent.sampling_params,
             data.num_computed_tokens,
             adapter=parent.adapter,
+            spans=parent.spans,
         )
 
     def _lose(self, scheduler_output: SchedulerOutput) -> None:

@@ -14,11 +14,13 @@ from baton.engine.runner import StepExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_seed, split_sequence_id
 from baton.errors import TransferCause
+from baton.messages.images import EncodedImage
 from baton.messages.node import KVSource, Leg, Outcome
 from baton.messages.sampling import SamplingParams
+from baton.messages.spans import Span
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_connector import FakeConnector
-from baton.testing.fake_runner import FakeRunner, expected_tokens, prompt_slots
+from baton.testing.fake_runner import FakeRunner, expected_tokens, prompt_slots, with_spans
 
 SOURCE = KVSource("prefill-0", "prefill-0.run1", "127.0.0.1:1")
 
@@ -68,6 +70,7 @@ class EngineRig:
         given: int = 0,
         adapter: str = "",
         awaits_adapter: bool = False,
+        spans: Sequence[Span] = (),
         **params: Any,
     ) -> Request:
         """Queue a request; an int as `prompt` stands for a prompt of that length.
@@ -88,6 +91,8 @@ class EngineRig:
             priority=priority,
             output_token_ids=expected_tokens(tokens, given, seed=sampling.seed, vocab_size=vocab, adapter=adapter),
             adapter=adapter,
+            spans=spans,
+            images=[EncodedImage(span.digest) for span in spans],
         )
         self.core.add_request(request, awaits_adapter=awaits_adapter)
         self.requests[request_id] = request
@@ -184,9 +189,8 @@ class EngineRig:
         name, index = split_sequence_id(request_id)
         request = self.requests[name]
         seed, vocab = sequence_seed(request.sampling_params.seed, index), self.runner.model.vocab_size
-        return expected_tokens(
-            request.prompt_token_ids, num_tokens, seed=seed, vocab_size=vocab, adapter=request.adapter
-        )
+        prompt = with_spans(request.prompt_token_ids, request.spans)
+        return expected_tokens(prompt, num_tokens, seed=seed, vocab_size=vocab, adapter=request.adapter)
 
     def reason(self, request_id: str) -> Outcome | None:
         """Return the outcome of a request; None while it runs."""

@@ -1,4 +1,7 @@
-"""The given rows of a step: those of the spans that overlap it, as bytes in the model's dtype. Needs only numpy."""
+"""What spans mean for a step: the rows of those that overlap it, as bytes in the model's dtype, and their positions.
+
+Needs only numpy.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.messages.spans import ROW_DTYPES, Span
+from baton.runner.execution.encoded_rows import EncodedRows
 from baton.runner.execution.input_batch import FlatBatch, Scheduled
 
 Bytes = npt.NDArray[np.uint8]
 
 
-def with_given_rows(batch: FlatBatch, scheduled: Sequence[Scheduled], dtype: str, width: int) -> FlatBatch:
+def with_given_rows(
+    batch: FlatBatch, scheduled: Sequence[Scheduled], dtype: str, width: int, encoded: EncodedRows
+) -> FlatBatch:
     """The batch with the rows of spans, if its shares, in the same order, have any at their positions.
 
-    `dtype`: that of the model, float32 or bfloat16. `width`: numbers in a row.
+    `dtype`: that of the model, float32 or bfloat16. `width`: numbers in a row. `encoded`: the rows of images, those of
+    the shares' positions among them.
     """
     places: list[npt.NDArray[np.int64]] = []
     pieces: list[Bytes] = []
@@ -25,12 +32,33 @@ def with_given_rows(batch: FlatBatch, scheduled: Sequence[Scheduled], dtype: str
         for span in share.state.spans:
             start, stop = max(span.start, share.start), min(span.stop, share.stop)
             if start < stop:
+                if span.is_encoded:
+                    span = _with_rows(span, encoded)
                 first = int(batch.query_start[index]) - share.start
                 places.append(np.arange(first + start, first + stop))
                 pieces.append(_converted(span, start - span.start, stop - span.start, dtype, width))
     if not places:
         return batch
     return replace(batch, given_at=np.concatenate(places), given=np.concatenate(pieces))
+
+
+def with_grid_positions(batch: FlatBatch, scheduled: Sequence[Scheduled]) -> FlatBatch:
+    """The batch with rotary positions in three dimensions, if its shares, in the same order, have images in grids."""
+    if all(share.state.grid_positions is None for share in scheduled):
+        return batch
+    in_grids = np.broadcast_to(batch.positions, (3, batch.positions.size)).copy()
+    for index, share in enumerate(scheduled):
+        if share.state.grid_positions is not None:
+            first = int(batch.query_start[index])
+            in_grids[:, first : first + share.count] = share.state.grid_positions.rows(share.start, share.stop)
+    return replace(batch, in_grids=in_grids)
+
+
+def _with_rows(span: Span, encoded: EncodedRows) -> Span:
+    rows = encoded.rows_of(span)
+    if rows is None:
+        raise KeyError(f"the rows of image {span.digest:.12} are not here")
+    return replace(span, dtype="float32", rows=rows.tobytes())
 
 
 def _converted(span: Span, start: int, stop: int, dtype: str, width: int) -> Bytes:

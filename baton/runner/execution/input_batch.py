@@ -16,7 +16,9 @@ import numpy.typing as npt
 from baton.engine.batch import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.runner import KVLayout
 from baton.messages.sampling import SamplingParams, TokenLogprobs
-from baton.messages.spans import has_rows, text_pieces
+from baton.messages.spans import Span, has_rows, text_pieces
+from baton.runner.execution.encoded_rows import EncodedRows
+from baton.runner.execution.grid_positions import Grid, GridPositions
 from baton.runner.execution.pooling import Pooler
 from baton.runner.execution.sampler import has_penalties
 from baton.runner.execution.token_counts import TokenCounts
@@ -39,6 +41,7 @@ class RequestState:
         "_num_blocks",
         "_tokens",
         "adapter",
+        "grid_positions",
         "highest_block",
         "lowest_block",
         "matcher",
@@ -70,6 +73,8 @@ class RequestState:
         self.spans = data.spans
         self.pooler = None if data.pooling is None else Pooler(data.pooling)
         """What makes the vector that is wanted of the prompt; None: tokens are sampled."""
+        grids = [Grid(span.start, span.length // span.columns, span.columns) for span in data.spans if span.columns]
+        self.grid_positions = GridPositions(grids) if grids else None
         self.num_computed_tokens = data.num_computed_tokens
         self._blocks = np.empty(0, dtype=np.int32)
         self._num_blocks = 0
@@ -208,9 +213,13 @@ class RequestTable:
         max_model_len: int,
         adapters: Container[str],
         row_width: int = 0,
+        encoded: EncodedRows | None = None,
     ) -> None:
-        """`adapters`: digests of the adapters that are loaded now. `row_width`: see `ModelInfo`."""
+        """`adapters`: digests of the adapters that are loaded now. `row_width`: see `ModelInfo`. `encoded`: the rows of
+        images.
+        """
         self._row_width = row_width
+        self._encoded = encoded if encoded is not None else EncodedRows()
         self._adapters = adapters
         self._layout = layout
         self._num_blocks = num_blocks
@@ -306,12 +315,23 @@ class RequestTable:
             return f"the adapter {state.adapter:.12} is not loaded"
         if state.lowest_block < 0 or state.highest_block >= self._num_blocks:
             return "a block id is out of range"
-        if state.spans and not all(has_rows(span, self._row_width) for span in state.spans):
-            return f"the rows of a span are not {self._row_width} numbers for each of its positions"
+        if state.spans and (reason := self._missing_rows(state.spans, start, stop)):
+            return reason
         tokens = state.rows(start, stop)
         # A single token needs no minimum and maximum, which saves time in decode steps.
         lowest, highest = (tokens[0], tokens[0]) if count == 1 else (tokens.min(initial=0), tokens.max(initial=0))
         return None if 0 <= lowest <= highest < self._vocab_size else "a token id is out of range"
+
+    def _missing_rows(self, spans: Sequence[Span], start: int, stop: int) -> str:
+        """Why the rows of the positions [start, stop) can't be used; empty if they can."""
+        for span in spans:
+            if not span.overlaps(start, stop):
+                continue
+            if span.is_encoded and self._encoded.rows_of(span) is None:
+                return f"the rows of image {span.digest:.12} are not here"
+            if not span.is_encoded and not has_rows(span, self._row_width):
+                return f"the rows of a span are not {self._row_width} numbers for each of its positions"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +343,7 @@ class FlatBatch:
     [groups, B, W], logits_rows [rows that sample].
 
     given_at [G] and given uint8 [G, bytes of a row]: rows in the model's dtype that replace the embedding's output, and
-    where; None: there are none.
+    where; None: there are none. in_grids [3, padded]: rotary positions in three dimensions; None: `positions` are all.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -336,6 +356,12 @@ class FlatBatch:
     logits_rows: npt.NDArray[np.int64]
     given_at: npt.NDArray[np.int64] | None = None
     given: npt.NDArray[np.uint8] | None = None
+    in_grids: npt.NDArray[np.int64] | None = None
+
+    @property
+    def rotary_positions(self) -> npt.NDArray[np.int64]:
+        """The positions that decide angles: [padded], or [3, padded]."""
+        return self.positions if self.in_grids is None else self.in_grids
 
 
 class Rows(NamedTuple):

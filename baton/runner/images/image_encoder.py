@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.errors import ConfigError
 from baton.runner.backends.operations import Operations
 from baton.runner.images.patch_product import replace_patch_convolutions
 from baton.runner.model.layers import replace_products
@@ -26,11 +25,9 @@ class ImageEncoder:
     """
 
     def __init__(self, model: LoadedModel, operations: Operations) -> None:
-        """Pack the weights of `model.image_part`. Raises ConfigError for one on a GPU."""
+        """Pack the weights of `model.image_part`."""
         if model.image_part is None:
             raise ValueError(f"{model.architecture} takes no images")
-        if model.device.type != "cpu":
-            raise ConfigError(f"{model.architecture} encodes images on CPUs only so far; use --device cpu")
         self._image_part = model.image_part
         mapped = MappedFiles(model.checkpoint.weight_files)
         replace_patch_convolutions(self._image_part, operations)

@@ -9,6 +9,7 @@ from typing import cast
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, ModelRunner, RemotePart
+from baton.messages.images import EncodedImage
 from baton.messages.node_report import RankReport
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.timed_operations import StepSplit, TimedOperations
@@ -62,6 +63,12 @@ class TimedRunner:
     @property
     def remote_parts(self) -> Sequence[RemotePart]:
         return self._runner.remote_parts
+
+    def encode(self, image: EncodedImage, num_rows: int) -> None:
+        self._runner.encode(image, num_rows)
+
+    def forget_encoded(self, digests: Sequence[str]) -> None:
+        self._runner.forget_encoded(digests)
 
     def load_adapter(self, directory: Path, digest: str) -> None:
         self._runner.load_adapter(directory, digest)

@@ -306,9 +306,11 @@ class Transformer:
         rows = self._tensor(logits_rows)
         try:
             if self._decoder is None:
-                return self._forward(batch.token_ids, batch.positions, rows, received, self._given(batch))
+                return self._forward(batch.token_ids, batch.rotary_positions, rows, received, self._given(batch))
             given = self._given(batch)
-            return self._decoder.compute(batch.token_ids, batch.positions, rows, sampling, received, num_logits, given)
+            return self._decoder.compute(
+                batch.token_ids, batch.rotary_positions, rows, sampling, received, num_logits, given
+            )
         finally:
             self._attention.layout = None
 
@@ -319,7 +321,7 @@ class Transformer:
         graphs, decoder = self.decode_graphs, self._decoder
         if graphs is None or decoder is None or not graphs.fits(batch, logits_rows):
             return None
-        embedded = decoder.embedded(batch.token_ids, batch.positions, received, self._given(batch))
+        embedded = decoder.embedded(batch.token_ids, batch.rotary_positions, received, self._given(batch))
         return graphs.compute(*embedded, batch, self._sharing(batch))
 
     def _given(self, batch: FlatBatch) -> GivenRows | None:

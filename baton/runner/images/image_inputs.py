@@ -1,0 +1,38 @@
+"""From an encoded image to the rows that replace its tokens' embeddings."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import InvalidRequest
+from baton.messages.images import EncodedImage
+from baton.model_formats.images import UnusableImage
+from baton.model_formats.images.encoded import ImageLimits, image_size
+from baton.runner.images.image_encoder import ImageEncoder
+from baton.runner.images.pixels import ImageProcessor
+
+
+class ImageInputs:
+    """The image processor and the encoder of one model. Called from one thread at a time."""
+
+    def __init__(self, processor: ImageProcessor, encoder: ImageEncoder, limits: ImageLimits) -> None:
+        """`limits`: bounds of an image, checked once more before it is decoded."""
+        self._processor = processor
+        self._encoder = encoder
+        self._limits = limits
+
+    def rows(self, image: EncodedImage, num_rows: int) -> npt.NDArray[np.float32]:
+        """The rows of an image, float32 [num_rows, width]. Raises InvalidRequest for one that can't be used."""
+        try:
+            image_size(image.data, self._limits)
+            made = self._processor.pixels(image.data)
+        except UnusableImage as error:
+            raise InvalidRequest("images", f"can't be used: {error}") from error
+        try:
+            rows = self._encoder.encode(made)
+        except ArithmeticError as error:
+            raise InvalidRequest("images", f"can't be used: {error}") from error
+        if len(rows) != num_rows:
+            raise InvalidRequest("images", f"can't be used: one has {len(rows)} rows, and its prompt {num_rows}")
+        return rows

@@ -1,0 +1,240 @@
+"""Prompts with images: they are computed up to an image without rows, also cached, preempted, swapped, or failing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from baton.engine.encoder_input import EncoderInput
+from baton.engine.request import RequestStatus
+from baton.engine.runner import LazyExecutor
+from baton.errors import InvalidRequest
+from baton.messages.node import Leg, Outcome
+from baton.messages.spans import Span
+from tests.support.engine_rig import EngineRig
+
+
+def image(digest: str, start: int, length: int, *, first_row: int = 0) -> Span:
+    return Span(start, length, digest, is_encoded=True, first_row=first_row)
+
+
+class ImageRig(EngineRig):
+    """An engine whose images are encoded when the test says so."""
+
+    def __init__(self, num_encoder_rows: int = 16, *, at_once: bool = False, **limits: Any) -> None:
+        super().__init__(num_encoder_rows=num_encoder_rows, **limits)
+        self.encoding: list[EncoderInput] = []
+        if not at_once:
+            self.core.start_encoding = self.encoding.append
+
+    def encode(self, *digests: str) -> None:
+        for digest in digests:
+            each = next(each for each in self.encoding if each.digest == digest)
+            self.encoding.remove(each)
+            try:
+                self.runner.encode(each.content, each.num_rows)
+            except InvalidRequest as error:
+                self.core.input_failed(digest, error)
+            else:
+                self.core.input_encoded(digest)
+
+    def waits(self) -> bool:
+        """Whether the engine has nothing to do until an image is encoded; it finds out with a step that is empty."""
+        if self.core.has_work():
+            self.step()
+        return not self.core.has_work()
+
+
+def test_a_prompt_is_computed_up_to_an_image_that_is_still_to_be_encoded() -> None:
+    rig = ImageRig()
+    request = rig.add("r", 20, spans=[image("a", 8, 6)], max_tokens=3)
+    rig.step()
+    assert request.num_computed_tokens == 8
+    assert [(each.digest, each.num_rows) for each in rig.encoding] == [("a", 6)]
+    assert rig.waits()
+    rig.add("text", 5, max_tokens=2)
+    rig.run()
+    assert rig.reason("text") is Outcome.LENGTH
+    rig.encode("a")
+    rig.run()
+    assert rig.tokens["r"] == rig.expected("r", 3)
+
+
+def test_a_prompt_that_begins_with_an_image_gets_no_seat_before_it_is_encoded() -> None:
+    rig = ImageRig(max_num_seqs=1)
+    request = rig.add("r", 20, spans=[image("a", 0, 6)], max_tokens=3)
+    rig.add("text", 5, max_tokens=2)
+    rig.step()
+    assert request.status is RequestStatus.WAITING
+    rig.run()
+    assert rig.reason("text") is Outcome.LENGTH
+    assert rig.waits()
+    rig.encode("a")
+    rig.run()
+    assert rig.tokens["r"] == rig.expected("r", 3)
+
+
+def test_an_image_of_several_parts_with_text_between_is_encoded_once() -> None:
+    rig = ImageRig(max_num_batched_tokens=8)
+    parts = [image("a", 3, 4), image("a", 9, 4, first_row=4), image("a", 15, 4, first_row=8)]
+    rig.add("r", 24, spans=parts, max_tokens=3)
+    rig.step()
+    assert [(each.digest, each.start, each.stop, each.num_rows) for each in rig.encoding] == [("a", 3, 19, 12)]
+    rig.encode("a")
+    rig.run()
+    assert rig.tokens["r"] == rig.expected("r", 3)
+
+
+def test_the_same_image_is_encoded_once_and_other_text_before_it_shares_no_block() -> None:
+    rig = ImageRig(at_once=True)
+    rig.add("r", 20, spans=[image("a", 4, 8)], max_tokens=2)
+    rig.run()
+    rig.add("s", 20, spans=[image("a", 4, 8)], max_tokens=2)
+    rig.run()
+    assert rig.runner.num_encoded == 1
+    prompt = rig.requests["r"].prompt_token_ids
+    rig.add("again", prompt, spans=[image("a", 4, 8)], max_tokens=2)
+    rig.add("other image", prompt, spans=[image("b", 4, 8)], max_tokens=2)
+    rig.run()
+    assert rig.requests["again"].num_cached_tokens == 16
+    assert rig.requests["other image"].num_cached_tokens == 4
+    assert rig.runner.num_encoded == 2
+    for name in ("r", "s", "again", "other image"):
+        assert rig.tokens[name] == rig.expected(name, 2)
+
+
+def test_a_cached_prefix_needs_no_encoder() -> None:
+    rig = ImageRig(at_once=True, num_encoder_rows=8)
+    rig.add("r", 21, spans=[image("a", 4, 8)], max_tokens=2)
+    rig.run()
+    rig.add("other", 12, spans=[image("b", 4, 8)], max_tokens=2)
+    rig.run()
+    assert rig.runner.encoded.keys() == {"b"}
+    rig.add("again", rig.requests["r"].prompt_token_ids, spans=[image("a", 4, 8)], max_tokens=2)
+    rig.run()
+    assert rig.runner.num_encoded == 2
+    assert rig.tokens["again"] == rig.expected("again", 2)
+
+
+def test_an_image_that_can_not_be_used_ends_all_that_need_it_and_nobody_else() -> None:
+    rig = ImageRig()
+    rig.runner.unusable["bad"] = "it can't be decoded"
+    rig.add("r", 20, spans=[image("good", 0, 4), image("bad", 8, 4)], max_tokens=3)
+    rig.add("s", 20, spans=[image("bad", 0, 4)], max_tokens=3)
+    rig.add("t", 20, spans=[image("good", 0, 4)], max_tokens=3, n=2)
+    rig.step()
+    rig.encode("good")
+    rig.step()
+    rig.encode("bad")
+    rig.run()
+    assert rig.reason("r") is rig.reason("s") is Outcome.INVALID
+    assert "can't be decoded" in (rig.ends["r"].error or "")
+    assert rig.tokens["t"] == rig.expected("t", 3)
+
+
+def test_an_image_that_is_too_large_for_the_cache_is_refused_at_once() -> None:
+    rig = ImageRig(num_encoder_rows=8)
+    rig.add("r", 20, spans=[image("a", 2, 9)], max_tokens=3)
+    assert rig.reason("r") is Outcome.INVALID
+    assert "more rows than the 8" in (rig.ends["r"].error or "")
+    assert not rig.core.has_work()
+
+
+def test_an_aborted_request_leaves_its_room_to_others() -> None:
+    rig = ImageRig(num_encoder_rows=8)
+    rig.add("r", 20, spans=[image("a", 2, 8)], max_tokens=3)
+    rig.step()
+    rig.abort("r")
+    rig.add("s", 20, spans=[image("b", 2, 8)], max_tokens=3)
+    rig.step()
+    rig.encode("a")
+    rig.run()
+    rig.encode("b")
+    rig.run()
+    assert rig.tokens["s"] == rig.expected("s", 3)
+    assert rig.runner.encoded.keys() == {"b"}
+
+
+def test_prompts_that_may_not_be_cut_wait_for_all_their_images() -> None:
+    rig = ImageRig(enable_chunked_prefill=False, max_model_len=64)
+    request = rig.add("r", 20, spans=[image("a", 2, 4), image("b", 10, 4)], max_tokens=3)
+    rig.step()
+    rig.encode("a")
+    rig.step()
+    assert request.status is RequestStatus.WAITING
+    rig.encode("b")
+    rig.run()
+    assert rig.tokens["r"] == rig.expected("r", 3)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_preempted_request_has_its_images_encoded_again_if_they_are_gone(mode: str) -> None:
+    rig = ImageRig(
+        num_blocks=13, num_encoder_rows=8, at_once=True, preemption_mode=mode, num_host_blocks=24, max_num_seqs=3
+    )
+    for name in "abc":
+        rig.add(name, 14, spans=[image(name, 2, 8)], max_tokens=14)
+    rig.run()
+    assert rig.scheduler.make_stats().num_preemptions > 0
+    for name in "abc":
+        assert rig.tokens[name] == rig.expected(name, 14)
+
+
+def test_a_prefill_leg_with_images_offers_its_blocks() -> None:
+    rig = ImageRig(max_num_batched_tokens=8)
+    rig.add("p", 20, leg=Leg.PREFILL, spans=[image("a", 6, 7)], max_tokens=3)
+    rig.step()
+    rig.encode("a")
+    rig.run()
+    assert rig.reason("p") is Outcome.HANDED_OFF
+
+
+def _random_spans(rng: Random, length: int) -> Sequence[Span]:
+    spans, place = [], rng.randint(0, 6)
+    while place + 6 < length:
+        digest = rng.choice("abcdef")
+        spans.append(image(digest, place, "abcdef".index(digest) + 1))
+        place = spans[-1].stop + rng.randint(0, 6)
+    return spans
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tokens_are_right_whatever_is_encoded_when(seed: int) -> None:
+    """Small caches, few blocks, steps ahead, preemptions, aborts."""
+    rng = Random(seed)
+    rig = ImageRig(
+        num_encoder_rows=rng.choice([6, 8, 20]),
+        num_blocks=rng.choice([17, 40]),
+        num_host_blocks=rng.choice([0, 30]),
+        preemption_mode="auto" if rng.random() < 0.5 else "recompute",
+        max_num_batched_tokens=rng.choice([8, 64]),
+        max_num_seqs=rng.choice([2, 5]),
+        executor=LazyExecutor() if rng.random() < 0.5 else None,
+    )
+    to_come = [(f"r{number}", rng.randint(5, 40)) for number in range(12)]
+    aborted = set()
+    for _ in range(3000):
+        draw = rng.random()
+        if to_come and draw < 0.1:
+            name, length = to_come.pop()
+            rig.add(
+                name, length, spans=_random_spans(rng, length), max_tokens=rng.randint(1, 12), n=rng.choice([1, 1, 2])
+            )
+        elif rig.encoding and draw < 0.4:
+            rig.encode(rng.choice(rig.encoding).digest)
+        elif draw < 0.42 and rig.scheduler.requests:
+            name = rng.choice(list(rig.scheduler.requests)).split("/")[0]
+            aborted.add(name)
+            rig.abort(name)
+        elif rig.core.has_work():
+            rig.step()
+        elif not to_come and not rig.encoding:
+            break
+    assert not rig.scheduler.requests
+    for name, request in rig.requests.items():
+        if name not in aborted:
+            assert rig.reason(name) is Outcome.LENGTH
+            assert rig.tokens[name] == rig.expected(name, request.sampling_params.max_tokens)

@@ -66,7 +66,12 @@ def has_rows(span: Span, width: int) -> bool:
 
 def span_items(spans: Sequence[Span], start: int, stop: int) -> list[str]:
     """The items of spans in the key of a block with the positions [start, stop): what overlaps it, and from where."""
-    return [f"{span.digest}+{span.first_row}@{span.start}" for span in spans if span.overlaps(start, stop)]
+    return [_item(span) for span in spans if span.overlaps(start, stop)]
+
+
+def _item(span: Span) -> str:
+    row = f"+{span.first_row}" if span.first_row else ""
+    return f"{span.digest}{row}@{span.start}"
 
 
 def text_pieces(spans: Iterable[Span], start: int, stop: int) -> list[tuple[int, int]]:

@@ -470,7 +470,7 @@ class Admission:
             self._prompt_needs_whole_step = True
             return _AdmissionResult.NO_SEAT
         num_encoded = self._state.num_encoded(request, computed.num_tokens, num_tokens)
-        if not num_encoded or (num_encoded < missing and not self._config.enable_chunked_prefill):
+        if not num_encoded or (num_encoded < num_tokens and not self._config.enable_chunked_prefill):
             return _AdmissionResult.ASK_AGAIN
         num_tokens = num_encoded
         allocation = self._manager.allocate_slots(

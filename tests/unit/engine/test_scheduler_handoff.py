@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing import Any
+
 import pytest
 
 from baton.engine.connector import ArrivedKV, ExternalTokens, KVTransferOutput
@@ -33,7 +35,7 @@ def test_a_prefill_leg_offers_as_it_computes_and_hands_off_with_its_first_token(
 
 
 @pytest.mark.parametrize(("params", "reason"), [({"max_tokens": 1}, Outcome.LENGTH), ({}, Outcome.STOP)])
-def test_a_prefill_leg_whose_first_token_stops_it_is_not_handed_off(params: dict[str, int], reason: Outcome) -> None:
+def test_a_prefill_leg_whose_first_token_stops_it_is_not_handed_off(params: dict[str, Any], reason: Outcome) -> None:
     rig = EngineRig()
     first = EngineRig()
     first.add("p", prompt_of(10), max_tokens=1)

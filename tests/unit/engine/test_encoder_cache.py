@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from baton.engine.encoder_cache import EncoderCache, EncoderInput
+from baton.engine.encoder_cache import EncoderCache
+from baton.engine.encoder_input import EncoderInput
 from baton.messages.images import EncodedImage
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from typing import Any
-
 import pytest
 
 from baton.engine.connector import ArrivedKV, ExternalTokens, KVTransferOutput

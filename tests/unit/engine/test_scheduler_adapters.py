@@ -116,7 +116,7 @@ def test_a_skipped_request_is_passed_so_often_and_then_gets_the_next_slot() -> N
     rig.add("base", 6, max_tokens=2)
     while rig.core.has_work():
         rig.step()
-        order += [name for name in running(rig) if name not in order]
+        order += [name for name in sorted(running(rig)) if name not in order]
     # Two pass it, and then its slot is kept, also while no seat is taken: others with adapters wait, and the base model
     # goes on.
     assert order.index("c") == 4, order

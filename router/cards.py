@@ -67,6 +67,7 @@ def card_of_nodes(
         fingerprint=_fingerprint(nodes),
         defaults=defaults,
         permits_extra_keys=permits_extra_keys,
+        row_width=max(node.row_width for node in nodes),
         capabilities=frozenset().union(*(node.can for node in nodes)),
         pooling=pooling,
     )

@@ -185,10 +185,13 @@ class Dispatcher:
 
     async def _with_prompt(self, request: ValidRequest, repeat: GenerateRequest) -> ValidRequest:
         """The request with the prompt of its repetition; raises InvalidRequest if that is another request."""
-        prompt = (await self._validated(repeat)).prompt_token_ids
+        valid = await self._validated(repeat)
+        prompt = valid.prompt_token_ids
         if len(prompt) != request.num_prompt_tokens:
             raise InvalidRequest("prompt", f"has {len(prompt)} tokens; the request had {request.num_prompt_tokens}")
-        return replace(request, prompt_token_ids=prompt, prompt_length=0)
+        if [span.without_rows() for span in valid.spans] != [*request.spans]:
+            raise InvalidRequest("prompt_embeds", "are not those of the request")
+        return replace(request, prompt_token_ids=prompt, prompt_length=0, spans=valid.spans)
 
     async def _record(self, request_id: str) -> FlightRecord | None:
         if self._journal is None or not SCOPED_ID_PATTERN.match(request_id):
@@ -279,8 +282,10 @@ class Dispatcher:
     async def _validated(self, raw: GenerateRequest) -> ValidRequest:
         codec = self._codec
         encode, encode_part = (codec.encode, codec.encode_rendered) if codec is not None else (None, None)
-        args = raw, self._card(), encode, self._rng, self._limits.min_priority, encode_part
-        if len(raw.prompt or ()) + _num_constraint_chars(raw) > self._limits.thread_text_chars:
+        limits = self._limits
+        args = (raw, self._card(), encode, self._rng, limits.min_priority, encode_part, limits.prompt_embeds_bytes)
+        num_row_bytes = sum([len(one.data) for one in raw.prompt_embeds])
+        if len(raw.prompt or ()) + _num_constraint_chars(raw) + num_row_bytes > self._limits.thread_text_chars:
             request = await self.in_thread(raw.tenant, validate, *args)
         else:
             request = validate(*args)

@@ -53,6 +53,7 @@ from router.flight.request_spans import RequestSpans
 from router.front import GenerationHandler, OperatorHandler
 from router.http.app import HttpFront
 from router.http.cors import with_cors
+from router.http.json_body import base64_bytes
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
 from router.http.parsed_text import AnswerParsers
@@ -115,7 +116,8 @@ class RouterProcess:
         placer = Placer(placement_settings(config))
         self._tracer = start_tracing(os.environ, "router", config.router_id, incarnation)
         spans = RequestSpans(self._tracer) if self._tracer is not None else None
-        limits = DispatchLimits(**settings_for(DispatchLimits, config))
+        embeds_bytes = config.max_prompt_embeds if config.allow_prompt_embeds == "on" else 0
+        limits = DispatchLimits(**settings_for(DispatchLimits, config), prompt_embeds_bytes=embeds_bytes)
         workers = BoundedWorkers()
         work = BoundedWork(ConstraintChecker(workers))
         self._dispatcher = Dispatcher(
@@ -157,6 +159,7 @@ class RouterProcess:
             self._responses,
             authenticator=PageAuthenticator(config.host, config.allowed_hosts, keys),
             more_routes=live_pages(self._live),
+            prompt_embeds_bytes=embeds_bytes,
         )
         origins = [origin for part in config.cors_origins.split(",") if (origin := part.strip())]
         self._http = HttpServer(
@@ -165,6 +168,7 @@ class RouterProcess:
             config.tls,
             limit=limit,
             budget=budget,
+            more_body_bytes=base64_bytes(embeds_bytes),
         )
         host = config.advertise_host or reached_as(config.host)
         self._record = NodeRecord(
@@ -184,7 +188,8 @@ class RouterProcess:
         self._dispatcher.requests.on_retry = self._retried
         self._steering = Steering(self._view, membership, placer, self._timers, self._events, connect, card.name)
         self._operator = OperatorHandler(self._view, self._dispatcher, membership, clock, self._record)
-        GenerationServicer(handler, takes_traces=spans is not None).add_to_server(self._public.server)
+        servicer = GenerationServicer(handler, takes_traces=spans is not None, prompt_embeds_bytes=embeds_bytes)
+        servicer.add_to_server(self._public.server)
         OperatorServicer(self._operator, self._steering).add_to_server(self._private.server)
 
         def num_live() -> int:

@@ -9,6 +9,7 @@ from baton.messages.generation import (
     Finished,
     GenerateEvent,
     GenerateRequest,
+    PromptEmbeds,
     PromptLogprobs,
     SequenceFinished,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "GenerateRequest",
     "GenerationClient",
     "OperatorClient",
+    "PromptEmbeds",
     "PromptLogprobs",
     "SequenceFinished",
 ]

@@ -8,6 +8,7 @@ from pydantic import ByteSize, Field
 
 from baton.config.cluster import ClusterSettings, ProcessSettings
 from baton.config.kinds import Count, CountOrZero, Name, OnOff, Origins, Port, Seconds
+from baton.messages.request_limits import MAX_PROMPT_EMBEDS_BYTES
 
 
 class RouterSettings(ClusterSettings):
@@ -52,6 +53,18 @@ class RouterSettings(ClusterSettings):
         "off",
         description="on: a chat may bring a template of its own (chat_template), a program that the router runs within "
         "limits of time and memory; for clients that you trust.",
+    )
+    allow_prompt_embeds: OnOff = Field(
+        "off",
+        description="on: prompts may have rows of numbers in place of tokens (prompt_embeds), for models that can; for "
+        "clients that you trust with so many bytes.",
+    )
+    max_prompt_embeds: ByteSize = Field(
+        ByteSize(8 << 20),
+        gt=0,
+        le=MAX_PROMPT_EMBEDS_BYTES,
+        description="Most bytes of such rows in one prompt, such as 4MiB; at most 12MiB. The requests of a router have "
+        "16 times as many together.",
     )
     tool_call_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "mistral-args", "smollm2"] = Field(
         "auto",

@@ -13,6 +13,18 @@ from baton.values import value
 
 
 @dataclass(frozen=True, slots=True)
+class PromptEmbeds:
+    """Rows of a prompt, as the model's embedding would give them for tokens."""
+
+    data: bytes
+    """The bytes of a safetensors file with one tensor [rows, numbers in a row]; see
+    `baton.messages.prompt_rows`."""
+    start: int | None = None
+    """The position of the first row in a prompt of token ids, whose ids there are ignored; None, for the only one of a
+    request: the rows come before the prompt, which may be missing."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """A client's request as it arrived, before any check. None stands for an absent field."""
 
@@ -73,6 +85,8 @@ class GenerateRequest:
     """Special tokens whose texts are part of the output's text. Like the next two, only the HTTP service sets it."""
     is_parsed: bool = False
     """Whether the output's text is parsed as a whole, so that a resumed stream begins with `KnownText`."""
+    prompt_embeds: Sequence[PromptEmbeds] = ()
+    """Rows in place of parts of the prompt."""
     schemas: Mapping[str, str] = field(default_factory=dict)
     """JSON schemas that are checked and otherwise not used, by the field that a refusal names."""
 
@@ -209,6 +223,9 @@ class ModelCard:
     """What a request samples with if it does not say. HTTP clients see it in /v1/models."""
     permits_extra_keys: bool = False
     """Whether a JSON schema that says nothing of further keys permits them. Not sent to clients."""
+    row_width: int = 0
+    """Numbers in a row that a prompt may have in place of a token; 0: none may be, or the router has seen no node. Not
+    sent to clients."""
     capabilities: frozenset[Capability] = frozenset()
     """What the model can be asked to do; empty: the router has seen no node."""
     pooling: ModelPooling = NO_POOLING_FILES

@@ -15,6 +15,7 @@ from baton.messages.kv_cache import KVCacheUpdate
 from baton.messages.node_shape import NodeShape
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.messages.spans import Span
 from baton.values import value
 
 
@@ -99,6 +100,8 @@ class NodeDescription:
     """Stages of consecutive layers, of `tp` ranks each; 0: not known."""
     capabilities: frozenset[Capability] = frozenset()
     """What the node's model can be asked to do there; empty: a version that does not say it, see `can`."""
+    row_width: int = 0
+    """Numbers in a row of a span; 0: the node's model takes no spans."""
 
     @property
     def can(self) -> frozenset[Capability]:
@@ -139,6 +142,8 @@ class Submit:
     """Digest of the adapter with which it is computed; empty: none."""
     pooling: PoolingParams | None = None
     """For an embedding leg: the vector that is wanted; None: the last token's embedding."""
+    spans: Sequence[Span] = ()
+    """The spans of the prompt, in order, with their rows."""
 
     @property
     def num_sequences(self) -> int:

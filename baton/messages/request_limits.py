@@ -52,6 +52,11 @@ MAX_CALL_PROMPT_LOGPROB_VALUES = 1 << 19
 """The same for all prompts of a call over HTTP, and for each output that repeats its prompt (`echo`)."""
 MAX_SALT_BYTES = 256
 
+MAX_PROMPT_EMBEDS_BYTES = 12 << 20
+"""The most that the setting `max_prompt_embeds` may allow: a message to a node has at most 16 MiB."""
+MAX_SPANS = 64
+"""The most parts of a prompt that have rows of their own."""
+
 MAX_SEQUENCES = 128
 """The most sequences of one request (`n`, `best_of`)."""
 MAX_CALL_SEQUENCES = 256

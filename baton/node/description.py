@@ -51,4 +51,5 @@ def describe(
         tp=config.tp,
         pp=config.num_stages,
         capabilities=model.capabilities,
+        row_width=model.row_width,
     )

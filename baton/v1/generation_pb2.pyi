@@ -108,7 +108,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "sampling_params", "priority", "cache_salt", "service_level")
+    __slots__ = ("request_id", "model", "text", "token_ids", "sampling_params", "priority", "cache_salt", "service_level", "prompt_embeds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     SERVICE_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_EMBEDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -125,7 +126,16 @@ class GenerateRequest(_message.Message):
     priority: int
     cache_salt: str
     service_level: ServiceLevel
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., service_level: _Optional[_Union[ServiceLevel, _Mapping]] = ...) -> None: ...
+    prompt_embeds: _containers.RepeatedCompositeFieldContainer[PromptEmbeds]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., service_level: _Optional[_Union[ServiceLevel, _Mapping]] = ..., prompt_embeds: _Optional[_Iterable[_Union[PromptEmbeds, _Mapping]]] = ...) -> None: ...
+
+class PromptEmbeds(_message.Message):
+    __slots__ = ("safetensors", "start")
+    SAFETENSORS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    safetensors: bytes
+    start: int
+    def __init__(self, safetensors: _Optional[bytes] = ..., start: _Optional[int] = ...) -> None: ...
 
 class ServiceLevel(_message.Message):
     __slots__ = ("ttft_ms", "tpot_ms")

@@ -176,8 +176,22 @@ class AttachHello(_message.Message):
     keeps: _containers.RepeatedCompositeFieldContainer[Attempt]
     def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., takes_next_tokens: _Optional[bool] = ..., keeps: _Optional[_Iterable[_Union[Attempt, _Mapping]]] = ...) -> None: ...
 
+class PromptSpan(_message.Message):
+    __slots__ = ("start", "length", "digest", "dtype", "rows")
+    START_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    length: int
+    digest: str
+    dtype: str
+    rows: bytes
+    def __init__(self, start: _Optional[int] = ..., length: _Optional[int] = ..., digest: _Optional[str] = ..., dtype: _Optional[str] = ..., rows: _Optional[bytes] = ...) -> None: ...
+
 class Submit(_message.Message):
-    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter", "pooling")
+    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter", "pooling", "spans")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +205,7 @@ class Submit(_message.Message):
     READER_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     leg: Leg
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -204,7 +219,8 @@ class Submit(_message.Message):
     reader_block_size: int
     adapter: str
     pooling: PoolingParams
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ..., adapter: _Optional[str] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ...) -> None: ...
+    spans: _containers.RepeatedCompositeFieldContainer[PromptSpan]
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ..., adapter: _Optional[str] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[PromptSpan, _Mapping]]] = ...) -> None: ...
 
 class AdapterList(_message.Message):
     __slots__ = ("adapters",)
@@ -271,7 +287,7 @@ class AttachResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[NodeDescription, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_id", "incarnation", "role", "address", "pid", "version", "model", "model_fingerprint", "dtype", "numerics", "bit_exact", "vocab_size", "max_model_len", "block_size", "num_blocks", "eos_token_ids", "on_transfer_failure", "kv_layout", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "link_protocol", "embedding_size", "num_threads", "tp", "pp", "capabilities")
+    __slots__ = ("node_id", "incarnation", "role", "address", "pid", "version", "model", "model_fingerprint", "dtype", "numerics", "bit_exact", "vocab_size", "max_model_len", "block_size", "num_blocks", "eos_token_ids", "on_transfer_failure", "kv_layout", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "link_protocol", "embedding_size", "num_threads", "tp", "pp", "capabilities", "row_width")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -299,6 +315,7 @@ class NodeDescription(_message.Message):
     TP_FIELD_NUMBER: _ClassVar[int]
     PP_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    ROW_WIDTH_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: str
     role: Role
@@ -326,7 +343,8 @@ class NodeDescription(_message.Message):
     tp: int
     pp: int
     capabilities: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., on_transfer_failure: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., link_protocol: _Optional[int] = ..., embedding_size: _Optional[int] = ..., num_threads: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
+    row_width: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., on_transfer_failure: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., link_protocol: _Optional[int] = ..., embedding_size: _Optional[int] = ..., num_threads: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., row_width: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("deltas", "load", "kv_cache", "notice", "step", "next_token_ids", "next_places", "adapters")

@@ -59,6 +59,11 @@ class ValidRequest:
         return len(self.prompt_token_ids) or self.prompt_length
 
     @property
+    def num_row_bytes(self) -> int:
+        """Bytes of the rows that it has in place of tokens."""
+        return sum([len(span.rows) for span in self.spans])
+
+    @property
     def needs(self) -> frozenset[Capability]:
         """What the nodes of the request must be able to do."""
         needed = GENERATES if self.pooling is None else frozenset((self.pooling.needs,))

@@ -340,6 +340,8 @@ class Flight:
             takeover=self.takeover,
             reader_block_size=reader_block_size,
             pooling=self.request.pooling,
+            # A decode node needs the rows, too: it computes the prompt again if it is preempted or its load is lost.
+            spans=self.request.spans,
         )
 
     def _on_delta(self, incarnation: str, delta: RequestDelta) -> list[FlightEffect]:

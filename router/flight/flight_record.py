@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
+from baton.messages.request_limits import MAX_SPANS
 from router.admission.request import ValidRequest
 
 MAX_TRACEPARENT = 64
@@ -75,11 +76,18 @@ def read_record(data: bytes, request_id: str, card: ModelCard) -> FlightRecord |
         and params.max_tokens >= 1
         and request.prompt_length + params.max_tokens <= card.max_model_len
         and 1 <= request.num_returned <= params.n
+        and len(request.spans) <= MAX_SPANS
     )
     if not fits:
         return None
-    stop, shown = tuple(request.stop), tuple(request.shown_tokens)
-    return replace(record, request=replace(request, prompt_token_ids=(), stop=stop, shown_tokens=shown))
+    read = replace(
+        request,
+        prompt_token_ids=(),
+        stop=tuple(request.stop),
+        shown_tokens=tuple(request.shown_tokens),
+        spans=tuple([span.without_rows() for span in request.spans]),
+    )
+    return replace(record, request=read)
 
 
 def _keys(value: Any) -> Any:

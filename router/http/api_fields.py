@@ -34,6 +34,7 @@ FIELDS: Mapping[str, str] = {
     "add_special_tokens": "Whether the tokenizer adds its special tokens, such as a beginning of text.",
     "chat_template": "A template in Jinja to use instead of the model's, if the operator allows it.",
     "chat_template_kwargs": "Further variables for the chat template, such as enable_thinking.",
+    "prompt_embeds": "Rows of numbers before the prompt, or instead of it: a safetensors file in base64.",
     "truncate_prompt_tokens": "Only so many of the prompt's last tokens are used; -1: as many as the model takes.",
     "echo": "Whether the text begins with the prompt, and the log-probabilities with the prompt's. Chats: only false.",
     # Tools and reasoning

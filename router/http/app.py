@@ -54,11 +54,14 @@ class HttpFront:
         keep_alive_s: float = KEEP_ALIVE_S,
         authenticator: PageAuthenticator | None = None,
         more_routes: Sequence[Route] = (),
+        prompt_embeds_bytes: int = 0,
     ) -> None:
-        """`store`: of /v1/responses. `more_routes`: of further pages. Without an authenticator all are permitted."""
+        """`store`: of /v1/responses. `more_routes`: of further pages. `prompt_embeds_bytes`: the most bytes of rows in
+        place of tokens; 0: none are taken. Without an authenticator all are permitted.
+        """
         self._authenticator = authenticator or PageAuthenticator()
         self._rng = rng
-        completions = Completions(handler, model, clock, keep_alive_s)
+        completions = Completions(handler, model, clock, keep_alive_s, prompt_embeds_bytes)
         chats = ChatCompletions(handler, model, clock, keep_alive_s)
         responses = ResponsesEndpoint(handler, model, clock, keep_alive_s, rng, store)
         self._routes = Router(

@@ -40,7 +40,7 @@ MAX_HEAD_BYTES = 2 * MAX_HEADER_BYTES
 """The most bytes of a head while it arrives; `check_headers` then bounds its content exactly."""
 MAX_HEADERS = 100
 MAX_WIRE_BYTES = 8 * MAX_BODY_BYTES
-"""The most bytes of a body with its chunk headers."""
+"""The most bytes of a body with its chunk headers, unless the server takes larger bodies."""
 MAX_DROPPED_BYTES = 256 << 10
 """The most bytes that are read and dropped after an early answer."""
 _OWS = b" \t"
@@ -49,14 +49,25 @@ _OWS = b" \t"
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     """One connection. All connections share `budget` and `read_buffer`."""
 
-    def __init__(self, head_s: float, budget: TurnBudget, read_buffer: memoryview, place: Place, **parts: Any) -> None:
-        """`read_buffer`: bytes are copied out of it before the next read. `parts`: uvicorn's arguments."""
+    def __init__(
+        self,
+        head_s: float,
+        budget: TurnBudget,
+        read_buffer: memoryview,
+        place: Place,
+        max_wire_bytes: int = MAX_WIRE_BYTES,
+        **parts: Any,
+    ) -> None:
+        """`read_buffer`: bytes are copied out of it before the next read. `max_wire_bytes`: the most bytes of a body
+        with its chunk headers. `parts`: uvicorn's arguments.
+        """
         super().__init__(**parts)
         self.parser = None  # type: ignore[assignment]  # it refers back here, and a connection that fails in its handshake is never lost
         self._place = place
         self._head_s = head_s
         self._budget = budget
         self._read_buffer = read_buffer
+        self._max_wire_bytes = max_wire_bytes
         self._unparsed = b""
         self._is_in_turn = False
         """Whether the budget will call `step`."""
@@ -236,8 +247,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._expects_head and self._num_parsed > MAX_HEAD_BYTES:
             message = f"the request's head has more than the {MAX_HEAD_BYTES} bytes that are taken"
             self._answer_refusal(HttpError(Kind(431, "invalid_request_error", "headers_too_large"), message))
-        elif not self._expects_head and self._num_parsed > MAX_WIRE_BYTES:
-            message = f"the body takes more than {MAX_WIRE_BYTES} bytes in its chunks"
+        elif not self._expects_head and self._num_parsed > self._max_wire_bytes:
+            message = f"the body takes more than {self._max_wire_bytes} bytes in its chunks"
             self._answer_refusal(HttpError(Kind(413, "invalid_request_error", "body_too_large"), message))
         elif self.cycle is not was_asked and not self._expects_head:
             # The application checks the head first.

@@ -46,7 +46,7 @@ from router.http.client import Client
 from router.http.errors import Headers
 from router.http.event_id import parse_event_id
 from router.http.events import COMMENT, AnswerOptions, EventWriter, Label
-from router.http.json_body import is_small, parse_json, read_body
+from router.http.json_body import MAX_BODY_BYTES, base64_bytes, is_small, parse_json, read_body
 from router.http.logprobs import Spelling, as_token_id
 from router.http.model import ServedModel
 from router.http.parsed_events import ParsedEventWriter
@@ -128,6 +128,8 @@ class Endpoint(Generic[P]):
     """
     keep_alive = COMMENT
     """Sent in a stream while there is nothing else to send."""
+    max_body_bytes = MAX_BODY_BYTES
+    """The most bytes of a body."""
     can_resume = False
     """Whether a client may continue a stream with `Last-Event-ID`."""
 
@@ -139,7 +141,7 @@ class Endpoint(Generic[P]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        content = await read_body(scope, receive)
+        content = await read_body(scope, receive, self.max_body_bytes)
         found = await in_thread_if_large(self._handler, content, parse_json, content)
         timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
         last_event_id = headers.get(b"last-event-id")
@@ -227,8 +229,12 @@ class OptionsRequest(EndpointRequest):
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
-        """The token ids of all prompts, of a request whose prompts were tokenized here."""
-        return [request.prompt for request in self.requests if request.prompt and not isinstance(request.prompt, str)]
+        """The token ids of all prompts, of a request whose prompts were tokenized here; none of prompts with rows."""
+        return [
+            request.prompt
+            for request in self.requests
+            if request.prompt and not isinstance(request.prompt, str) and not request.prompt_embeds
+        ]
 
 
 class _OpenAiEndpoint(Endpoint[OptionsRequest]):
@@ -240,7 +246,7 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
     def _writer(self, parsed: OptionsRequest, accepted: Accepted, positions: Sequence[int]) -> StreamWriter:
         label, spelling = self._label(accepted.request_id), self._spelling(parsed)
         is_new = not any(positions)
-        prompt = parsed.prompts[0] if parsed.options.token_ids and is_new else ()
+        prompt = next(iter(parsed.prompts), ()) if parsed.options.token_ids and is_new else ()
         parsing = parsed.parsing
         if parsing.is_needed:
             sequences = [parsing.sequence(accepted.request_id, index) for index in range(len(positions))]
@@ -293,12 +299,28 @@ class Completions(_OpenAiEndpoint):
         "prompt_logprobs": ("prompt_logprobs", "logprobs"),
     }
 
+    def __init__(
+        self, handler: Handler, model: ServedModel, clock: Clock, keep_alive_s: float, prompt_embeds_bytes: int = 0
+    ) -> None:
+        """`prompt_embeds_bytes`: the most bytes of rows in place of tokens; 0: none are taken."""
+        super().__init__(handler, model, clock, keep_alive_s)
+        self._prompt_embeds_bytes = prompt_embeds_bytes
+        self.max_body_bytes = MAX_BODY_BYTES + base64_bytes(prompt_embeds_bytes)
+
     def _parse(
         self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
     ) -> OptionsRequest:
         body = read_generation(CompletionBody, found)
         check_request_id(body.request_id, request_id)
         body.check_echo()
+        if body.prompt_embeds is not None:
+            embeds = body.read_prompt_embeds(self._prompt_embeds_bytes)
+            _check_call_size(body, 1)
+            request = body.request(body.prompts[0] if body.prompts else "", request_id, body.logprobs)
+            request = replace(request, prompt=request.prompt or None, prompt_embeds=(embeds,))
+            return _with_options(body, request_id, [request], timeout_s, logprobs=body.logprobs is not None)
+        if not body.prompts:
+            raise InvalidRequest("prompt", "is required")
         ids = part_ids(request_id, len(body.prompts))
         prompts = [self._prompt_of(prompt, body, card) for prompt in body.prompts]
         requests = [body.request(prompt, one, body.logprobs) for prompt, one in zip(prompts, ids, strict=True)]

@@ -37,15 +37,18 @@ class ClientGone(Exception):
     """The client left before its request had arrived, so there is no one to answer."""
 
 
-async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Read the whole body; raises HttpError if it is too long or not declared as JSON, or ClientGone."""
+async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
+    """Read the whole body, of `most` bytes.
+
+    Raises HttpError if it is too long or not declared as JSON, or ClientGone.
+    """
     headers = dict(scope["headers"])
     _check_content_type(headers.get(b"content-type", b""))
-    if int(headers.get(b"content-length") or 0) > MAX_BODY_BYTES:
-        raise _too_long()
+    if int(headers.get(b"content-length") or 0) > most:
+        raise _too_long(most)
     try:
         async with asyncio.timeout(_ARRIVAL_S):
-            body = await _read(receive)
+            body = await _read(receive, most)
             scope["state"][_READ_TO_ITS_END] = True
             return body
     except TimeoutError:
@@ -53,17 +56,22 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
         raise HttpError(Kind(408, "timeout_error", "request_timeout"), message, [CLOSE]) from None
 
 
-async def _read(receive: Receive) -> bytes:
+async def _read(receive: Receive, most: int) -> bytes:
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
-            raise _too_long()
+        if len(body) > most:
+            raise _too_long(most)
         if not message.get("more_body", False):
             return bytes(body)
+
+
+def base64_bytes(num_bytes: int) -> int:
+    """The length of so many bytes in base64."""
+    return -(-num_bytes // 3) * 4
 
 
 def is_unread(scope: Scope) -> bool:
@@ -139,8 +147,8 @@ def _check_content_type(content_type: bytes) -> None:
         raise HttpError(Kind(415, "invalid_request_error", "unsupported_media_type"), message)
 
 
-def _too_long() -> BatonError:
-    message = f"the body has more than the {MAX_BODY_BYTES} bytes that are taken"
+def _too_long(most: int) -> BatonError:
+    message = f"the body has more than the {most} bytes that are taken"
     return HttpError(Kind(413, "invalid_request_error", "body_too_large"), message, [CLOSE])
 
 

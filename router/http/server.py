@@ -20,7 +20,7 @@ from baton.observe.listener import Listener, listening_socket
 from baton.security.connection_limit import ConnectionLimit, Place
 from baton.security.tls_files import TlsFiles
 from baton.wire.turn_budget import TurnBudget
-from router.http.connection import HEAD_S, READ_BYTES, Connection
+from router.http.connection import HEAD_S, MAX_WIRE_BYTES, READ_BYTES, Connection
 
 _log = logging.getLogger(__name__)
 
@@ -39,11 +39,13 @@ class HttpServer:
         head_s: float = HEAD_S,
         limit: ConnectionLimit | None = None,
         budget: TurnBudget | None = None,
+        more_body_bytes: int = 0,
     ) -> None:
         """`stall_s`: a connection that reads nothing of what waits for it for so long is cut; `head_s`: how long a
         request's head may take. `limit` and `budget`: those of all connections of the process; without them the server
-        has its own.
+        has its own. `more_body_bytes`: how much larger than others the largest body may be.
         """
+        self._max_wire_bytes = MAX_WIRE_BYTES + 2 * more_body_bytes
         self._stall_s = stall_s
         self._head_s = head_s
         self._read_buffer = memoryview(bytearray(READ_BYTES))
@@ -114,7 +116,7 @@ class HttpServer:
 
     def _connection(self, place: Place, **parts: Any) -> Connection:
         assert self._budget is not None
-        return Connection(self._head_s, self._budget, self._read_buffer, place, **parts)
+        return Connection(self._head_s, self._budget, self._read_buffer, place, self._max_wire_bytes, **parts)
 
     def _close_socket(self) -> None:
         if self._socket is not None:

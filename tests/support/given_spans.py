@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from safetensors.torch import save
 
 from baton.messages.spans import PLACEHOLDER, Span, digest_of_rows
 
@@ -28,3 +29,9 @@ def with_placeholders(token_ids: Sequence[int], spans: Sequence[Span]) -> list[i
 def random_rows(length: int, width: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Rows about as large as those of a tiny model's embedding."""
     return (0.15 * torch.randn(length, width, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def safetensors_of(rows: torch.Tensor) -> bytes:
+    """The bytes of a safetensors file with these rows."""
+    content: bytes = save({"prompt_embeds": rows.contiguous()})
+    return content

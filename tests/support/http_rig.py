@@ -37,12 +37,14 @@ class HttpRig(AsgiClient):
         bounds: StoreBounds = BOUNDS,
         request_template: Callable[[str], Template] | None = None,
         vocabulary: FakeTokenizer | None = None,
+        prompt_embeds_bytes: int = 0,
     ) -> None:
         self.card = card
         self.clock = FakeClock(5.0)
         self.store = ResponseStore(bounds, self.clock)
         self._page_authenticator = authenticator
         self._request_template = request_template
+        self._prompt_embeds_bytes = prompt_embeds_bytes
         self._vocabulary = vocabulary or FakeTokenizer()
         self.handler = FakeHandler()
         self.why_not_ready = ""
@@ -62,6 +64,7 @@ class HttpRig(AsgiClient):
             self.store,
             keep_alive_s,
             self._page_authenticator,
+            prompt_embeds_bytes=self._prompt_embeds_bytes,
         )
 
     async def next_call(self) -> FakeCall:

@@ -21,4 +21,5 @@ def engine_request(submit: Submit, eos_token_ids: frozenset[int], client_index: 
         output_token_ids=submit.output_token_ids,
         reader_block_size=submit.reader_block_size,
         pooling=submit.pooling,
+        spans=submit.spans,
     )

@@ -15,6 +15,7 @@ from baton.messages.ids import SCOPED_ID_PATTERN
 from baton.messages.kv_format import block_sizes_fit
 from baton.messages.node import Leg, NodeDescription, Role, Submit
 from baton.messages.pooling import PoolingParams
+from baton.messages.prompt_rows import are_finite
 from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
@@ -22,8 +23,10 @@ from baton.messages.request_limits import (
     MAX_GRAMMAR_SEQUENCES,
     MAX_LOGPROBS,
     MAX_SEQUENCES,
+    MAX_SPANS,
 )
 from baton.messages.sampling import CONSTRAINT_KINDS, NUMBER_RANGES, ConstraintKind, SamplingParams
+from baton.messages.spans import digest_of_rows, has_rows
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 
 
@@ -53,7 +56,11 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     reader = submit.reader_block_size
     if reader and not (submit.leg is Leg.PREFILL and block_sizes_fit(reader, node.block_size)):
         return f"reader_block_size: {reader} does not fit this node's {node.block_size}, or the leg is not read"
-    return _sampling_objection(submit.sampling_params, vocab) or _output_objection(submit, node)
+    return (
+        _sampling_objection(submit.sampling_params, vocab)
+        or _output_objection(submit, node)
+        or (_span_objection(submit, node) if submit.spans else None)
+    )
 
 
 def _embedding_objection(submit: Submit, node: NodeDescription) -> str | None:
@@ -65,6 +72,31 @@ def _embedding_objection(submit: Submit, node: NodeDescription) -> str | None:
         return f"dimensions: must be 1 to {node.embedding_size}"
     if not 0 <= pooling.second_start <= len(submit.prompt_token_ids):
         return "second_start: is behind the prompt"
+    return None
+
+
+def _span_objection(submit: Submit, node: NodeDescription) -> str | None:
+    """Why the spans of the prompt can't be computed; None if they can."""
+    if Capability.PROMPT_EMBEDS not in node.can:
+        return f"spans: the model of {node.node_id} can't {Capability.PROMPT_EMBEDS}"
+    if len(submit.spans) > MAX_SPANS:
+        return f"spans: there are {len(submit.spans)}; at most {MAX_SPANS} are taken"
+    if submit.sampling_params.prompt_logprobs is not None:
+        return "spans: go with no prompt_logprobs"
+    ids, width, stop = submit.prompt_token_ids, node.row_width, 0
+    for span in submit.spans:
+        if not stop <= span.start < span.stop <= len(ids):
+            return f"spans: {span.start} to {span.stop} is not behind {stop} in a prompt of {len(ids)}"
+        stop = span.stop
+        if any(ids[span.start : span.stop]):
+            return f"spans: there are tokens at the positions of the one from {span.start} on"
+        if not has_rows(span, width):
+            return f"spans: {len(span.rows)} bytes are not {span.length} rows of {width} numbers of {span.dtype:.20}"
+        if not are_finite(span.dtype, span.rows):
+            return "spans: have numbers that are not finite"
+        # Blocks are found by digests: a wrong one would give others this prompt's keys and values.
+        if span.digest != digest_of_rows(span.dtype, span.length, width, span.rows):
+            return f"spans: the digest of the one from {span.start} on is not that of its rows"
     return None
 
 

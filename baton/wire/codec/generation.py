@@ -16,6 +16,7 @@ from baton.messages.generation import (
     GenerateRequest,
     ModelCard,
     Path,
+    PromptEmbeds,
     PromptLogprobs,
     SequenceFinished,
 )
@@ -72,6 +73,10 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
     for name in _LISTS:
         with _field_errors(name):
             getattr(params, name).extend(getattr(request, name))
+    with _field_errors("prompt_embeds"):
+        pb.prompt_embeds.extend(
+            generation.PromptEmbeds(safetensors=given.data, start=given.start) for given in request.prompt_embeds
+        )
     with _field_errors("prompt"):
         if isinstance(request.prompt, str):
             pb.text = request.prompt
@@ -115,6 +120,12 @@ def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
             REPETITION_DETECTION.from_pb(params.repetition_detection)
             if params.HasField("repetition_detection")
             else None
+        ),
+        prompt_embeds=tuple(
+            [
+                PromptEmbeds(given.safetensors, given.start if given.HasField("start") else None)
+                for given in pb.prompt_embeds
+            ]
         ),
         **present,
     )

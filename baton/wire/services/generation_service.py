@@ -20,6 +20,7 @@ from baton.messages.request_limits import (
     MAX_LOGIT_BIAS,
     MAX_REQUEST_BYTES,
     MAX_SEQUENCES,
+    MAX_SPANS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOKEN_IDS,
@@ -83,9 +84,12 @@ class GenerationHandler(Protocol):
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """Calls the handler for each RPC. `FaultBarrier` handles the exceptions."""
 
-    def __init__(self, handler: GenerationHandler, *, takes_traces: bool = False) -> None:
-        """`takes_traces`: pass on the clients' W3C trace contexts."""
+    def __init__(self, handler: GenerationHandler, *, takes_traces: bool = False, prompt_embeds_bytes: int = 0) -> None:
+        """`takes_traces`: pass on the clients' W3C trace contexts. `prompt_embeds_bytes`: the most bytes of a request's
+        `prompt_embeds`, beside its others; 0: none are taken.
+        """
         self._handler = handler
+        self._prompt_embeds_bytes = prompt_embeds_bytes
         self._takes_traces = takes_traces
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
@@ -95,7 +99,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation.GenerateRequest, context: _Context
     ) -> AsyncIterator[generation.GenerateResponse]:
         _check_counts(request)
-        _check_message(request)
+        _check_message(request, self._checked_rows_bytes(request))
         stream = _ResponseStream(request.request_id, context)
         with stream.counts_in_errors():
             # This generator may be closed at its `yield`. With `aclosing` the request ends then, and not only when the
@@ -106,6 +110,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             async with aclosing(self._handler.generate(decoded, context.time_remaining(), stream.take)) as events:
                 async for event in events:
                     yield stream.response(event)
+
+    def _checked_rows_bytes(self, request: generation.GenerateRequest) -> int:
+        """The size of a request's rows, for which there is a bound of their own. Raises InvalidRequest."""
+        if not request.prompt_embeds:
+            return 0
+        check_count("prompt_embeds", request.prompt_embeds, MAX_SPANS)
+        num_bytes, most = sum(len(one.safetensors) for one in request.prompt_embeds), self._prompt_embeds_bytes
+        if num_bytes > most > 0:
+            raise InvalidRequest("prompt_embeds", f"has {num_bytes} bytes; at most {most} are taken here")
+        return num_bytes if most else 0
 
     async def Resume(
         self, request: generation.ResumeRequest, context: _Context
@@ -197,13 +211,15 @@ def _traceparent(context: _Context) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _check_message(request: Message) -> None:
+def _check_message(request: Message, num_row_bytes: int = 0) -> None:
     """Check the size of a request, and refuse fields that this version does not know, as for JSON.
+
+    `num_row_bytes`: how many of its bytes are rows, which don't count.
 
     Raises InvalidRequest. An unknown field must not be ignored silently: the client relies on it.
     """
     num_bytes = request.ByteSize()
-    if num_bytes > MAX_REQUEST_BYTES:
+    if num_bytes - num_row_bytes > MAX_REQUEST_BYTES:
         raise InvalidRequest("request", f"has {num_bytes} bytes; at most {MAX_REQUEST_BYTES} are taken")
     if num_bytes <= _SMALL_BYTES or _may_have_unknown_fields(request, num_bytes):
         _refuse_unknown_fields(request, "")

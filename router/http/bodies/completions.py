@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
 from baton.errors import InvalidRequest
+from baton.messages.generation import PromptEmbeds
 from baton.messages.request_limits import MAX_PROMPTS
+from router.admission.prompt_embeds import NOT_TAKEN
 from router.http.bodies.fields import NotServed, TextsOrIds, is_ids
 from router.http.bodies.generation import GenerationBody
+from router.http.json_body import base64_bytes
 
 
 def _prompts(value: Any) -> Sequence[str | Sequence[int]]:
@@ -29,11 +33,34 @@ Prompts = Annotated[Sequence[str | Sequence[int]], PlainValidator(_prompts, json
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompts: Prompts = Field(alias="prompt")
+    prompts: Prompts = Field(default=(), alias="prompt")
+    prompt_embeds: str | None = None
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: Literal[True] | None = None
     suffix: NotServed = None
+
+    def read_prompt_embeds(self, most_bytes: int) -> PromptEmbeds:
+        """The rows in `prompt_embeds`, base64 of a safetensors file, which come before the prompt; none is looked into.
+
+        `most_bytes`: of the file; 0: none is taken. Raises InvalidRequest, also for what does not go with rows.
+        """
+        text = self.prompt_embeds or ""
+        if not most_bytes:
+            raise InvalidRequest("prompt_embeds", NOT_TAKEN)
+        if len(text) > base64_bytes(most_bytes):
+            raise InvalidRequest(
+                "prompt_embeds", f"has {len(text)} characters; at most {most_bytes} bytes are taken here"
+            )
+        if len(self.prompts) > 1:
+            raise InvalidRequest("prompt", f"has {len(self.prompts)} prompts; prompt_embeds go with one")
+        for name in ("echo", "truncate_prompt_tokens", "prompt_logprobs"):
+            if getattr(self, name) is not None and getattr(self, name) is not False:
+                raise InvalidRequest(name, "does not go with prompt_embeds")
+        try:
+            return PromptEmbeds(base64.b64decode(text, validate=True))
+        except ValueError:
+            raise InvalidRequest("prompt_embeds", "is not base64") from None
 
     @property
     def num_prompt_logprobs(self) -> int | None:

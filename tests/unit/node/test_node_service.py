@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from baton.engine.batch import ComputedStep, EngineCoreOutput, EngineCoreOutputs, StepTimes
@@ -14,6 +15,7 @@ from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import Draining, TransferCause
+from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
     HEARTBEAT_S,
@@ -37,6 +39,7 @@ from baton.messages.node_report import (
     TraceStep,
 )
 from baton.messages.sampling import SamplingParams
+from baton.messages.spans import Span, digest_of_rows
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.attempts.submit_check import objection
 from baton.node.driver import StepNews
@@ -274,6 +277,39 @@ async def test_embeddings_too_large_for_one_report_come_in_several() -> None:
 
 def test_a_node_without_embeddings_says_so() -> None:
     assert objection(submit(leg=Leg.EMBED), DESCRIPTION) == "leg: the model of decode-0 can't embed"
+
+
+def given(start: int, length: int, number: float = 0.5, **changes: Any) -> Span:
+    rows = np.full((length, 4), number, np.float32).tobytes()
+    return replace(Span(start, length, digest_of_rows("float32", length, 4, rows), "float32", rows), **changes)
+
+
+UNSOUND_SPANS: dict[str, tuple[list[Span], str]] = {
+    "a start that is negative": ([given(-1, 2)], "is not behind 0"),
+    "an end behind the prompt": ([given(3, 4)], "is not behind 0"),
+    "no length": ([given(1, 0)], "is not behind 0"),
+    "an overlap": ([given(0, 2), given(1, 1)], "is not behind 2"),
+    "tokens in it": ([given(2, 2)], "there are tokens"),
+    "rows that are missing": ([given(0, 2, rows=b"")], "0 bytes are not 2 rows"),
+    "rows of another width": ([given(0, 2, rows=bytes(24))], "24 bytes are not 2 rows"),
+    "an unknown dtype": ([given(0, 2, dtype="int8" * 99)], "numbers of int8"),
+    "NaN": ([given(0, 2, float("nan"))], "not finite"),
+    "the digest of others": ([given(0, 2, digest=given(0, 2, 0.25).digest)], "is not that of its rows"),
+    "many": ([given(0, 1)] * 65, "at most 64"),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND_SPANS)
+def test_unsound_spans_are_refused(name: str) -> None:
+    spans, reason = UNSOUND_SPANS[name]
+    can = frozenset((Capability.GENERATE, Capability.PROMPT_EMBEDS))
+    node = replace(DESCRIPTION, capabilities=can, row_width=4)
+    sound = replace(submit(), prompt_token_ids=[0, 0, 0, 9, 0, 0], spans=[given(0, 3), given(4, 2)])
+    assert objection(sound, node) is None
+    assert reason in (objection(replace(sound, spans=spans), node) or "")
+    assert "can't prompt_embeds" in (objection(sound, replace(node, capabilities=GENERATES)) or "")
+    with_logprobs = replace(sound, sampling_params=replace(sound.sampling_params, prompt_logprobs=0))
+    assert "go with no prompt_logprobs" in (objection(with_logprobs, node) or "")
 
 
 @pytest.mark.parametrize("leg", [Leg.PREFILL, Leg.WHOLE])

@@ -76,6 +76,8 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
         "traceparent": "",
         # HTTP has no field for it: a stream that goes on is asked for with last-event-id.
         "call": 0,
+        # Read by the endpoint, which knows how many bytes are taken.
+        "prompt_embeds": (),
         # Asked for at a path of its own.
         "pooling": None,
         # Of chats with tools, or with reasoning, alone.

@@ -7,7 +7,16 @@ import pytest
 from baton.errors import BatonError, InvalidRequest, TransferCause
 from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.draft_counts import DraftCounts
-from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
+from baton.messages.generation import (
+    Accepted,
+    Chunk,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    Path,
+    PromptEmbeds,
+    SequenceFinished,
+)
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate
 from baton.messages.node import (
@@ -41,6 +50,7 @@ from baton.messages.node_report import (
     TraceEvent,
 )
 from baton.messages.sampling import RepetitionDetection, SamplingParams, TokenLogprobs
+from baton.messages.spans import Span
 from baton.v1 import generation_pb2, node_pb2
 from baton.wire.codec import generation as codec_generation
 from baton.wire.codec import node as codec_node
@@ -98,6 +108,9 @@ def test_absent_log_probabilities_stay_absent() -> None:
         Adopt(KEY, 3, (5, 0, 7)),
         Submit(KEY, Leg.WHOLE, [1], PARAMS, output_token_ids=(7, 8)),
         Submit(KEY, Leg.EMBED, [1], PARAMS),
+        Submit(
+            KEY, Leg.WHOLE, [0, 1], PARAMS, spans=(Span(0, 1, "ab", "float16", b"\0\1"), Span(1, 1, "cd", "float32"))
+        ),
         Submit(KEY, Leg.WHOLE, [1], PARAMS, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
     ],
 )
@@ -174,6 +187,7 @@ def test_descriptions_and_traces_are_decoded_with_every_field() -> None:
         *("p0", "p0.x", Role.PREFILL, "h:1", 7, "0.1", "m", "f", "bfloat16", "n", True, 10, 20, 16, 5, frozenset({1})),
         *("fail", "kv", 2**40, 64, 512, 4, 4096),
         capabilities=GENERATES_AND_EMBEDS,
+        row_width=64,
     )
     assert codec_node.NODE_DESCRIPTION.from_pb(codec_node.NODE_DESCRIPTION.to_pb(description)) == description
     event = TraceEvent(1, 2**60, "offered", KEY, -5, "story")
@@ -242,6 +256,7 @@ def test_requests_are_decoded_with_present_fields_only() -> None:
         repetition_detection=RepetitionDetection(8, 3, 4),
         priority=-1,
         cache_salt="s",
+        prompt_embeds=(PromptEmbeds(b"\0", 0), PromptEmbeds(b"", 7), PromptEmbeds(b"abc")),
     )
     assert codec_generation.request_from_pb(codec_generation.request_to_pb(full)) == full
 

@@ -109,7 +109,11 @@ def test_absent_log_probabilities_stay_absent() -> None:
         Submit(KEY, Leg.WHOLE, [1], PARAMS, output_token_ids=(7, 8)),
         Submit(KEY, Leg.EMBED, [1], PARAMS),
         Submit(
-            KEY, Leg.WHOLE, [0, 1], PARAMS, spans=(Span(0, 1, "ab", "float16", b"\0\1"), Span(1, 1, "cd", "float32"))
+            KEY,
+            Leg.WHOLE,
+            [0, 1],
+            PARAMS,
+            spans=(Span(0, 1, "ab", "float16", b"\0\1"), Span(1, 1, "cd", is_encoded=True, first_row=3, columns=2)),
         ),
         Submit(KEY, Leg.WHOLE, [1], PARAMS, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
     ],

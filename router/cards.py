@@ -7,11 +7,13 @@ from its one engine.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from baton.config import RouterConfig
+from baton.messages.adapters import AdapterSource
 from baton.messages.generation import ModelCard
 from baton.messages.node import NodeDescription
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling
@@ -43,10 +45,15 @@ class CurrentCard:
             # With nodes that left a short time ago: a request that needs one is told to come again, and not refused.
             longest = max(size.max_model_len for size in self._view.sizes(self._now()) if size.model == nodes[0].model)
             known = self._known
-            self._known = card_of_nodes(
+            card = card_of_nodes(
                 nodes, longest, known.defaults, permits_extra_keys=known.permits_extra_keys, pooling=known.pooling
             )
+            self._known = replace(card, adapters=known.adapters)
         return self._known
+
+    def set_adapters(self, adapters: Mapping[str, AdapterSource]) -> None:
+        """Take the adapters that clients may name from now on, by name."""
+        self._known = replace(self._known, adapters=adapters)
 
 
 def card_of_nodes(

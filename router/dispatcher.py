@@ -185,6 +185,9 @@ class Dispatcher:
 
     async def _with_prompt(self, request: ValidRequest, repeat: GenerateRequest) -> ValidRequest:
         """The request with the prompt of its repetition; raises InvalidRequest if that is another request."""
+        if repeat.model == request.shown_model:
+            # The name may be unloaded by now, and the request keeps its adapter.
+            repeat = replace(repeat, model="")
         valid = await self._validated(repeat)
         prompt = valid.prompt_token_ids
         if len(prompt) != request.num_prompt_tokens:

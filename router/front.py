@@ -116,7 +116,7 @@ class GenerationHandler:
         return await self._dispatcher.in_waiting_thread(current_caller.get().tenant, work, *args)
 
     def list_models(self) -> Sequence[ModelCard]:
-        return [self._card()]
+        return self._card().with_adapters()
 
     def _text_codec(self) -> TextCodec:
         if self._codec is None:

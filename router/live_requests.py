@@ -27,6 +27,7 @@ from baton.errors import (
     RequestNotFound,
     SlowReader,
 )
+from baton.messages.adapters import AdapterReport
 from baton.messages.generation import Finished, GenerateEvent, PromptLogprobs
 from baton.messages.ids import AttemptKey, unscoped
 from baton.messages.node import Abort, NodeDescription, RequestDelta, RouterMessage, StepReport, WatchKVCache
@@ -138,6 +139,10 @@ class LiveRequests:
         self.timelines = TimelineLog()
         self.on_retry: Callable[[str, int, str], None] = lambda request_id, attempt, cause: None
         """Called when a request gets another attempt, with the request's id, the attempt's number and its cause."""
+        self.on_node: Callable[[str], None] = lambda incarnation: None
+        """Called when a node is attached, with its incarnation."""
+        self.on_adapters: Callable[[str, AdapterReport], None] = lambda incarnation, report: None
+        """Called when a node has said which adapters it acknowledges."""
         self.changed = asyncio.Event()
         """Set when nodes came, went or began to drain; its one reader clears it."""
 
@@ -160,6 +165,10 @@ class LiveRequests:
     def num_live_tokens(self) -> int:
         """Number of tokens that clients of live requests were given so far."""
         return sum(active.flight.num_output_tokens for active in self._active.values())
+
+    def adapters_in_use(self) -> set[str]:
+        """The digests of the adapters of all live requests."""
+        return {active.request.adapter for active in self._active.values() if active.request.adapter}
 
     def active_requests(self) -> Iterator[ActiveRequest]:
         """The live requests, the latest first; not to be changed."""
@@ -282,6 +291,7 @@ class LiveRequests:
         self._view.attached(description, self._timers.monotonic())
         if self.placer.on_attached(description):
             self._nodes.send(incarnation, WatchKVCache())
+        self.on_node(incarnation)
         aborts = self._aborts_at_cut_nodes.pop(incarnation, None)
         if aborts is not None:
             self.counters.links_back += 1
@@ -308,11 +318,14 @@ class LiveRequests:
         if adopting := self._adopting.get(incarnation):
             self._end_adoptions(adopting, incarnation, report)
         self._view.reported(incarnation, report.load)
+        if report.adapters is not None:
+            self._view.adapters_reported(incarnation, report.adapters)
+            self.on_adapters(incarnation, report.adapters)
         if report.notice is not None:
             self._view.noticed(incarnation, report.notice)
         if report.load.draining:
             self.changed.set()
-        if self._waiting and not self._view.is_full(incarnation):
+        if self._waiting and (report.adapters is not None or not self._view.is_full(incarnation)):
             self._serve_queue()
 
     def _end_adoptions(self, adopting: Mapping[str, ActiveRequest], incarnation: str, report: StepReport) -> None:

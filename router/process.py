@@ -51,6 +51,7 @@ from router.dispatcher import Dispatcher
 from router.flight.flight_journal import FlightJournal
 from router.flight.request_spans import RequestSpans
 from router.front import GenerationHandler, OperatorHandler
+from router.http.adapters import adapter_routes
 from router.http.app import HttpFront
 from router.http.cors import with_cors
 from router.http.json_body import base64_bytes
@@ -61,6 +62,7 @@ from router.http.responses.store import ResponseStore, StoreBounds
 from router.http.server import HttpServer
 from router.limits import DispatchLimits
 from router.node_links import LinkTimes, NodeLinks
+from router.operations.adapters import ClusterAdapters
 from router.operations.event_ring import EventRing
 from router.operations.idle_collector import CONNECTIONS_LIKE_A_REQUEST, IdleCollector
 from router.operations.live_history import SAMPLE_EVERY_S, LiveHistory
@@ -158,7 +160,7 @@ class RouterProcess:
             rng,
             self._responses,
             authenticator=PageAuthenticator(config.host, config.allowed_hosts, keys),
-            more_routes=live_pages(self._live),
+            more_routes=[*adapter_routes(lambda: self._adapters), *live_pages(self._live)],
             prompt_embeds_bytes=embeds_bytes,
         )
         origins = [origin for part in config.cors_origins.split(",") if (origin := part.strip())]
@@ -187,10 +189,24 @@ class RouterProcess:
         self._events = EventRing(incarnation, clock.wall)
         self._dispatcher.requests.on_retry = self._retried
         self._steering = Steering(self._view, membership, placer, self._timers, self._events, connect, card.name)
+        requests = self._dispatcher.requests
+        self._adapters = ClusterAdapters(
+            card.name,
+            self._view,
+            self._links,
+            self._timers,
+            self._events,
+            connect,
+            self._steering.write,
+            cards.set_adapters,
+            requests.adapters_in_use,
+        )
+        self._steering.on_desired = self._adapters.take_desired
+        requests.on_node, requests.on_adapters = self._adapters.on_node, self._adapters.on_report
         self._operator = OperatorHandler(self._view, self._dispatcher, membership, clock, self._record)
         servicer = GenerationServicer(handler, takes_traces=spans is not None, prompt_embeds_bytes=embeds_bytes)
         servicer.add_to_server(self._public.server)
-        OperatorServicer(self._operator, self._steering).add_to_server(self._private.server)
+        OperatorServicer(self._operator, self._steering, self._adapters).add_to_server(self._private.server)
 
         def num_live() -> int:
             return self._dispatcher.requests.num_live + limit.num_open // CONNECTIONS_LIKE_A_REQUEST
@@ -211,6 +227,7 @@ class RouterProcess:
             "router-health": self._publish_health,
             "router-steering": self._steering.watch,
             "router-look": self._steering.check_periodically,
+            "router-adapters": self._follow_adapters,
         }
         background = {kind: start_background(work, kind, on_fault=OnFault.END_PROCESS) for kind, work in works.items()}
         # Only the live page needs them.
@@ -255,6 +272,10 @@ class RouterProcess:
             self._steering.registered_routers({record.incarnation: record.name for record in routers})
             self._steering.check_cluster()
 
+    async def _follow_adapters(self) -> None:
+        changed = self._dispatcher.requests.changed
+        await self._adapters.run(self._config.adapter_modules, self._config.await_nodes, changed.set)
+
     async def _publish_health(self) -> None:
         while True:
             await self._dispatcher.requests.changed.wait()
@@ -262,7 +283,7 @@ class RouterProcess:
             await self._public.set_ready(not self._why_not_ready())
             self._steering.check_cluster()
             # Nodes that take no requests at present count, too.
-            if len(self._view.descriptions()) >= self._config.await_nodes:
+            if len(self._view.descriptions()) >= self._config.await_nodes and self._adapters.is_settled:
                 self._awaited.set()
 
     async def _drain(self, health: asyncio.Task[None]) -> None:

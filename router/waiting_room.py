@@ -14,7 +14,7 @@ from baton.messages.capabilities import check_capable, in_order
 from baton.messages.node import NodeDescription
 from router.admission.admission import NO_TARGETS, AdmissionQueue, Ticket
 from router.flight.active_request import ActiveRequest
-from router.flight.flight_table import GiveUp, Place
+from router.flight.flight_table import AttemptCause, GiveUp, Place
 from router.limits import DispatchLimits
 from router.placement.placement import Candidate, Placement, size_of
 from router.placement.placer import Choice, Placer, demand_of
@@ -66,14 +66,14 @@ class WaitingRoom:
         self._place = place
         self._give_up = give_up
         self._text, self._embeddings = _WaitingLine(limits, rng), _WaitingLine(limits, rng)
-        self._too_large: dict[ActiveRequest, None] = {}
-        """Requests that were placed before, and wait for a node that is large enough. They are in no queue: room on
-        smaller nodes does not help them, and they must not hold up others."""
-        self._requeued_for: Sequence[NodeDescription] = ()
-        """The nodes that were attached when `_requeue_fitting` ran last."""
+        self._unplaceable: dict[ActiveRequest, None] = {}
+        """Requests that were placed before, and wait for a node that is large enough and has their adapter. They are in
+        no queue: room on other nodes does not help them, and they must not hold up others."""
+        self._requeued_for: tuple[Sequence[NodeDescription], int] = ((), 0)
+        """The nodes that were attached when `_requeue_fitting` ran last, and `ClusterView.num_adapter_reports`."""
 
     def __len__(self) -> int:
-        return len(self._text.queue) + len(self._embeddings.queue) + len(self._too_large)
+        return len(self._text.queue) + len(self._embeddings.queue) + len(self._unplaceable)
 
     @property
     def num_placed(self) -> int:
@@ -138,37 +138,61 @@ class WaitingRoom:
             self._on_too_large(ticket, error)
             return None
         except Overloaded as error:
-            self._wait(ticket, error)
+            adapter = active.request.adapter
+            if adapter and not self._view.is_acknowledged(adapter):
+                self._on_no_adapter(ticket, error, place.cause)
+            else:
+                self._wait(ticket, error)
             return None
         self.remove(active)
         return choice
 
     def _on_too_large(self, ticket: Ticket[ActiveRequest], error: InvalidRequest) -> None:
         """No attached node is large enough. A request that was placed before waits for one; a new one is refused."""
-        active, now = ticket.item, self._timers.monotonic()
+        active = ticket.item
         if not ticket.is_retry:
-            if self._view.could_hold(demand_of(active.request), now):
+            if self._view.could_hold(demand_of(active.request), self._timers.monotonic()):
                 message = f"{error}; a node that was large enough was lost a short time ago"
                 raise NoCapacity(message, self._line(active).retry_after_s)
             raise error
-        active.why_waiting = NoCapacity(f"no node that is up is large enough: {error}")
-        self._too_large[active] = None
+        self._wait_for_nodes(ticket, NoCapacity(f"no node that is up is large enough: {error}"))
+
+    def _on_no_adapter(self, ticket: Ticket[ActiveRequest], error: Overloaded, cause: AttemptCause) -> None:
+        """No node acknowledges the request's adapter. It waits if one may do so soon, and is refused otherwise.
+
+        A node that was started again acknowledges it soon; one whose files have changed does not.
+        """
+        active, line = ticket.item, self._line(ticket.item)
+        was_lost = ticket.is_retry and cause is not AttemptCause.ADAPTER_UNAVAILABLE
+        if was_lost or self._view.may_be_acknowledged(active.request.adapter):
+            if len(self._unplaceable) >= self._limits.max_queue:
+                raise QueueFull("too many requests wait for nodes with their adapters", line.retry_after_s)
+            self._wait_for_nodes(ticket, error)
+            return
+        name = active.request.shown_model
+        raise NoCapacity(f"no node that is up acknowledges the adapter of {name}", line.retry_after_s)
+
+    def _wait_for_nodes(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> None:
+        active = ticket.item
+        active.why_waiting = why
+        self._unplaceable[active] = None
         if active.ticket is None:
-            active.ticket, active.waiting_since = ticket, now
+            active.ticket, active.waiting_since = ticket, self._timers.monotonic()
             self._give_up_when_due(active)
         else:
             self._line(active).queue.remove(ticket)
 
     def _requeue_fitting(self) -> None:
         """If nodes came or went, put requests that fit on a node now back into their queue."""
-        nodes = self._view.descriptions()
-        if nodes is self._requeued_for:
+        nodes, num_reports = self._view.descriptions(), self._view.num_adapter_reports
+        if nodes is self._requeued_for[0] and num_reports == self._requeued_for[1]:
             return
-        self._requeued_for, sizes = nodes, set(map(size_of, nodes))
-        for active in list(self._too_large):
+        self._requeued_for, sizes = (nodes, num_reports), set(map(size_of, nodes))
+        for active in list(self._unplaceable):
             demand = demand_of(active.request)
-            if active.ticket is not None and any(size.holds(demand) for size in sizes):
-                del self._too_large[active]
+            has_adapter = not demand.adapter or self._view.is_acknowledged(demand.adapter)
+            if active.ticket is not None and has_adapter and any(size.holds(demand) for size in sizes):
+                del self._unplaceable[active]
                 self._line(active).queue.add(active.ticket, self._timers.monotonic(), self._line(active).num_placed)
 
     def placed(self, active: ActiveRequest, at: float) -> None:
@@ -193,7 +217,7 @@ class WaitingRoom:
         """Take a request out of its queue, and stop its timer. Idempotent."""
         if active.ticket is not None:
             self._line(active).queue.remove(active.ticket)
-            self._too_large.pop(active, None)
+            self._unplaceable.pop(active, None)
             active.ticket = None
         if active.wait_timer is not None:
             active.wait_timer.cancel()
@@ -201,7 +225,7 @@ class WaitingRoom:
 
     def serve(self) -> bool:
         """Try to place waiting requests in their order. True: PLACED_PER_TURN were tried, and there are more."""
-        if self._too_large:
+        if self._unplaceable:
             self._requeue_fitting()
         tried: set[Ticket[ActiveRequest]] = set()
         while (ticket := self._next(tried)) is not None:

@@ -50,6 +50,7 @@ _COMMANDS = {
     "doctor": ("baton.cli.commands.doctor", "Check this machine and installation, and suggest fixes."),
     "certs": ("baton.cli.commands.certs", "Create the certificates of a cluster."),
     "keys": ("baton.cli.commands.keys", "Add, list and revoke API keys."),
+    "lora": ("baton.cli.commands.lora", "Load, unload, list and inspect adapters (LoRA)."),
     "node": ("baton.cli.commands.processes", "Run one prefill node or decode node."),
     "router": ("baton.cli.commands.processes", "Run one router."),
     "simulate": (

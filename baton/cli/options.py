@@ -53,7 +53,7 @@ def settings_command(
     def command(**values: Any) -> None:
         environ = os.environ
         file = config_file(values.pop("config"), environ)
-        flags = {key: values.pop(key) for key in settings}
+        flags = {key: _joined(values.pop(key)) for key in settings}
         run(load(model, flags, environ, file, fallbacks(flags)), file, **values)
 
     parameters = [*map(_parameter, settings.values()), _CONFIG, *more]
@@ -86,12 +86,17 @@ LOG_FORMAT = option(
 )
 
 
+def _joined(value: Any) -> Any:
+    """The value of a flag; the values of one that was given several times, as one text."""
+    return (",".join(value) or None) if isinstance(value, list) else value
+
+
 def _parameter(setting: Setting) -> inspect.Parameter:
     shown = setting.default_text
     return option(
         setting.key,
         # Values stay text here: the model converts and checks them, whether they come from a flag or from elsewhere.
-        bool | None if setting.is_switch else str | None,
+        bool | None if setting.is_switch else list[str] | None if setting.is_several else str | None,
         None,
         "/".join(setting.flags),
         metavar=setting.value_name or None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from baton.messages.adapters import AdapterRow, LoadedAdapter
 from baton.messages.cluster import ClusterStatus
 from baton.messages.explanations import PlacementDecision
 from baton.messages.request_rows import RequestRow
@@ -61,6 +62,24 @@ class OperatorClient:
         Raises CacheInUse while any block there is in use, NodeNotFound, InvalidRequest, Unreachable.
         """
         return self._stub.reset_cache(name, timeout_s)
+
+    def load_adapter(
+        self, name: str, directory: str, *, replaces: bool = False, timeout_s: float = 90.0
+    ) -> LoadedAdapter:
+        """Give a name to the adapter in a directory of the nodes; `replaces`: it may have another adapter already.
+
+        Raises InvalidRequest for a bad or taken name, AdapterRefused if no node takes the adapter or nodes find
+        different ones, UnsupportedRequest, Overloaded, Unreachable.
+        """
+        return self._stub.load_adapter(name, directory, replaces=replaces, timeout_s=timeout_s)
+
+    def unload_adapter(self, name: str, timeout_s: float = 5.0) -> None:
+        """Take an adapter's name away; running requests keep it. Raises UnknownModel or Unreachable."""
+        self._stub.unload_adapter(name, timeout_s)
+
+    def adapters(self, timeout_s: float = 5.0) -> Sequence[AdapterRow]:
+        """All adapters by name, and what the router's nodes say of them. Raises Unreachable."""
+        return self._stub.adapters(timeout_s)
 
     def drain(self, name: str, *, stop: bool = False, timeout_s: float | None = None) -> Iterator[DrainProgress]:
         """Cordon a node and report what still runs there until it is idle. `stop`: end its process then.

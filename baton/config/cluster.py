@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 import baton
-from baton.config.kinds import Internal, Name, Seconds, SecondsFromOneToAnHour
+from baton.config.kinds import AdapterModules, Internal, Name, Seconds, SecondsFromOneToAnHour
 from baton.security.access import DEFAULT_CLUSTER
 from baton.security.binds import Protection
 from baton.security.tls_files import TlsFiles
@@ -52,6 +53,12 @@ class ClusterSettings(Settings):
         description="What runs the model. The simulated runner needs no model and computes nothing; its prompts are "
         "token ids only.",
     )
+    lora_modules: AdapterModules = Field(
+        "",
+        description="Adapters (LoRA) that are served from the start, as NAME=DIRECTORY: the name is that for clients, "
+        "the directory is on the hosts of the nodes. The flag may be given several times; elsewhere commas separate "
+        "them.",
+    )
     priority_ageing_s: Seconds = Field(
         60.0,
         description="Seconds of waiting that count as much as one step of priority; 0: waiting does not count.",
@@ -74,6 +81,12 @@ class ClusterSettings(Settings):
         False,
         description="Listen on other addresses than loopback without TLS or keys, in a network that is trusted.",
     )
+
+    @property
+    def adapter_modules(self) -> Mapping[str, str]:
+        """The directories of `lora_modules`, by name."""
+        parts = (part.partition("=") for part in self.lora_modules.split(",") if part)
+        return {name: directory for name, _, directory in parts}
 
     @property
     def served_model_name(self) -> str:

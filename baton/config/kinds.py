@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from baton.errors import ConfigError
+from baton.messages.adapters import (
+    MAX_ADAPTERS,
+    MAX_DIRECTORY_BYTES,
+    MAX_NAME_CHARS,
+    is_adapter_directory,
+    is_adapter_name,
+)
 from baton.messages.speculation import SpeculationConfig
 
 _ORIGIN = re.compile(
@@ -37,6 +45,39 @@ def _origins(value: str) -> str:
     return value
 
 
+def _adapter_modules(value: str) -> str:
+    found: dict[str, str] = {}
+    for part in _parts(value):
+        name, mark, directory = part.partition("=")
+        if not (mark and directory and is_adapter_name(name)):
+            raise ValueError(
+                f"{part[:80]!r} must be NAME=DIRECTORY, with a name of up to {MAX_NAME_CHARS} letters, digits and "
+                "_ . : / -"
+            )
+        if name in found:
+            raise ValueError(f"the name {name!r} is given twice")
+        found[name] = _absolute(directory)
+    if len(found) > MAX_ADAPTERS:
+        raise ValueError(f"has {len(found)} adapters; at most {MAX_ADAPTERS} have a name")
+    return ",".join(f"{name}={directory}" for name, directory in found.items())
+
+
+def _adapter_directories(value: str) -> str:
+    return ",".join(map(_absolute, _parts(value)))
+
+
+def _absolute(directory: str) -> str:
+    """The directory as any process on this machine can find it."""
+    absolute = os.path.abspath(os.path.expanduser(directory))
+    if not is_adapter_directory(absolute):
+        raise ValueError(f"{directory[:80]!r} is no path of at most {MAX_DIRECTORY_BYTES} bytes")
+    return absolute
+
+
+def _parts(value: str) -> list[str]:
+    return [part for each in value.split(",") if (part := each.strip())]
+
+
 def checked_speculation(value: str) -> str:
     """A valid `SpeculationConfig` in JSON, or nothing; raises ValueError."""
     if value:
@@ -47,9 +88,15 @@ def checked_speculation(value: str) -> str:
     return value
 
 
+class Several:
+    """Marks, in `Annotated`, a setting whose flag may be given several times: its values are joined by commas."""
+
+
 Name = Annotated[str, AfterValidator(_name)]
 Origins = Annotated[str, AfterValidator(_origins)]
 SpeculativeConfig = Annotated[str, AfterValidator(checked_speculation)]
+AdapterModules = Annotated[str, AfterValidator(_adapter_modules), Several]
+AdapterDirectories = Annotated[str, AfterValidator(_adapter_directories), Several]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=1)]

@@ -11,6 +11,7 @@ file          max_num_seqs = 64        (baton.toml, at the top or in the command
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -18,6 +19,7 @@ from pydantic import ByteSize, Field, model_validator
 
 from baton.config.cluster import ClusterSettings, ProcessSettings
 from baton.config.kinds import (
+    AdapterDirectories,
     Count,
     CountOrZero,
     Dtype,
@@ -32,6 +34,7 @@ from baton.config.kinds import (
     Share,
     SpeculativeConfig,
 )
+from baton.model_formats.adapters import DEFAULT_MAX_RANK, MAX_RANK
 
 
 class NodeSettings(ClusterSettings):
@@ -150,6 +153,20 @@ class NodeSettings(ClusterSettings):
     max_model_len: Count | None = Field(
         None, description="Most tokens of a prompt and its output together. Default: the model's limit."
     )
+    lora_dir: AdapterDirectories = Field(
+        "",
+        description="Directories in and below which a node reads adapters (LoRA) that operators load while it runs. "
+        "The flag may be given several times; elsewhere commas separate them. Default: none but those of lora_modules.",
+    )
+    max_loras: Count = Field(8, description="Most different adapters of the requests that run at once on a node.")
+    max_lora_rank: Annotated[int, Field(ge=1, le=MAX_RANK)] = Field(
+        DEFAULT_MAX_RANK, description="Highest rank of an adapter; those of a higher rank are refused."
+    )
+    max_cpu_loras: Count = Field(
+        32,
+        description="Most adapters in a node's memory, at least max_loras. Others are read again when a request needs "
+        "them, in place of the one that was used least recently.",
+    )
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         "fcfs",
         description="Which request is served first: the first to arrive (fcfs), or the one with the smallest priority.",
@@ -161,6 +178,11 @@ class NodeSettings(ClusterSettings):
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): each running request computes a token a step"
+            )
+        if self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): adapters of "
+                "running requests are in memory"
             )
         if self.preemption_mode == "swap" and not self.host_cache_memory:
             raise ValueError("preemption_mode swap needs a host tier: give host_cache_memory a size")
@@ -201,6 +223,12 @@ class NodeConfig(NodeSettings, ProcessSettings):
     failpoints: Path | None = Field(
         None, description="Directory whose files request faults, for fault injection. Default: no fault injection."
     )
+
+    @property
+    def adapter_directories(self) -> Sequence[Path]:
+        """The directories in and below which adapters are read."""
+        allowed = [directory for directory in self.lora_dir.split(",") if directory]
+        return [Path(directory) for directory in (*allowed, *self.adapter_modules.values())]
 
     @property
     def num_stages(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
-from baton.config.kinds import Internal
+from baton.config.kinds import Internal, Several
 
 PREFIX = "BATON_"
 """The prefix of the environment variables of all settings."""
@@ -85,6 +85,11 @@ class Setting:
     def is_internal(self) -> bool:
         """Whether the setting is hidden from users: only Baton's own processes give it to each other."""
         return Internal in self.field.metadata
+
+    @property
+    def is_several(self) -> bool:
+        """Whether the setting's flag may be given several times."""
+        return Several in self.field.metadata
 
     @property
     def is_required(self) -> bool:

@@ -14,6 +14,7 @@ from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.images import EncodedImage
 from baton.messages.node_report import ComputePath, RankReport
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling
+from baton.model_formats.adapters import AdapterInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +259,13 @@ class ModelRunner(Protocol):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised. Raises RunnerLost."""
+        ...
+
+    def check_adapter(self, directory: Path) -> AdapterInfo:
+        """Read the adapter in a directory and check whether it fits the model; nothing is loaded.
+
+        Called from any thread, also while a step is executed. Raises AdapterRefused.
+        """
         ...
 
     def load_adapter(self, directory: Path, digest: str) -> None:

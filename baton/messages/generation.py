@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from baton.messages.adapters import AdapterSource
 from baton.messages.capabilities import Capability
 from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling, PoolingRequest
@@ -230,3 +231,17 @@ class ModelCard:
     """What the model can be asked to do; empty: the router has seen no node."""
     pooling: ModelPooling = NO_POOLING_FILES
     """What vectors the model makes. Not sent to clients."""
+    adapters: Mapping[str, AdapterSource] = field(default_factory=dict)
+    """The adapters that clients may name as their model, by name."""
+    parent: str = ""
+    """The model that this one is an adapter of; empty: it is none."""
+    root: str = ""
+    """Where the adapter's files are; empty: this is no adapter."""
+
+    def with_adapters(self) -> Sequence[ModelCard]:
+        """This model and a card for each adapter, as clients see them."""
+        cards = [
+            replace(self, name=name, adapters={}, parent=self.name, root=source.directory)
+            for name, source in self.adapters.items()
+        ]
+        return [self, *cards]

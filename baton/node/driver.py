@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from baton.engine.batch import (
@@ -27,6 +28,16 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, CacheInUse, InvalidRequest
 from baton.messages.node import Outcome
+from baton.node.adapters.adapter_cache import (
+    AdapterCache,
+    AdapterFailed,
+    AdapterNews,
+    AdapterReady,
+    CacheEffect,
+    LoadAdapter,
+    UnloadAdapter,
+)
+from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.node.attempts.grammars import NO_GRAMMARS, GrammarCompiler
 
 
@@ -42,11 +53,14 @@ class StepNews:
     """Changes of the prefix cache since the last news that had any, or all that is in it; None while nobody watches."""
     step: ComputedStep | None = None
     """The step that was committed; None if there was none, or if it computed nothing."""
+    adapters: AdapterNews | None = None
+    """What has changed about adapters in memory; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Add:
     request: Request
+    adapter_directory: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +91,37 @@ class _ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class _KeepAdapters:
+    digests: Set[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _AdapterLoaded:
+    digest: str
+    refusal: str
+    """Why it could not be loaded; empty: it is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AdapterTookTooLong:
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
+_AdapterCommand = _KeepAdapters | _AdapterLoaded | _AdapterTookTooLong
 _EngineCommand = (
-    _Add | _GrammarCompiled | _GrammarFailed | _Abort | KVTransferOutput | _WatchKVCache | _ResetPrefixCache
+    _Add
+    | _GrammarCompiled
+    | _GrammarFailed
+    | _Abort
+    | KVTransferOutput
+    | _WatchKVCache
+    | _ResetPrefixCache
+    | _AdapterCommand
 )
 _Command = _EngineCommand | _Stop
 
@@ -97,17 +136,26 @@ class EngineDriver:
         on_crash: Callable[[BaseException], None],
         flush: Callable[[], None] = lambda: None,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterThreads | None = None,
+        max_cpu_loras: int = 1,
     ) -> None:
         """`on_crash` is called on the thread, as the last thing before it ends: from then on nothing is computed.
 
         `flush` posts what the engine's connector has kept back; it is called before each step and after `publish`.
-        `grammars` is closed by `stop`; None: a request with a JSON schema fails.
+        `grammars` is closed by `stop`; None: a request with a JSON schema fails. `adapters` loads adapters, of which at
+        most `max_cpu_loras` are in memory; None: a request with an adapter fails.
         """
         self._core = core
         self._publish = publish
         self._on_crash = on_crash
         self._flush = flush
         self._grammars = grammars if grammars is not None else GrammarCompiler(None, NO_GRAMMARS)
+        self._adapters = adapters
+        self._adapter_cache = AdapterCache(max_cpu_loras)
+        self._unloads: deque[tuple[str, int]] = deque()
+        """Adapters to unload, each once so many steps are committed: a step in flight may name them."""
+        self._adapter_news_due = False
+        self._refused_adapters: dict[str, str] = {}
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._snapshot_due = False
         self._next_kv_event: int | None = None
@@ -123,16 +171,17 @@ class EngineDriver:
         self._thread.join()
         self._grammars.close()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, adapter_directory: str = "") -> None:
         """Add a request; one with an id that is in use is answered by an output that ends it with an error.
 
-        A request with a JSON schema waits in the engine until the schema is compiled.
+        A request with a JSON schema waits in the engine until the schema is compiled, and one with an adapter until
+        that is loaded from `adapter_directory`.
         """
         if not request.sampling_params.has_grammar:
-            self._inbox.put(_Add(request))
+            self._inbox.put(_Add(request, adapter_directory))
             return
         request_id, inbox = request.request_id, self._inbox
-        inbox.put(_Add(request))
+        inbox.put(_Add(request, adapter_directory))
         self._grammars.compile(
             request,
             lambda matchers: inbox.put(_GrammarCompiled(request_id, matchers)),
@@ -146,6 +195,10 @@ class EngineDriver:
     def tell_transfer(self, news: KVTransferOutput) -> None:
         """Pass on that KV arrived, failed to arrive, or that blocks were released."""
         self._inbox.put(news)
+
+    def keep_adapters(self, digests: Set[str]) -> None:
+        """Take the adapters that routers want: others leave memory as soon as no request uses them."""
+        self._inbox.put(_KeepAdapters(digests))
 
     def watch_kv_cache(self) -> None:
         """Publish all that is in the prefix cache with the next news, and its changes from then on."""
@@ -169,6 +222,9 @@ class EngineDriver:
                     pass
             finally:
                 self._core.close()
+                # The runner may serve another incarnation of this node.
+                for digest in self._adapter_cache.loaded:
+                    self._core.runner.unload_adapter(digest)
         except BaseException as error:
             self._on_crash(error)
 
@@ -186,12 +242,16 @@ class EngineDriver:
             pass
         finally:
             self._flush()
+        if ended := self._advance_adapters():
+            outputs.append(ended)
         if self._core.has_work():
             if any(outputs):
                 # Requests that a command has ended need not wait for the step.
                 self._publish_news(outputs)
                 outputs = []
             outputs.append(self._core.step())
+            if ended := self._advance_adapters():
+                outputs.append(ended)
         self._publish_news(outputs)
         self._flush()
         return True
@@ -200,7 +260,7 @@ class EngineDriver:
         core = self._core
         merged, kv_cache = _merge(outputs), self._kv_cache_news()
         events, stats, step = core.take_events(), core.make_stats(), core.take_computed_step()
-        self._publish(StepNews(merged, events, stats, core.step_times, kv_cache, step))
+        self._publish(StepNews(merged, events, stats, core.step_times, kv_cache, step, self._take_adapter_news()))
 
     def _kv_cache_news(self) -> KVEventBatch | KVSnapshot | None:
         scheduler = self._core.scheduler
@@ -218,11 +278,7 @@ class EngineDriver:
 
     def _execute(self, command: _EngineCommand) -> dict[int, EngineCoreOutputs]:
         if isinstance(command, _Add):
-            try:
-                self._core.add_request(command.request)
-            except BatonError as error:
-                return {command.request.client_index: EngineCoreOutputs([_refused(command.request, error)])}
-            return self._core.scheduler.take_refusals()
+            return self._add(command.request, command.adapter_directory)
         if isinstance(command, _GrammarCompiled):
             self._core.grammar_compiled(command.request_id, command.matchers)
             return {}
@@ -241,7 +297,81 @@ class EngineDriver:
         if isinstance(command, _ResetPrefixCache):
             command.answer(self._reset_prefix_cache())
             return {}
+        if isinstance(command, _KeepAdapters):
+            self._adapter_cache.keep_only(command.digests)
+            return {}
+        if isinstance(command, _AdapterLoaded):
+            return self._on_adapter_loaded(command.digest, command.refusal)
+        if isinstance(command, _AdapterTookTooLong):
+            return self._perform(self._adapter_cache.took_too_long(command.digest))
         return self._core.update_from_kv_transfer(command)
+
+    def _add(self, request: Request, adapter_directory: str) -> dict[int, EngineCoreOutputs]:
+        try:
+            self._core.add_request(request, awaits_adapter=bool(request.adapter))
+        except BatonError as error:
+            return {request.client_index: EngineCoreOutputs([_refused(request, error)])}
+        refusals = self._core.scheduler.take_refusals()
+        if request.adapter and not request.is_finished:
+            ended = self._perform(self._adapter_cache.want(request.request_id, request.adapter, adapter_directory))
+            return dict(_merge([refusals, ended]))
+        return refusals
+
+    # --- adapters ---
+
+    def _on_adapter_loaded(self, digest: str, refusal: str) -> dict[int, EngineCoreOutputs]:
+        self._adapter_news_due = True
+        if refusal:
+            self._refused_adapters[digest] = refusal
+        return self._perform(self._adapter_cache.finished(digest, refusal))
+
+    def _advance_adapters(self) -> dict[int, EngineCoreOutputs]:
+        """Unload and load what may be by now; this is almost always nothing."""
+        cache, outputs = self._adapter_cache, []
+        while True:
+            if cache.needs_turn:
+                outputs.append(self._perform(cache.turn(self._core.scheduler.adapters_in_use())))
+            if not (self._unloads and self._unloads[0][1] <= self._core.num_committed_steps):
+                return dict(_merge(outputs)) if outputs else {}
+            digest, _ = self._unloads.popleft()
+            self._core.runner.unload_adapter(digest)
+            cache.unloaded(digest)
+            self._adapter_news_due = True
+
+    def _perform(self, effects: Sequence[CacheEffect]) -> dict[int, EngineCoreOutputs]:
+        outputs: list[dict[int, EngineCoreOutputs]] = []
+        for effect in effects:
+            match effect:
+                case LoadAdapter(digest, directory):
+                    self._load(digest, directory)
+                case UnloadAdapter(digest):
+                    self._unloads.append((digest, self._core.num_submitted_steps))
+                case AdapterReady(request_ids):
+                    for request_id in request_ids:
+                        self._core.adapter_loaded(request_id)
+                case AdapterFailed(request_ids, reason):
+                    unavailable = RequestStatus.ADAPTER_UNAVAILABLE
+                    outputs.append(self._core.finish_requests(request_ids, unavailable, reason))
+        return dict(_merge(outputs)) if outputs else {}
+
+    def _load(self, digest: str, directory: str) -> None:
+        inbox = self._inbox
+        if self._adapters is None:
+            inbox.put(_AdapterLoaded(digest, "this node loads no adapters"))
+            return
+        self._adapters.load(
+            digest,
+            directory,
+            lambda refusal: inbox.put(_AdapterLoaded(digest, refusal)),
+            lambda: inbox.put(_AdapterTookTooLong(digest)),
+        )
+
+    def _take_adapter_news(self) -> AdapterNews | None:
+        if not self._adapter_news_due:
+            return None
+        refused, self._refused_adapters = self._refused_adapters, {}
+        self._adapter_news_due = False
+        return AdapterNews(self._adapter_cache.loaded, refused)
 
     def _reset_prefix_cache(self) -> int | CacheInUse:
         scheduler = self._core.scheduler

@@ -34,6 +34,7 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
             dequantize=config.dequantize,
             tensor_parallel=config.tp,
             pipeline_parallel=config.num_stages,
+            max_lora_rank=config.max_lora_rank,
             draft=draft_spec(_speculation(config), config.model),
         )
     if config.tp > 1 or config.num_stages > 1:
@@ -51,6 +52,7 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
         num_blocks=max(_MIN_BLOCKS, int(config.kv_cache_memory) // block_bytes),
         num_host_blocks=host_blocks_in(int(config.host_cache_memory), block_bytes),
         step_time=step_time,
+        max_lora_rank=config.max_lora_rank,
         sleep=time.sleep,
     )
 

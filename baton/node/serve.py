@@ -23,6 +23,8 @@ from baton.errors import BackgroundFault, EngineFault
 from baton.messages.ids import new_incarnation
 from baton.messages.node import NodeDescription
 from baton.messages.node_report import OpenHandoff
+from baton.node.adapters.adapter_files import AdapterDirectories
+from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.node.attempts.attempt_spans import AttemptSpans
 from baton.node.attempts.grammars import load_compiler
 from baton.node.description import describe
@@ -191,7 +193,10 @@ class Node:
         executor = StepThread() if config.schedules_ahead else None
         core = EngineCore(self.scheduler, self._runner, executor)
         self._latest = StepNews({}, (), core.make_stats(), core.step_times)
-        driver = EngineDriver(core, publish, crashed, outbox.flush, grammars)
+        check = self._runner.check_adapter
+        adapters = AdapterThreads(self._runner, AdapterDirectories(config.adapter_directories, check))
+        cleanup.push_async_callback(adapters.close)
+        driver = EngineDriver(core, publish, crashed, outbox.flush, grammars, adapters, config.max_cpu_loras)
         description = describe(
             config,
             self._runner,
@@ -214,6 +219,7 @@ class Node:
             self._runner.model.compute_paths,
             self._gave_up,
             self._runner.rank_reports,
+            adapters,
         )
         for servicer in (NodeServicer(service), *role.servicers):
             servicer.add_to_server(rpc.server)

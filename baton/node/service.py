@@ -23,6 +23,7 @@ from baton.engine.batch import (
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.sequences.sequence_group import lone_sequence_id, split_sequence_id
 from baton.errors import ConfigError, Draining, InvalidRequest
+from baton.messages.adapters import AdapterList, AdapterReport
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
     ENDED_WELL,
@@ -42,6 +43,9 @@ from baton.messages.node import (
     WatchKVCache,
 )
 from baton.messages.node_report import ComputePath, NodeReport, OpenHandoff, RankReport, TraceEvent, TraceStep
+from baton.model_formats.adapters import AdapterInfo
+from baton.node.adapters.adapter_threads import AdapterThreads
+from baton.node.adapters.node_adapters import NodeAdapters
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempt_spans import AttemptSpans
 from baton.node.attempts.attempts import Attempt, AttemptBook
@@ -82,12 +86,13 @@ class NodeService:
         compute_paths: Sequence[ComputePath] = (),
         gave_up: str = "",
         ranks: Callable[[], Sequence[RankReport]] = tuple,
+        adapters: AdapterThreads | None = None,
     ) -> None:
         """`orphan_grace_s`: how long attempts outlive their router's stream, and are kept when they have ended.
 
         `on_drain` and `on_set_role` ask the process to end, or to start again in another role. `spans` traces attempts;
         None: none are traced. `gave_up`: what the drain of the incarnation before left behind, for operators.
-        `ranks` reports on the processes that compute the model.
+        `ranks` reports on the processes that compute the model. `adapters` inspects adapters; None: all are refused.
         """
         self._description = description
         self._compute_paths = compute_paths
@@ -101,6 +106,7 @@ class NodeService:
         self._on_drain = on_drain
         self._on_set_role = on_set_role
         self._attempts = AttemptBook(orphan_grace_s)
+        self._adapters = NodeAdapters(adapters, self._push_adapters, driver.keep_adapters)
         self._spans = spans
         self._sweep: asyncio.TimerHandle | None = None
         self._ports: dict[int, Port] = {}
@@ -128,6 +134,7 @@ class NodeService:
             handoff,
             self._compute_paths,
             self._ranks(),
+            self._adapters.rows(),
         )
 
     def open_port(self, router_id: str, router_incarnation: str = "", keeps: Sequence[AttemptKey] = ()) -> Port:
@@ -171,6 +178,14 @@ class NodeService:
         found = await forget_cached_blocks(self._driver)
         _log.info("the prefix cache was reset, as an operator asked", extra={"blocks": found})
         return found
+
+    async def inspect_adapter(self, incarnation: str, directory: str) -> AdapterInfo:
+        """Read the adapter in a directory and compare it with the model.
+
+        Raises ConfigError if this is not the incarnation that is meant, AdapterRefused, DeadlineExceeded, Overloaded.
+        """
+        self._require_incarnation(incarnation)
+        return await self._adapters.inspect(directory)
 
     def trace(self, after: int) -> Sequence[TraceEvent]:
         return self._log.after(after)
@@ -227,6 +242,8 @@ class NodeService:
         """Report what a step of the engine brought."""
         for event in news.events:
             self._record_event(event)
+        if news.adapters is not None:
+            self._adapters.on_news(news.adapters)
         self._waiting_by_reason = dict(news.stats.num_requests_waiting_by_reason.items())
         self._set_load(load_report(news.stats, draining=self._draining))
         step = step_figures(news.step) if news.step is not None else None
@@ -245,6 +262,7 @@ class NodeService:
         self._abort_unwanted(self._attempts.expire(math.inf))
         if self._sweep is not None:
             self._sweep.cancel()
+        self._adapters.close()
 
     def running_for(self, port: Port) -> list[AttemptKey]:
         """The attempts that this router submitted or adopted and that have not ended."""
@@ -288,7 +306,9 @@ class NodeService:
             port.watches_kv_cache = True
             self._driver.watch_kv_cache()
             return
-        if isinstance(message, Adopt):
+        if isinstance(message, AdapterList):
+            self._adapters.set_list(port.client_index, message.adapters)
+        elif isinstance(message, Adopt):
             self._adopt(port, message)
         elif isinstance(message, Abort):
             self._abort(port, message)
@@ -307,6 +327,8 @@ class NodeService:
             self._reject(port, submit.attempt, f"attempt: already runs here for {self._owner_name(running)}")
         elif problem is not None:
             self._reject(port, submit.attempt, problem)
+        elif submit.adapter and (why := self._adapters.why_not(submit.adapter)):
+            self._reject(port, submit.attempt, why, Outcome.ADAPTER_UNAVAILABLE)
         else:
             self._start_attempt(port, submit)
 
@@ -323,7 +345,8 @@ class NodeService:
         self._idle.clear()
         # This tells the router that the attempt has begun here. One that had not may be tried elsewhere at no cost.
         port.push(StepReport((RequestDelta(submit.attempt),), self._load))
-        self._driver.submit(engine_request(submit, self._description.eos_token_ids, port.client_index))
+        request = engine_request(submit, self._description.eos_token_ids, port.client_index)
+        self._driver.submit(request, self._adapters.directory_of(submit.adapter) if submit.adapter else "")
 
     def _owner_name(self, attempt: Attempt) -> str:
         owner = self._ports.get(attempt.owner) if attempt.owner is not None else None
@@ -434,6 +457,7 @@ class NodeService:
 
     def _close_port(self, port: Port) -> None:
         self._ports.pop(port.client_index, None)
+        self._adapters.forget_port(port.client_index)
         now = self._clock.monotonic()
         self._attempts.detached(port.client_index, now)
         self._abort_unwanted(self._attempts.expire(now))
@@ -491,6 +515,12 @@ class NodeService:
         if outputs:
             self._set_sweep_timer()
             self._set_load(self._load)
+
+    def _push_adapters(self, client_index: int, report: AdapterReport) -> None:
+        """Tell a router which of its adapters the node acknowledges."""
+        port = self._ports.get(client_index)
+        if port is not None:
+            port.push(StepReport((), self._load, adapters=report))
 
     def _push_kv_cache(self, news: KVEventBatch | KVSnapshot) -> None:
         """Push changes of the prefix cache; they come after the tokens, because nobody waits for them."""

@@ -1,4 +1,4 @@
-"""The desired state of nodes, by name: which get no new requests, and which role each is to have.
+"""The desired state of a cluster: which nodes get no new requests, the role of each, and the names of adapters.
 
 The desired state outlives nodes and routers. The registry keeps it, and the watchers write it back to a registry that
 has lost its data. A name without a node is not an error, because the node may be down at the moment.
@@ -7,34 +7,43 @@ has lost its data. A name without a node is not an error, because the node may b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
-DesiredSet: TypeAlias = Literal["cordoned", "prefill", "decode"]
+from baton.messages.adapters import AdapterSource
+from baton.registry.adapter_names import NamedAdapter, named_adapters, texts_of
+
+DesiredSet: TypeAlias = Literal["cordoned", "prefill", "decode", "adapters"]
 DESIRED_SETS: tuple[DesiredSet, ...] = get_args(DesiredSet)
-"""The names of the sets of nodes that make up the desired state. The last two are roles: a node is in at most one of
-them."""
+"""The names of the sets of texts that make up the desired state. The first three have names of nodes, two of them are
+roles: a node is in at most one of these. The last has adapters, see `adapter_names.NamedAdapter`."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
-    """The desired state of one cluster: a set of nodes, by name, for each of DESIRED_SETS."""
+    """The desired state of one cluster: a set of texts for each of DESIRED_SETS."""
 
     cordoned: frozenset[str] = frozenset()
     prefill: frozenset[str] = frozenset()
     decode: frozenset[str] = frozenset()
+    adapters: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, stored: Mapping[str, Iterable[str]]) -> DesiredState:
-        """Make the state from the registry's sets, without entries that are no valid node names."""
-        found = {kind: frozenset(filter(_NAME.match, stored.get(kind, ()))) for kind in DESIRED_SETS}
+        """Make the state from the registry's sets, without entries that are no valid node names or adapters."""
+        found = {kind: frozenset(filter(_is_valid(kind), stored.get(kind, ()))) for kind in DESIRED_SETS}
         return cls(**found)
 
+    @property
+    def named_adapters(self) -> Mapping[str, NamedAdapter]:
+        """The adapter of each name, in the order of the names."""
+        return named_adapters(self.adapters)
+
     def names(self, kind: DesiredSet) -> frozenset[str]:
-        """The names in one of the sets."""
+        """The texts in one of the sets."""
         found: frozenset[str] = getattr(self, kind)
         return found
 
@@ -47,7 +56,7 @@ class DesiredState:
 
 @dataclass(frozen=True, slots=True)
 class DesiredChange:
-    """Names to add to the sets and names to remove from them, in one step. Applying it twice has no further effect."""
+    """Texts to add to the sets and texts to remove from them, in one step. Applying it twice has no further effect."""
 
     add: Mapping[DesiredSet, frozenset[str]]
     remove: Mapping[DesiredSet, frozenset[str]]
@@ -81,6 +90,23 @@ def set_role(name: str, role: Literal["prefill", "decode"]) -> DesiredChange:
     return DesiredChange({role: frozenset({name})}, {other: frozenset({name})})
 
 
+def name_adapter(source: AdapterSource, state: DesiredState) -> DesiredChange:
+    """The change after which this adapter has its name, in place of those that have it in `state`."""
+    before = texts_of(source.name, state.adapters)
+    known = named_adapters(before).get(source.name)
+    named = NamedAdapter(source, known.number + 1 if known is not None else 1)
+    return DesiredChange({"adapters": frozenset({named.text})}, {"adapters": frozenset(before)})
+
+
+def forget_adapter(name: str, state: DesiredState) -> DesiredChange:
+    """The change after which no adapter has this name."""
+    return DesiredChange({}, {"adapters": frozenset(texts_of(name, state.adapters))})
+
+
+def _is_valid(kind: DesiredSet) -> Callable[[str], object]:
+    return NamedAdapter.parse if kind == "adapters" else _NAME.match
+
+
 class DesiredMemory:
     """A watcher's copy of the desired state, from which a registry that lost its data is restored. Does no I/O."""
 
@@ -97,7 +123,15 @@ class DesiredMemory:
         if self._epoch is not None and epoch != self._epoch:
             # A role that an operator has set since then replaces the remembered one.
             chosen = fresh.prefill | fresh.decode
-            known = replace(self._known, prefill=self._known.prefill - chosen, decode=self._known.decode - chosen)
+            named = fresh.named_adapters
+            known = replace(
+                self._known,
+                prefill=self._known.prefill - chosen,
+                decode=self._known.decode - chosen,
+                adapters=frozenset(
+                    adapter.text for name, adapter in self._known.named_adapters.items() if name not in named
+                ),
+            )
             lost = {kind: missing for kind in DESIRED_SETS if (missing := known.names(kind) - fresh.names(kind))}
         self._epoch = epoch
         again = DesiredChange(lost, {})

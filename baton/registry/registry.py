@@ -5,7 +5,8 @@
     baton:CLUSTER:epoch              a random word; a different word means that Redis has lost its data
     baton:CLUSTER:starts             the counter of process starts, see `NodeRecord.start_number`
     baton:CLUSTER:reserve:N          memory held in reserve, freed when a record has to be written and Redis is full
-    baton:CLUSTER:desired:STATE      the set of nodes that operators want to be cordoned, prefill or decode
+    baton:CLUSTER:desired:STATE      the set of nodes that operators want to be cordoned, prefill or decode; or the
+                                     adapters that they have given names to
     baton:CLUSTER:changes            pub/sub channel; each message says that a record or the desired state changed
     baton:CLUSTER:totals:INCARNATION what a router has counted, as JSON for the live pages of all; expires
     baton:CLUSTER:flight:REQUEST     the record of one running request, see `redis_flights`

@@ -15,6 +15,7 @@ from baton.engine.runner import KVLayout, KVMemory, ModelInfo, RemotePart
 from baton.errors import AdapterRefused, InvalidRequest
 from baton.messages.images import EncodedImage
 from baton.messages.node_report import RankReport
+from baton.model_formats.adapters import AdapterInfo
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
 from baton.runner.execution.encoded_rows import EncodedRows
@@ -94,6 +95,10 @@ class TorchModelRunner:
     @property
     def num_host_blocks(self) -> int:
         return self._host.num_blocks
+
+    def check_adapter(self, directory: Path) -> AdapterInfo:
+        """Read an adapter's files and check that they fit the model. Raises AdapterRefused."""
+        raise AdapterRefused(f"{directory}: this node computes no adapters; take one that does")
 
     def load_adapter(self, directory: Path, digest: str) -> None:
         """Read an adapter's files and check that they fit the model. Raises AdapterRefused."""

@@ -18,11 +18,12 @@ import xxhash
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, RemotePart
 from baton.engine.sequences.beam_search import BeamSearch
+from baton.messages.capabilities import Capability
 from baton.messages.images import EncodedImage
 from baton.messages.node_report import RankReport
 from baton.messages.pooling import NO_POOLING_FILES, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
-from baton.model_formats.adapters import open_adapter
+from baton.model_formats.adapters import AdapterInfo, open_adapter
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.encoded_rows import EncodedRows
 from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled
@@ -197,7 +198,7 @@ class SimulatedRunner:
             eos_token_ids=spec.eos_token_ids,
             bit_exact=True,
             embedding_size=_EMBEDDING_SIZE,
-            capabilities=NO_POOLING_FILES.capabilities,
+            capabilities=NO_POOLING_FILES.capabilities | {Capability.LORA},
         )
         self._adapters: set[str] = set()
         """Digests of the loaded adapters."""
@@ -235,6 +236,10 @@ class SimulatedRunner:
     @property
     def remote_parts(self) -> Sequence[RemotePart]:
         return ()
+
+    def check_adapter(self, directory: Path) -> AdapterInfo:
+        """What an adapter's files say; every adapter fits. Raises AdapterRefused."""
+        return open_adapter(directory, self._spec.max_lora_rank).info()
 
     def load_adapter(self, directory: Path, digest: str) -> None:
         """Take note of an adapter, whose files must be those of this digest. Raises AdapterRefused."""

@@ -65,6 +65,9 @@ PAGES: Mapping[str, frozenset[CallerRole]] = {
 }
 """The roles for each first segment of a path. A path with another first segment is not served: see `is_page`."""
 
+OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
+"""Paths that are for operators alone, whatever their first segment says."""
+
 
 def callers_of_rpc(method: str) -> frozenset[CallerRole]:
     """The roles that may call `/SERVICE/METHOD`."""
@@ -74,6 +77,9 @@ def callers_of_rpc(method: str) -> frozenset[CallerRole]:
 
 def callers_of_page(path: str) -> frozenset[CallerRole]:
     """The roles that may request PATH by HTTP. For an unknown path these are all roles with a key, who get a 404."""
+    # Compared part by part, since a server may serve these paths under some other spellings, too.
+    if "/" + "/".join(part.lower() for part in path.split("/") if part) in OPERATOR_PATHS:
+        return frozenset({CallerRole.OPERATOR})
     return PAGES.get(_first_part(path), _ALL_WITH_KEY)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from baton.errors import NobodyListens, NodeLost
+from baton.errors import AdapterRefused, BatonError, NobodyListens, NodeLost
+from baton.messages.adapters import AdapterReport, AdapterStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
 from baton.messages.node import LoadReport, NodeDescription, RequestDelta, RouterMessage, StepReport
+from baton.model_formats.adapters import AdapterInfo
 
 
 class FakeStream:
@@ -77,6 +79,8 @@ class FakeNode:
         """Whether the node accepts connections but answers nothing, as a stopped process does."""
         self.attach_error: Exception | None = None
         """The error that `attach` raises; None: it attaches the router."""
+        self.adapters: dict[str, AdapterInfo | BatonError] = {}
+        """What the node finds in directories."""
         self.send_error: Exception | None = None
         """The error that sending to the node raises; None: messages arrive in `inbox`."""
 
@@ -97,11 +101,19 @@ class FakeNode:
         return self.stream
 
     def report(
-        self, *deltas: RequestDelta, load: LoadReport | None = None, kv_cache: KVCacheUpdate | None = None
+        self,
+        *deltas: RequestDelta,
+        load: LoadReport | None = None,
+        kv_cache: KVCacheUpdate | None = None,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
-        """Send the report of one engine step to the attached router."""
+        """Send the report of one engine step to the attached router.
+
+        `adapters`: why each adapter is refused, by digest; empty: it is acknowledged.
+        """
         if self.stream is not None:
-            self.stream.put(StepReport(deltas, load or LoadReport(), kv_cache))
+            statuses = None if adapters is None else AdapterReport([AdapterStatus(*one) for one in adapters.items()])
+            self.stream.put(StepReport(deltas, load or LoadReport(), kv_cache, adapters=statuses))
 
     async def all_read(self) -> None:
         """Wait until the router has handled all reports so far."""
@@ -142,6 +154,15 @@ class FakeNodes:
             raise NobodyListens(f"nobody listens on {address}")
         return await node.attach(keeps)
 
+    def inspect_adapter(self, address: str, directory: str) -> AdapterInfo:
+        node = self._by_address.get(address)
+        if node is None or not node.is_up:
+            raise NobodyListens(f"nobody listens on {address}")
+        found = node.adapters.get(directory, AdapterRefused(f"there is no directory {directory}"))
+        if isinstance(found, BatonError):
+            raise found
+        return found
+
 
 class FakeClient:
     """The fake of `NodeClient`: a client for one address."""
@@ -158,6 +179,12 @@ class FakeClient:
         keeps: Sequence[AttemptKey] = (),
     ) -> FakeStream:
         return await self._nodes.attach(self._address, keeps)
+
+    async def inspect_adapter(
+        self, directory: str, incarnation: str = "", timeout_s: float | None = None
+    ) -> AdapterInfo:
+        """What the node finds in a directory. Raises NobodyListens, or the node's error."""
+        return self._nodes.inspect_adapter(self._address, directory)
 
     async def close(self) -> None:
         self._nodes.num_open_clients -= 1

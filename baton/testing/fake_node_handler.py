@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from baton.errors import CacheInUse
+from baton.errors import AdapterRefused, CacheInUse
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription, Role, RouterMessage, StepFigures, StepReport
 from baton.messages.node_report import NodeReport, TraceEvent, TraceStep
+from baton.model_formats.adapters import AdapterInfo
 
 
 class FakeRouterPort:
@@ -56,6 +57,8 @@ class FakeNodeHandler:
         self.drains = 0
         """Number of calls of `drain`."""
         self.roles: list[tuple[str, Role]] = []
+        self.adapters: dict[str, AdapterInfo] = {}
+        """What is found in directories."""
 
     def describe(self) -> NodeDescription:
         return self.description
@@ -81,6 +84,12 @@ class FakeNodeHandler:
         if incarnation == "busy":
             raise CacheInUse("blocks are in use: 3 offered to decode nodes")
         return 7
+
+    async def inspect_adapter(self, incarnation: str, directory: str) -> AdapterInfo:
+        """Returns the adapter that `adapters` has in the directory."""
+        if directory not in self.adapters:
+            raise AdapterRefused(f"there is no directory {directory}")
+        return self.adapters[directory]
 
     def trace(self, after: int) -> Sequence[TraceEvent]:
         return [TraceEvent(after + 1, 10, "queued", AttemptKey("r", 1, 2**63), 3, "x")]

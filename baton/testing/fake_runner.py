@@ -22,11 +22,13 @@ from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOu
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo, RemotePart
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.errors import AdapterRefused, InvalidRequest
+from baton.messages.capabilities import Capability
 from baton.messages.images import EncodedImage
 from baton.messages.node_report import RankReport
 from baton.messages.pooling import NO_POOLING_FILES, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.spans import Span
+from baton.model_formats.adapters import AdapterInfo, open_adapter
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.pooling import embedding_of_number
 
@@ -164,7 +166,7 @@ class FakeRunner:
             eos_token_ids=eos_token_ids,
             bit_exact=True,
             embedding_size=_EMBEDDING_SIZE,
-            capabilities=NO_POOLING_FILES.capabilities,
+            capabilities=NO_POOLING_FILES.capabilities | {Capability.LORA},
         )
         self._slots = (ctypes.c_uint64 * ((num_blocks + PROBE_BLOCKS) * block_size))()
         self.memory = KVMemory(
@@ -228,6 +230,13 @@ class FakeRunner:
             place = self._slot(block_ids, position, group)
             if place >= self.layout.block_size:
                 self._slots[place] = value
+
+    def check_adapter(self, directory: Path) -> AdapterInfo:
+        """What an adapter's files say. Raises AdapterRefused for unsound ones, and for those in `refusals`."""
+        info = open_adapter(directory).info()
+        if info.digest in self.refusals:
+            raise AdapterRefused(self.refusals[info.digest])
+        return info
 
     def load_adapter(self, directory: Path, digest: str) -> None:
         """Take note of an adapter; its files aren't read. Raises AdapterRefused for those in `refusals`."""

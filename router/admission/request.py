@@ -48,6 +48,15 @@ class ValidRequest:
     """The spans of the prompt, in order; without their rows if the prompt is missing."""
     keeps_stop: bool = False
     """Whether the text ends with the stop string, or the stop token's text, instead of before it."""
+    adapter: str = ""
+    """Digest of the adapter with which it is computed; empty: none."""
+    adapter_name: str = ""
+    """The name by which the client asked for it; the name may have another adapter by now."""
+
+    @property
+    def shown_model(self) -> str:
+        """The model as the client named it."""
+        return self.adapter_name or self.model
 
     @property
     def embeds(self) -> bool:
@@ -67,7 +76,9 @@ class ValidRequest:
     def needs(self) -> frozenset[Capability]:
         """What the nodes of the request must be able to do."""
         needed = GENERATES if self.pooling is None else frozenset((self.pooling.needs,))
-        return needed | {Capability.PROMPT_EMBEDS} if self.spans else needed
+        if self.spans:
+            needed |= {Capability.PROMPT_EMBEDS}
+        return needed | {Capability.LORA} if self.adapter else needed
 
     def without_prompt(self) -> ValidRequest:
         """The same request without its prompt: enough to continue a running attempt, but not to begin one."""

@@ -102,7 +102,7 @@ def validate(
     sampling = _with_lengths(sampling, raw, card.max_model_len - len(prompt))
     check_output_size(sampling.n, sampling.max_tokens, raw.logprobs)
     sampling = _with_constraint(sampling, raw, card, has_text=encode is not None)
-    return ValidRequest(
+    valid = ValidRequest(
         request_id=scoped(raw.tenant, request_id),
         model=card.name,
         prompt_token_ids=prompt,
@@ -119,6 +119,7 @@ def validate(
         tpot_slo_ms=tpot_slo_ms,
         spans=spans,
     )
+    return _with_adapter(valid, raw.model, card)
 
 
 def _for_pooling(
@@ -130,7 +131,7 @@ def _for_pooling(
 ) -> ValidRequest:
     """The request for a vector. Parameters of sampling are not looked at, since nothing is sampled."""
     prompt = _prompt(raw.prompt, card, encode, card.max_model_len)
-    return ValidRequest(
+    valid = ValidRequest(
         request_id=scoped(raw.tenant, request_id),
         model=card.name,
         prompt_token_ids=prompt,
@@ -139,11 +140,21 @@ def _for_pooling(
         cache_salt=scoped(raw.tenant, raw.cache_salt),
         pooling=pooling_params(pooling, card, len(prompt)),
     )
+    return _with_adapter(valid, raw.model, card)
+
+
+def _with_adapter(request: ValidRequest, model: str, card: ModelCard) -> ValidRequest:
+    """The request with the adapter that its client has named as its model, if it has.
+
+    From here on the request has the adapter's digest: whatever happens to the name, it keeps this adapter.
+    """
+    source = card.adapters.get(model)
+    return request if source is None else replace(request, adapter=source.digest, adapter_name=source.name)
 
 
 def check_model(name: str, card: ModelCard) -> None:
-    """Raises UnknownModel unless the name is the card's or empty."""
-    if name not in ("", card.name):
+    """Raises UnknownModel unless the name is the card's, that of an adapter, or empty."""
+    if name not in ("", card.name) and name not in card.adapters:
         raise UnknownModel("model", f"{name[:80]!r} is not served here; there is {card.name!r}")
 
 

@@ -342,6 +342,7 @@ class Flight:
             pooling=self.request.pooling,
             # A decode node needs the rows, too: it computes the prompt again if it is preempted or its load is lost.
             spans=self.request.spans,
+            adapter=self.request.adapter,
         )
 
     def _on_delta(self, incarnation: str, delta: RequestDelta) -> list[FlightEffect]:
@@ -408,7 +409,9 @@ class Flight:
                 lost = self._legs.get(source.incarnation, leg)
                 return self._on_leg_lost(lost, why, AttemptCause.KV_LOST, delta.transfer_cause)
             case Outcome.REFUSED:
-                return self._on_refused(node, delta.error)
+                return self._on_refused(node, delta.error, AttemptCause.REFUSED)
+            case Outcome.ADAPTER_UNAVAILABLE:
+                return self._on_refused(node, delta.error, AttemptCause.ADAPTER_UNAVAILABLE)
             case Outcome.IGNORED:
                 return self._give_up(
                     InvalidRequest("prompt", delta.error or f"is too long for the KV cache of node {node.node_id}")
@@ -503,9 +506,9 @@ class Flight:
             return self._retry_failed(leg.node.incarnation, why, cause, kv_cause)
         return self._retry_unacknowledged(leg.node.incarnation, FlightStep.LEG_LOST, why, cause, kv_cause)
 
-    def _on_refused(self, node: NodeDescription, error: str) -> list[FlightEffect]:
+    def _on_refused(self, node: NodeDescription, error: str, cause: AttemptCause) -> list[FlightEffect]:
         why = f"node {node.node_id} refused: {error}"
-        return self._retry_unacknowledged(node.incarnation, FlightStep.REFUSED, why, AttemptCause.REFUSED)
+        return self._retry_unacknowledged(node.incarnation, FlightStep.REFUSED, why, cause)
 
     def _on_not_adopted(self, why: str) -> list[FlightEffect]:
         return self._retry_unacknowledged(None, FlightStep.LEG_LOST, why, AttemptCause.NOT_KEPT)

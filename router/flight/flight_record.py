@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from baton.messages.adapters import is_adapter_digest
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.request_limits import MAX_SPANS
@@ -76,6 +77,7 @@ def read_record(data: bytes, request_id: str, card: ModelCard) -> FlightRecord |
         and params.max_tokens >= 1
         and request.prompt_length + params.max_tokens <= card.max_model_len
         and 1 <= request.num_returned <= params.n
+        and (not request.adapter or is_adapter_digest(request.adapter))
         and len(request.spans) <= MAX_SPANS
     )
     if not fits:

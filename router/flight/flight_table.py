@@ -147,6 +147,7 @@ class AttemptCause(enum.Enum):
     NODE_LOST = "node_lost"
     KV_LOST = "kv_lost"
     REFUSED = "refused"
+    ADAPTER_UNAVAILABLE = "adapter_unavailable"
     GIVEN_UP = "given_up"
     """A node aborted the attempt before."""
     RESUMED = "resumed"

@@ -149,6 +149,10 @@ FIELDS: Mapping[str, str] = {
     "dimensions": "Number of dimensions: the model's own, or fewer if it was trained for that.",
     "normalize": "Whether vectors have length 1; left out, as the model's directory says.",
     "pooling": "Which hidden states a vector is made of: last, cls (the first) or mean; left out, the model's own way.",
+    # Adapters
+    "lora_name": "Name by which clients ask for the adapter.",
+    "lora_path": "Directory of the adapter on the nodes, in one that they allow (--lora-dir).",
+    "load_inplace": "Whether the name may have another adapter already; running requests keep that one.",
     # The request itself
     "request_id": "Name of the request; the header x-request-id has it, too.",
     "priority": "Requests with a smaller number are served first. Default: 0.",

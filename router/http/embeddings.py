@@ -25,7 +25,7 @@ class Embeddings(PoolingEndpoint[EmbeddingBody]):
                     {"object": "embedding", "index": place, "embedding": write(one.embedding)}
                     for place, one in enumerate(results)
                 ],
-                "model": self._model.card.name,
+                "model": body.model or self._model.card.name,
                 "usage": usage_of(results),
             }
         )

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from baton.background import gather_all
 from baton.clock import Clock
 from baton.errors import InvalidRequest
+from baton.messages.adapters import AdapterSource
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
 from baton.messages.request_limits import MAX_CALL_PROMPT_LOGPROB_VALUES, MAX_CALL_SEQUENCES, MAX_SEQUENCES
@@ -147,7 +148,8 @@ class Endpoint(Generic[P]):
         last_event_id = headers.get(b"last-event-id")
         with with_client_names(self.names, found):
             async with Client(receive, send, self._keep_alive_s, self.keep_alive) as client:
-                arguments = found, scope["state"]["request_id"], timeout_s, self._model.card
+                card = self._model.card if last_event_id is None else _card_for_resuming(self._model.card, found)
+                arguments = found, scope["state"]["request_id"], timeout_s, card
                 parser = self._parser(found)
                 parsed = await make_prompts(
                     self._handler, content, found, parser.parse, *arguments, more_bytes=parser.more_bytes
@@ -244,7 +246,7 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
     can_resume = True
 
     def _writer(self, parsed: OptionsRequest, accepted: Accepted, positions: Sequence[int]) -> StreamWriter:
-        label, spelling = self._label(accepted.request_id), self._spelling(parsed)
+        label, spelling = self._label(accepted.request_id, parsed), self._spelling(parsed)
         is_new = not any(positions)
         prompt = next(iter(parsed.prompts), ()) if parsed.options.token_ids and is_new else ()
         parsing = parsed.parsing
@@ -260,7 +262,7 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
 
     async def _whole_answer(self, parsed: OptionsRequest, answers: Sequence[Collected]) -> bytes:
         prompts = parsed.prompts if parsed.options.token_ids else ()
-        label = self._label(parsed.request_id)
+        label = self._label(parsed.request_id, parsed)
         parsing, spelling = parsed.parsing, self._spelling(parsed)
         parser = partial(parsing.sequence, parsed.request_id) if parsing.is_needed else None
         return await whole_answer(
@@ -270,11 +272,10 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
     def _spelling(self, parsed: OptionsRequest) -> Spelling:
         return as_token_id if parsed.options.tokens_as_ids else self._model.spelling
 
-    def _label(self, request_id: str) -> Label:
-        card = self._model.card
-        return Label(
-            self.answer_format.id_prefix + request_id, card.name, int(self._clock.wall()), card.fingerprint or None
-        )
+    def _label(self, request_id: str, parsed: OptionsRequest) -> Label:
+        card, model = self._model.card, parsed.requests[0].model
+        name = self.answer_format.id_prefix + request_id
+        return Label(name, model or card.name, int(self._clock.wall()), card.fingerprint or None)
 
     def _prompt_of(self, prompt: str | Sequence[int], body: GenerationBody, card: ModelCard) -> str | Sequence[int]:
         """The prompt as the core gets it: token ids where more than its text is needed here."""
@@ -371,6 +372,14 @@ class ChatCompletions(_OpenAiEndpoint):
         request = plan.applied(replace(body.request(prompt, request_id, body.num_logprobs), max_tokens=max_tokens))
         parsed = _with_options(body, request_id, [request], timeout_s, logprobs=bool(body.logprobs))
         return replace(parsed, parsing=plan.parsing)
+
+
+def _card_for_resuming(card: ModelCard, found: Mapping[str, Any]) -> ModelCard:
+    """The card with whichever name the request has: it may have been an adapter's when the request began."""
+    name = found.get("model")
+    if not isinstance(name, str) or name in ("", card.name) or name in card.adapters:
+        return card
+    return replace(card, adapters={**card.adapters, name: AdapterSource(name, "", "")})
 
 
 async def in_thread_if_large(

@@ -14,6 +14,7 @@ import baton
 from baton.errors import InvalidRequest
 from baton.messages.sampling import NUMBER_RANGES, SamplingDefaults
 from baton.security.matrix import CallerRole, callers_of_page
+from router.http.adapters import LoadAdapterBody, UnloadAdapterBody
 from router.http.api_fields import FIELDS
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.completions import CompletionBody
@@ -256,6 +257,18 @@ OPERATIONS: Sequence[Operation] = (
     ),
     Operation("GET", "/health", _HEALTH, "The same as /readyz", "ok\n"),
     Operation("GET", "/metrics", _HEALTH, "Metrics of this router for Prometheus", "# HELP baton_node_up ...\n"),
+    Operation(
+        *("POST", "/v1/load_lora_adapter", _HEALTH, "Gives a name to an adapter on the nodes, as vLLM does"),
+        "Success: sql was given the adapter 3ce30741c727.\n",
+        (LoadAdapterBody,),
+        {"lora_name": "sql", "lora_path": "/srv/adapters/sql"},
+    ),
+    Operation(
+        *("POST", "/v1/unload_lora_adapter", _HEALTH, "Takes an adapter's name away, as vLLM does"),
+        "Success: sql has no adapter any more.\n",
+        (UnloadAdapterBody,),
+        {"lora_name": "sql"},
+    ),
     Operation("GET", "/", _PAGES, "A page to chat with the model", "<!doctype html>"),
     Operation("GET", "/docs", _PAGES, "This description as a page", "<!doctype html>"),
     Operation("GET", "/openapi.json", _PAGES, "This description", {"openapi": "3.1.0"}),

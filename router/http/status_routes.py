@@ -9,9 +9,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import baton
-from baton.errors import UnknownModel
 from baton.messages.capabilities import in_order
+from baton.messages.generation import ModelCard
 from baton.observe.metrics import CONTENT_TYPE
+from router.admission.validation import check_model
 from router.http.model import ServedModel
 
 
@@ -20,15 +21,14 @@ def status_routes(
 ) -> list[Route]:
     """The routes. `why_not_ready` returns an empty text if requests can be served, `figures` the metrics page."""
 
-    def card() -> dict[str, object]:
-        served = model.card
+    def card(served: ModelCard) -> dict[str, object]:
         return {
             "id": served.name,
             "object": "model",
             "created": int(started_at),
             "owned_by": "baton",
-            "root": served.name,
-            "parent": None,
+            "root": served.root or served.name,
+            "parent": served.parent or None,
             "max_model_len": served.max_model_len,
             "capabilities": in_order(served.capabilities),
             "has_chat_template": model.has_chat_template,
@@ -36,13 +36,12 @@ def status_routes(
         }
 
     async def models(_request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [card()]})
+        return JSONResponse({"object": "list", "data": [card(served) for served in model.card.with_adapters()]})
 
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]
-        if name != model.card.name:
-            raise UnknownModel("model", f"{name[:80]!r} is not served here; there is {model.card.name!r}")
-        return JSONResponse(card())
+        check_model(name, model.card)
+        return JSONResponse(next(card(served) for served in model.card.with_adapters() if served.name == name))
 
     async def alive(_request: Request) -> Response:
         return PlainTextResponse("ok\n")

@@ -14,9 +14,6 @@ _NO_AGENTS = (
     "continue a conversation by /v1/responses with previous_response_id, or send all messages to /v1/chat/completions"
 )
 _NO_TRAINING = "models are not trained here: train one elsewhere, then serve it with baton up --model DIRECTORY"
-_NO_ADAPTERS = (
-    "adapters are not loaded here: merge one into the weights, then serve them with baton up --model DIRECTORY"
-)
 _BASE_URL = "the base URL of a client of OpenAI's API ends in /v1, so that it asks for /v1{path}"
 _PROFILE = "baton trace REQUEST has where the time of a request went, baton bench engine what a step costs"
 _SLEEP = "baton drain NODE takes a node out of service, baton uncordon NODE puts it back"
@@ -68,12 +65,10 @@ INSTEAD: Mapping[str, str] = {
     "/start_profile": _PROFILE,
     "/stop_profile": _PROFILE,
     "/tokenizer_info": "/tokenize has the tokens of a text, /v1/models the model",
-    "/v1/load_lora_adapter": _NO_ADAPTERS,
     "/v1/rerank": _EMBEDDINGS,
     "/v1/score": _EMBEDDINGS,
     "/v1/tokenize": "send it to /tokenize",
     "/v1/detokenize": "send it to /detokenize",
-    "/v1/unload_lora_adapter": _NO_ADAPTERS,
     "/v2/rerank": _EMBEDDINGS,
     "/wake_up": _SLEEP,
     # SGLang

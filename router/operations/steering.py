@@ -78,6 +78,8 @@ class Steering:
         """The latest error of asking each incarnation, of which operators were told."""
         self._asking: set[asyncio.Task[None]] = set()
         self._work_changed = asyncio.Event()
+        self.on_desired: Callable[[DesiredState], None] = lambda desired: None
+        """Called with what operators want, at first and after each change."""
         view.on_cordoned_work = self._on_cordoned_work
 
     # --- following the cluster ---
@@ -128,14 +130,14 @@ class Steering:
         Raises NodeNotFound, InvalidRequest, or Unreachable if the registry does not answer: then nothing changes.
         """
         self._check_names(names, self._nodes())
-        await self._write_wish(cordon(names))
+        await self.write(cordon(names))
         return self._why_serves_less()
 
     async def uncordon(self, names: Sequence[str]) -> None:
         """Send these nodes requests again; raises as `cordon`."""
         # A node that is away can be uncordoned, too.
         self._check_names(names, {**self._nodes(), **dict.fromkeys(self._desired.cordoned)})
-        await self._write_wish(uncordon(names))
+        await self.write(uncordon(names))
 
     async def set_role(self, name: str, role: str) -> RoleSet:
         """Let a node take a role as soon as its work is done; raises as `cordon`."""
@@ -150,7 +152,7 @@ class Steering:
         status, wanted = nodes[name], self._desired.role_of(name)
         if status.role == role and wanted in (None, role):
             return RoleSet(unchanged=True)
-        await self._write_wish(change)
+        await self.write(change)
         return RoleSet(warning=self._why_serves_less_without(name, role))
 
     async def drain(self, name: str, stop: bool) -> AsyncIterator[DrainProgress]:
@@ -215,11 +217,13 @@ class Steering:
     def _take_desired(self, desired: DesiredState) -> None:
         self._desired = desired
         self._view.desired(desired)
+        self.on_desired(desired)
         # A drain that waits for a node to be idle must end if the node was uncordoned.
         self._on_cordoned_work()
         self.check_cluster()
 
-    async def _write_wish(self, change: DesiredChange) -> None:
+    async def write(self, change: DesiredChange) -> None:
+        """Change what operators want, in the registry and here. Raises Unreachable if the registry can't store it."""
         try:
             await self._membership.want(change)
         except Unreachable as error:

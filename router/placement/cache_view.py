@@ -40,10 +40,14 @@ def key_scheme_of(node: NodeDescription) -> KeyScheme | None:
 class PromptKeys:
     """The keys of one prompt's blocks, each computed once, when it is needed."""
 
-    def __init__(self, token_ids: Sequence[int], cache_salt: str, spans: Sequence[Span] = ()) -> None:
+    def __init__(
+        self, token_ids: Sequence[int], cache_salt: str, spans: Sequence[Span] = (), adapter: str = ""
+    ) -> None:
+        """`adapter`: digest of the adapter with which the prompt is computed; empty: none."""
         self._token_ids = token_ids
         self._cache_salt = cache_salt
         self._spans = spans
+        self._adapter = adapter
         self._keys: dict[KeyScheme, list[bytes]] = {}
         self._milestones: dict[KeyScheme, list[bytes]] = {}
 
@@ -54,7 +58,7 @@ class PromptKeys:
         keys = self._keys.setdefault(fields, [])
         num_blocks = min(num_blocks, len(self._token_ids) // block_size, _MOST_BLOCKS)
         if len(keys) < num_blocks:
-            parent = keys[-1] if keys else hasher.root(cache_salt=self._cache_salt)
+            parent = keys[-1] if keys else self._root(hasher)
             start = len(keys) * block_size
             hasher.extend(keys, parent, self._token_ids[start : num_blocks * block_size], self._spans, start)
         return keys[:num_blocks]
@@ -67,7 +71,7 @@ class PromptKeys:
         if found is None:
             *words, block_size = fields
             num_blocks = min(EXPECTED_BLOCKS, len(self._token_ids) // block_size)
-            name = hashlib.sha256(BlockHasher(CacheKeyFields(*words), block_size).root(cache_salt=self._cache_salt))
+            name = hashlib.sha256(self._root(BlockHasher(CacheKeyFields(*words), block_size)))
             found, done = [], 0
             for end in (block_size << power for power in range(num_blocks.bit_length())):
                 name.update(struct.pack(f"<{end - done}I", *self._token_ids[done:end]))
@@ -77,6 +81,9 @@ class PromptKeys:
                 done = end
             self._milestones[fields] = found
         return found
+
+    def _root(self, hasher: BlockHasher) -> bytes:
+        return hasher.root(cache_salt=self._cache_salt, lora_id=self._adapter)
 
 
 class CacheView:

@@ -188,6 +188,9 @@ class CostTable:
         if not all(holds):
             fits = np.array(holds)[self._size]
             able = fits if able is None else able & fits
+        if demand.adapter:
+            has_adapter = np.array([demand.adapter in one.adapters for one in self._of_row], np.bool_)
+            able = has_adapter if able is None else able & has_adapter
         excluded = self._rows_with(exclude)
         if excluded:
             left = self._without(excluded, able)

@@ -33,6 +33,8 @@ class Candidate:
     """Tokens of its running sequences in the KV cache."""
     attached_at: float = 0.0
     """Seconds on the router's clock."""
+    adapters: frozenset[str] = frozenset()
+    """Digests of the adapters that it acknowledges."""
 
 
 class Candidates(tuple[Candidate, ...]):
@@ -66,6 +68,8 @@ class Demand:
     """Whether an embedding is wanted, and no output."""
     needs: frozenset[Capability] = GENERATES
     """What its nodes must be able to do."""
+    adapter: str = ""
+    """Digest of the adapter that the nodes must acknowledge; empty: none."""
 
     @property
     def num_tokens(self) -> int:
@@ -149,9 +153,12 @@ def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[
         for c in candidates
         if (n := c.node).model == model and tokens <= n.max_model_len and stored <= n.num_blocks * n.block_size
         if demand.needs <= n.can
+        if not demand.adapter or demand.adapter in c.adapters
     ]
     if able:
         return [c for c in able if c.node.incarnation not in exclude] or able if exclude else able
+    if demand.adapter and not any(demand.adapter in c.adapters for c in candidates):
+        raise NoCapacity(f"no node that is up acknowledges the adapter {demand.adapter:.12}")
     if any(c.node.model == model and demand.needs <= c.node.can for c in candidates):
         whole = "comes" if demand.embeds else "with max_tokens comes"
         raise InvalidRequest("prompt", f"{whole} to {tokens} tokens, more than any node's KV cache holds")

@@ -54,13 +54,20 @@ _JUDGE_EVERY_S = 0.05
 
 def prompt_keys_of(request: ValidRequest) -> PromptKeys:
     """The keys of a request's blocks."""
-    return PromptKeys(request.prompt_token_ids, request.cache_salt, request.spans)
+    return PromptKeys(request.prompt_token_ids, request.cache_salt, request.spans, request.adapter)
 
 
 def demand_of(request: ValidRequest) -> Demand:
     """The properties of a request that decide on which nodes it fits."""
     max_tokens = request.sampling_params.max_tokens
-    return Demand(request.model, request.num_prompt_tokens, max_tokens, embeds=request.embeds, needs=request.needs)
+    return Demand(
+        request.model,
+        request.num_prompt_tokens,
+        max_tokens,
+        embeds=request.embeds,
+        needs=request.needs,
+        adapter=request.adapter,
+    )
 
 
 class Policy(enum.Enum):

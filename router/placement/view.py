@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import cast
 
 from cachetools import FIFOCache
 
 from baton.engine.sequences.sequence_group import most_at_once
+from baton.messages.adapters import AdapterReport
 from baton.messages.capabilities import in_order
 from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
@@ -65,6 +66,10 @@ class _Node:
     """Why it is lost; empty: it is not."""
     notice: str = ""
     """A message of the node for operators."""
+    adapters: frozenset[str] = frozenset()
+    """Digests of the adapters that it acknowledges."""
+    refused_adapters: Mapping[str, str] = field(default_factory=dict)
+    """Why it refuses others, by digest."""
 
     def forget_ours(self) -> None:
         """Forget our legs: nothing that we sent there runs any more."""
@@ -91,6 +96,8 @@ class ClusterView:
         self._forget_at = math.inf
         """Before this time `forget_lost` has nothing to drop."""
         self._chosen = 0
+        self.num_adapter_reports = 0
+        """How often nodes have said which adapters they acknowledge."""
         self._desired = DesiredState()
         self.on_cordoned_work: Callable[[], None] = lambda: None
         """Called when a cordoned node has reported how much work it has left, or is gone."""
@@ -138,6 +145,7 @@ class ClusterView:
         node.attached_at = now
         node.lost_at = None
         node.detail = node.notice = ""
+        node.adapters, node.refused_adapters = frozenset(), {}
         node.forget_ours()
         self._note_size(description, now)
         node.load = LoadReport(total_blocks=description.num_blocks, free_blocks=description.num_blocks)
@@ -161,6 +169,41 @@ class ClusterView:
         node = self._nodes.get(incarnation)
         if node is not None:
             node.notice = notice
+
+    def adapters_reported(self, incarnation: str, report: AdapterReport) -> None:
+        """Take which of the router's adapters a node acknowledges."""
+        node = self._nodes.get(incarnation)
+        if node is None:
+            return
+        node.adapters = frozenset(status.digest for status in report.adapters if not status.refusal)
+        node.refused_adapters = {status.digest: status.refusal for status in report.adapters if status.refusal}
+        self.num_adapter_reports += 1
+        self._candidate_changed(node)
+
+    def acknowledging(self, digest: str) -> Sequence[str]:
+        """The names of the attached nodes that acknowledge an adapter."""
+        return [n.record.name for n in self._nodes.values() if n.attached and digest in n.adapters]
+
+    def adapter_refusals(self) -> Iterator[tuple[str, str, str]]:
+        """For each attached node and each adapter that it refuses: its name, the digest and the reason."""
+        for node in self._nodes.values():
+            if node.attached:
+                for digest, reason in node.refused_adapters.items():
+                    yield node.record.name, digest, reason
+
+    def is_acknowledged(self, digest: str) -> bool:
+        """Whether a node that takes work acknowledges this adapter."""
+        return any(digest in candidate.adapters for candidate in self.candidates())
+
+    def awaits_answer(self, digest: str, incarnations: Set[str]) -> bool:
+        """Whether one of these nodes is attached and has not said whether it acknowledges this adapter."""
+        nodes = [node for incarnation, node in self._nodes.items() if incarnation in incarnations and node.attached]
+        return any(digest not in node.adapters and digest not in node.refused_adapters for node in nodes)
+
+    def may_be_acknowledged(self, digest: str) -> bool:
+        """Whether a node may acknowledge this adapter soon: it has not said so yet, or there is no node at present."""
+        nodes = [node for node in self._nodes.values() if node.attached]
+        return not nodes or any(digest not in node.adapters and digest not in node.refused_adapters for node in nodes)
 
     def detached(self, incarnation: str, reason: str, now: float) -> None:
         """The stream to a node is gone, or the node does not answer."""
@@ -273,6 +316,7 @@ class ClusterView:
             load.uncomputed_tokens,
             load.context_tokens,
             node.attached_at,
+            node.adapters,
         )
 
     def is_full(self, incarnation: str) -> bool:

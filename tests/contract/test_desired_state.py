@@ -8,7 +8,17 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from baton.errors import Unreachable
-from baton.registry.desired import DesiredChange, DesiredMemory, DesiredState, cordon, set_role, uncordon
+from baton.messages.adapters import AdapterSource
+from baton.registry.desired import (
+    DesiredChange,
+    DesiredMemory,
+    DesiredState,
+    cordon,
+    forget_adapter,
+    name_adapter,
+    set_role,
+    uncordon,
+)
 from tests.contract.test_registry import BOUND_S, Server, node, server
 
 __all__ = ["server"]
@@ -69,6 +79,20 @@ async def test_changes_fail_while_the_registry_is_away_and_an_empty_one_gets_the
     assert await wait_for_state(newcomer, lambda s: bool(s.decode and s.cordoned)) == wanted
     await registry.want(uncordon(["a"]))
     assert await wait_for_state(watch, lambda s: not s.cordoned) == DesiredState(decode=frozenset("a"))
+
+
+async def test_adapters_have_names_at_every_process_until_they_are_taken_away(server: Server) -> None:
+    registry, watch = server.connect(), server.connect().watch_desired()
+    one, two = (AdapterSource(name, f"/{name}", digest * 64) for name, digest in (("one", "a"), ("two", "b")))
+    for source in (one, two):
+        await registry.want(name_adapter(source, await registry.desired()))
+    state = await wait_for_state(watch, lambda s: len(s.adapters) == 2)
+    assert {name: named.source for name, named in state.named_adapters.items()} == {"one": one, "two": two}
+    other = AdapterSource("one", "/other", "c" * 64)
+    await registry.want(name_adapter(other, state))
+    state = await wait_for_state(watch, lambda s: s.named_adapters["one"].source == other)
+    await registry.want(forget_adapter("one", state))
+    assert list((await wait_for_state(watch, lambda s: len(s.adapters) == 1)).named_adapters) == ["two"]
 
 
 async def test_all_incarnations_of_a_name_are_listed_oldest_first(server: Server) -> None:

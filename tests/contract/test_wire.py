@@ -23,6 +23,7 @@ from cryptography.x509.oid import NameOID
 
 from baton import errors
 from baton.errors import (
+    AdapterRefused,
     BatonError,
     CacheInUse,
     ConfigError,
@@ -58,6 +59,7 @@ from baton.messages.node import (
 )
 from baton.messages.node_report import HandoffReport, NodeReport, TraceEvent, TraceStep
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.model_formats.adapters import AdapterInfo
 from baton.security.authority import make_certificates
 from baton.security.matrix import CallerRole
 from baton.security.tls_files import TlsBytes, TlsFiles, certificate_files
@@ -107,7 +109,7 @@ async def served(handler: FakeGenerationHandler, stall_s: float = 30.0) -> Async
     server = SERVERS[SERVING["kind"]](names, FaultBarrier(stall_s))
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     GenerationServicer(handler).add_to_server(server.server)
-    OperatorServicer(handler, handler).add_to_server(server.server)  # type: ignore[arg-type]  # status alone is asked
+    OperatorServicer(handler, handler, handler).add_to_server(server.server)  # type: ignore[arg-type]  # status alone is asked
     await server.start()
     stub = GenerationStub(address)
     try:
@@ -597,6 +599,10 @@ async def test_descriptions_traces_and_commands_are_answered(node: Node) -> None
     assert await node.client.reset_prefix_cache("p1.a") == 7
     with pytest.raises(CacheInUse, match="3 offered to decode nodes"):
         await node.client.reset_prefix_cache("busy")
+    node.handler.adapters["/one"] = AdapterInfo("a" * 64, 8, 1 << 40, 3, "base")
+    assert await node.client.inspect_adapter("/one", "p1.a") == node.handler.adapters["/one"]
+    with pytest.raises(AdapterRefused, match="there is no directory /two"):
+        await node.client.inspect_adapter("/two")
     async with grpc.aio.insecure_channel(node.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await node_pb2_grpc.NodeStub(channel).SetRole(node_pb2.SetRoleRequest())

@@ -9,10 +9,12 @@ from random import Random
 from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.generation import Chunk, Finished, ModelCard, Path
 from baton.security.pages import PageAuthenticator
+from baton.testing.fake_adapter_handler import FakeAdapterHandler
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_handler import FakeCall, FakeHandler
 from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from router.http.adapters import adapter_routes
 from router.http.app import HttpFront
 from router.http.endpoints import Handler
 from router.http.model import ServedModel, Template
@@ -47,6 +49,7 @@ class HttpRig(AsgiClient):
         self._prompt_embeds_bytes = prompt_embeds_bytes
         self._vocabulary = vocabulary or FakeTokenizer()
         self.handler = FakeHandler()
+        self.adapters = FakeAdapterHandler()
         self.why_not_ready = ""
         super().__init__(self.front(self.handler, keep_alive_s, template))
 
@@ -65,6 +68,7 @@ class HttpRig(AsgiClient):
             keep_alive_s,
             self._page_authenticator,
             prompt_embeds_bytes=self._prompt_embeds_bytes,
+            more_routes=adapter_routes(lambda: self.adapters),
         )
 
     async def next_call(self) -> FakeCall:

@@ -17,6 +17,7 @@ from baton.messages.sampling import SamplingParams
 from baton.node.port import Port
 from baton.node.reports.event_log import EventLog
 from baton.node.service import NodeService
+from baton.testing.fake_adapter_threads import FakeAdapterThreads
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_engine_driver import FakeEngineDriver
 from baton.testing.fake_role import FakeRole
@@ -58,12 +59,18 @@ class NodeRig:
         fields = CacheKeyFields.of(runner.model, runner.layout)
         self.scheduler = Scheduler(limits, fields, self.clock, self.role.connector)
         self.crashes: list[BaseException] = []
+        self.adapters = FakeAdapterThreads()
         self.driver = FakeEngineDriver(
-            EngineCore(self.scheduler, runner), lambda news: self.service.on_step(news), self.crashes.append
+            EngineCore(self.scheduler, runner),
+            lambda news: self.service.on_step(news),
+            self.crashes.append,
+            adapters=self.adapters,
+            max_cpu_loras=2,
         )
         self.drained = 0
         self.log = EventLog()
         description = replace(DESCRIPTION, role=role, embedding_size=runner.model.embedding_size)
+        service = {"adapters": self.adapters} | service
         self.service = NodeService(description, self.role, self.driver, self.log, self.clock, self._drain, **service)
 
     def write_kv(self, block_ids: Sequence[int], prompt: Sequence[int]) -> None:

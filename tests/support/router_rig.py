@@ -86,13 +86,13 @@ class RouterRig:
         self.view = ClusterView()
         self.fakes = FakeNodes()
         self.links = NodeLinks(self.fakes.connect, "router-1", self.timers, Random(7))
-        card = ModelCard(MODEL, 64, 300)
+        self.card = ModelCard(MODEL, 64, 300)
         self.store = FakeFlightStore()
         self.dispatcher = Dispatcher(
             self.view,
             self.links,
             FakeTokenizer(),
-            lambda: card,
+            lambda: self.card,
             self.timers,
             Random(7),
             limits,

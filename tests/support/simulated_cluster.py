@@ -204,8 +204,8 @@ class _Driver(FakeEngineDriver):
         self._machine = machine
         self._is_over = False
 
-    def submit(self, request: Request) -> None:
-        super().submit(request)
+    def submit(self, request: Request, adapter_directory: str = "") -> None:
+        super().submit(request, adapter_directory)
         self.wake()
 
     def abort(self, request_ids: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
+from baton.errors import AdapterRefused
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
     HEARTBEAT_S,
@@ -28,6 +29,7 @@ from baton.messages.node import (
     Submit,
 )
 from baton.messages.node_report import NodeReport, TraceEvent, TraceStep
+from baton.model_formats.adapters import AdapterInfo
 from baton.wire.server.server import RpcServer
 from baton.wire.services.node_service import SERVICE_NAME, NodeServicer
 
@@ -205,6 +207,10 @@ class RelayNode:
     async def reset_prefix_cache(self, incarnation: str) -> int:
         """Does nothing: there is no prefix cache."""
         return 0
+
+    async def inspect_adapter(self, incarnation: str, directory: str) -> AdapterInfo:
+        """Raises AdapterRefused: there is no model."""
+        raise AdapterRefused("there is no model")
 
     def trace(self, after: int) -> Sequence[TraceEvent]:
         return ()

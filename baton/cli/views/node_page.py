@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.cli.output import duration, fine_duration, size, table_lines
 from baton.cli.views.lease_rows import lease_json, oldest_first
+from baton.messages.adapters import NodeAdapter
 from baton.messages.capabilities import in_order
 from baton.messages.cluster import NodeStatus
 from baton.messages.node import LoadReport, NodeDescription
@@ -28,6 +29,7 @@ def node_lines(status: NodeStatus, report: NodeReport | None) -> list[str]:
         **({"Ranks": _ranks(report.ranks)} if report.ranks else {}),
         "KV cache": _fields(_kv_cache(report)),
         "Load": _fields(_load(report.load, report.waiting_by_reason)),
+        **({"Adapters": _adapters(report.adapters)} if report.adapters else {}),
         **_handoff_sections(report),
     }
     for title, section in sections.items():
@@ -51,6 +53,7 @@ def node_json(status: NodeStatus, report: NodeReport | None) -> dict[str, Any]:
         "waiting_by_reason": dict(report.waiting_by_reason),
         "compute_paths": [asdict(path) for path in report.compute_paths],
         "ranks": [asdict(rank) for rank in report.ranks],
+        "adapters": [asdict(adapter) for adapter in report.adapters],
         "layout": handoff.layout,
         "leases": [lease_json(report, one) for one in oldest_first(report)],
         "leases_by_state": _by_state(handoff),
@@ -101,6 +104,12 @@ def _computed_by(report: NodeReport) -> list[Field]:
             for path in report.compute_paths
         ),
     ]
+
+
+def _adapters(adapters: Sequence[NodeAdapter]) -> list[str]:
+    rows = [[one.name, one.digest[:12], one.state, one.directory] for one in adapters]
+    lines = table_lines(["NAME", "DIGEST", "STATE", "DIRECTORY"], rows)
+    return [*lines, *(f"{one.name}: {one.refusal}" for one in adapters if one.refusal)]
 
 
 def _ranks(ranks: Sequence[RankReport]) -> list[str]:

@@ -3,12 +3,21 @@
 Routers and commands may read an adapter's digest here, too.
 """
 
-from baton.model_formats.adapters.config import DEFAULT_MAX_RANK, MAX_RANK, AdapterConfig
-from baton.model_formats.adapters.files import AdapterFiles, AdapterInfo, ModuleTensors, TensorPlace, open_adapter
+from baton.model_formats.adapters.config import CONFIG_NAME, DEFAULT_MAX_RANK, MAX_RANK, AdapterConfig
+from baton.model_formats.adapters.files import (
+    WEIGHTS_NAME,
+    AdapterFiles,
+    AdapterInfo,
+    ModuleTensors,
+    TensorPlace,
+    open_adapter,
+)
 
 __all__ = [
+    "CONFIG_NAME",
     "DEFAULT_MAX_RANK",
     "MAX_RANK",
+    "WEIGHTS_NAME",
     "AdapterConfig",
     "AdapterFiles",
     "AdapterInfo",

@@ -22,4 +22,5 @@ def engine_request(submit: Submit, eos_token_ids: frozenset[int], client_index: 
         reader_block_size=submit.reader_block_size,
         pooling=submit.pooling,
         spans=submit.spans,
+        adapter=submit.adapter,
     )

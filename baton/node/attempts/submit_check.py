@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
+from baton.messages.adapters import is_adapter_digest
 from baton.messages.capabilities import Capability
 from baton.messages.ids import SCOPED_ID_PATTERN
 from baton.messages.kv_format import block_sizes_fit
@@ -56,6 +57,8 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     reader = submit.reader_block_size
     if reader and not (submit.leg is Leg.PREFILL and block_sizes_fit(reader, node.block_size)):
         return f"reader_block_size: {reader} does not fit this node's {node.block_size}, or the leg is not read"
+    if submit.adapter and not is_adapter_digest(submit.adapter):
+        return "adapter: must be the digest of an adapter"
     return (
         _sampling_objection(submit.sampling_params, vocab)
         or _output_objection(submit, node)

@@ -11,6 +11,7 @@ from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, ModelRunner, RemotePart
 from baton.messages.images import EncodedImage
 from baton.messages.node_report import RankReport
+from baton.model_formats.adapters import AdapterInfo
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.timed_operations import StepSplit, TimedOperations
 from baton.runner.spec import TorchSpec
@@ -69,6 +70,9 @@ class TimedRunner:
 
     def forget_encoded(self, digests: Sequence[str]) -> None:
         self._runner.forget_encoded(digests)
+
+    def check_adapter(self, directory: Path) -> AdapterInfo:
+        return self._runner.check_adapter(directory)
 
     def load_adapter(self, directory: Path, digest: str) -> None:
         self._runner.load_adapter(directory, digest)

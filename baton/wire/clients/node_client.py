@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 import grpc
 from google.protobuf.message import DecodeError
 
-from baton.errors import BatonError, Cancelled, NobodyListens, NodeLost, Unreachable
+from baton.errors import AdapterRefused, BatonError, Cancelled, NobodyListens, NodeLost, Unreachable
 from baton.messages.ids import AttemptKey
 from baton.messages.node import NodeDescription, Role, RouterMessage, StepReport
 from baton.messages.node_report import NodeReport, NodeTrace, TraceEvent
+from baton.model_formats.adapters import AdapterInfo
 from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc
 from baton.wire import status
 from baton.wire.codec.node import (
+    ADAPTER_INFO,
     NODE_DESCRIPTION,
     TRACE_EVENT,
     TRACE_STEP,
@@ -232,6 +234,22 @@ class NodeClient:
                 ) from error
             raise status.from_rpc_error(error, self.address) from error
         return int(response.num_blocks)
+
+    async def inspect_adapter(
+        self, directory: str, incarnation: str = "", timeout_s: float | None = None
+    ) -> AdapterInfo:
+        """What the node says of the adapter in one of its directories.
+
+        Raises AdapterRefused, ConfigError for another incarnation, Unreachable, DeadlineExceeded, Overloaded.
+        """
+        request = node.InspectAdapterRequest(incarnation=incarnation, directory=directory)
+        try:
+            response = await self._stub().InspectAdapter(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise AdapterRefused(f"the version of {self.address} knows no adapters: update the node") from error
+            raise status.from_rpc_error(error, self.address) from error
+        return ADAPTER_INFO.from_pb(response)
 
     async def trace(self, after: int = 0) -> Sequence[TraceEvent]:
         """The node's latest events, the oldest first."""

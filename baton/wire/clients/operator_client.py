@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import grpc
 
+from baton.messages.adapters import AdapterRow, LoadedAdapter
 from baton.messages.cluster import ClusterStatus
 from baton.messages.explanations import PlacementDecision
 from baton.messages.request_rows import RequestRow
@@ -15,9 +16,11 @@ from baton.messages.timelines import Timeline
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire import status
 from baton.wire.codec.operator import (
+    ADAPTER_ROW,
     CLUSTER_EVENT,
     CLUSTER_STATUS,
     DRAIN_PROGRESS,
+    LOADED_ADAPTER,
     PLACEMENT_DECISION,
     REQUEST_ROW,
     TIMELINE,
@@ -74,6 +77,21 @@ class OperatorStub:
         with status.translated(self._address):
             response = self._stub.ResetNodeCache(operator_pb2.ResetNodeCacheRequest(node=name), timeout=timeout_s)
         return int(response.num_blocks)
+
+    def load_adapter(self, name: str, directory: str, *, replaces: bool, timeout_s: float) -> LoadedAdapter:
+        request = operator_pb2.LoadAdapterRequest(name=name, directory=directory, replaces=replaces)
+        with status.translated(self._address):
+            response = self._stub.LoadAdapter(request, timeout=timeout_s)
+        return LOADED_ADAPTER.from_pb(response)
+
+    def unload_adapter(self, name: str, timeout_s: float) -> None:
+        with status.translated(self._address):
+            self._stub.UnloadAdapter(operator_pb2.UnloadAdapterRequest(name=name), timeout=timeout_s)
+
+    def adapters(self, timeout_s: float) -> Sequence[AdapterRow]:
+        with status.translated(self._address):
+            response = self._stub.ListAdapters(operator_pb2.ListAdaptersRequest(), timeout=timeout_s)
+        return [ADAPTER_ROW.from_pb(row) for row in response.adapters]
 
     def drain(self, name: str, *, stop: bool, timeout_s: float | None) -> Iterator[DrainProgress]:
         call = self._stub.DrainNode(operator_pb2.DrainNodeRequest(node=name, stop=stop), timeout=timeout_s)

@@ -267,11 +267,13 @@ def model_to_pb(card: ModelCard) -> generation.Model:
         max_model_len=card.max_model_len,
         vocab_size=card.vocab_size,
         capabilities=in_order(card.capabilities),
+        parent=card.parent,
     )
 
 
 def model_from_pb(pb: generation.Model) -> ModelCard:
-    return ModelCard(pb.name, pb.max_model_len, pb.vocab_size, capabilities=known_capabilities(pb.capabilities))
+    capabilities = known_capabilities(pb.capabilities)
+    return ModelCard(pb.name, pb.max_model_len, pb.vocab_size, capabilities=capabilities, parent=pb.parent)
 
 
 def finished_from_pb(pb: generation.Finished, metadata: Sequence[tuple[str, str | bytes]]) -> Finished:

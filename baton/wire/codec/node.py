@@ -25,6 +25,7 @@ from baton.messages.node import (
     WatchKVCache,
 )
 from baton.messages.node_report import TraceEvent, TraceStep
+from baton.model_formats.adapters import AdapterInfo
 from baton.v1 import node_pb2 as node
 from baton.wire.codec.derived import Codec, FieldConversion, OneOfCodec, enum_numbers
 from baton.wire.codec.kv_cache import kv_update_from_pb, kv_update_to_pb
@@ -78,6 +79,7 @@ STEP_FIGURES = Codec(StepFigures, node.StepFigures)
 TRACE_EVENT = Codec(TraceEvent, node.TraceEvent)
 TRACE_STEP = Codec(TraceStep, node.TraceStep)
 _TIMINGS = Codec(StageTimings, node.StageTimings)
+ADAPTER_INFO = Codec(AdapterInfo, node.InspectAdapterResponse)
 _ADAPTER_REPORT = Codec(AdapterReport, node.AdapterReport)
 _DRAFT_COUNTS = Codec(DraftCounts, node.DraftCounts)
 _SUBMIT = Codec(

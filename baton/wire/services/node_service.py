@@ -14,10 +14,12 @@ from baton.errors import ConfigError, InvalidRequest
 from baton.messages.ids import AttemptKey
 from baton.messages.node import NodeDescription, Role, RouterMessage, StepReport
 from baton.messages.node_report import NodeReport, TraceEvent, TraceStep
+from baton.model_formats.adapters import AdapterInfo
 from baton.observe.log_limit import LimitedLog
 from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc
 from baton.wire.codec.node import (
+    ADAPTER_INFO,
     NODE_DESCRIPTION,
     TRACE_EVENT,
     TRACE_STEP,
@@ -82,6 +84,13 @@ class NodeHandler(Protocol):
         """Empty the prefix cache. Returns the number of blocks that it held.
 
         Raises CacheInUse, ConfigError when another incarnation is meant, DeadlineExceeded when the engine is too busy.
+        """
+        ...
+
+    async def inspect_adapter(self, incarnation: str, directory: str) -> AdapterInfo:
+        """Read the adapter in a directory of the node, and compare it with the model.
+
+        Raises AdapterRefused, ConfigError when another incarnation is meant, DeadlineExceeded, Overloaded.
         """
         ...
 
@@ -157,6 +166,11 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self, request: node.ResetPrefixCacheRequest, context: _Context
     ) -> node.ResetPrefixCacheResponse:
         return node.ResetPrefixCacheResponse(num_blocks=await self._handler.reset_prefix_cache(request.incarnation))
+
+    async def InspectAdapter(
+        self, request: node.InspectAdapterRequest, context: _Context
+    ) -> node.InspectAdapterResponse:
+        return ADAPTER_INFO.to_pb(await self._handler.inspect_adapter(request.incarnation, request.directory))
 
     async def Trace(self, request: node.TraceRequest, context: _Context) -> node.TraceResponse:
         steps = self._handler.steps(request.steps_after) if request.HasField("steps_after") else ()

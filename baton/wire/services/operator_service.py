@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from baton.messages.adapters import AdapterRow, LoadedAdapter
 from baton.messages.cluster import ClusterStatus
 from baton.messages.explanations import PlacementDecision
 from baton.messages.request_rows import RequestRow
@@ -14,9 +15,11 @@ from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
 from baton.messages.timelines import Timeline
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.codec.operator import (
+    ADAPTER_ROW,
     CLUSTER_EVENT,
     CLUSTER_STATUS,
     DRAIN_PROGRESS,
+    LOADED_ADAPTER,
     PLACEMENT_DECISION,
     REQUEST_ROW,
     TIMELINE,
@@ -73,12 +76,30 @@ class SteeringHandler(Protocol):
     def events(self, after: int, follow: bool) -> AsyncIterator[ClusterEvent]: ...
 
 
+class AdapterHandler(Protocol):
+    """The adapters of a cluster. Its commands raise Unreachable without a registry."""
+
+    async def load_adapter(self, name: str, directory: str, *, replaces: bool = False) -> LoadedAdapter:
+        """Give a name to the adapter in a directory of the nodes; `replaces`: it may have another adapter already.
+
+        Raises InvalidRequest, AdapterRefused, UnsupportedRequest, Overloaded.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take the name away. Raises UnknownModel."""
+        ...
+
+    def list_adapters(self) -> Sequence[AdapterRow]: ...
+
+
 class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     """Calls the handler for each RPC."""
 
-    def __init__(self, handler: OperatorHandler, steering: SteeringHandler) -> None:
+    def __init__(self, handler: OperatorHandler, steering: SteeringHandler, adapters: AdapterHandler) -> None:
         self._handler = handler
         self._steering = steering
+        self._adapters = adapters
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         operator_pb2_grpc.add_OperatorServicer_to_server(self, server)
@@ -132,6 +153,23 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         self, request: operator_pb2.ResetNodeCacheRequest, context: _Context
     ) -> operator_pb2.ResetNodeCacheResponse:
         return operator_pb2.ResetNodeCacheResponse(num_blocks=await self._steering.reset_cache(request.node))
+
+    async def LoadAdapter(
+        self, request: operator_pb2.LoadAdapterRequest, context: _Context
+    ) -> operator_pb2.LoadAdapterResponse:
+        loaded = await self._adapters.load_adapter(request.name, request.directory, replaces=request.replaces)
+        return LOADED_ADAPTER.to_pb(loaded)
+
+    async def UnloadAdapter(
+        self, request: operator_pb2.UnloadAdapterRequest, context: _Context
+    ) -> operator_pb2.UnloadAdapterResponse:
+        await self._adapters.unload_adapter(request.name)
+        return operator_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self, request: operator_pb2.ListAdaptersRequest, context: _Context
+    ) -> operator_pb2.ListAdaptersResponse:
+        return operator_pb2.ListAdaptersResponse(adapters=map(ADAPTER_ROW.to_pb, self._adapters.list_adapters()))
 
     async def WatchEvents(
         self, request: operator_pb2.WatchEventsRequest, context: _Context

@@ -68,7 +68,7 @@ class MessagesEndpoint(Endpoint[MessagesRequest]):
         # A client that has to send max_tokens can't know what its prompt leaves, so more is no error.
         left = longest_answer(card, len(plan.prompt))
         request = plan.applied(body.request(plan.prompt, request_id, min(body.max_tokens, left)))
-        label = MessageLabel(request_id, card.name, body.max_tokens > left)
+        label = MessageLabel(request_id, body.model or card.name, body.max_tokens > left)
         is_stream, shows_thinking = bool(body.stream), body.shows_thinking
         return MessagesRequest(request_id, [request], is_stream, 1, timeout_s, label, plan.parsing, shows_thinking)
 

@@ -106,7 +106,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         draft = ResponseDraft(
             id=f"resp_{name}",
             created_at=int(self._clock.wall()),
-            model=card.name,
+            model=body.model or card.name,
             echoed=body.echoed(card.defaults) | {"store": is_stored},
             has_logprobs=request.logprobs is not None,
         )

@@ -15,7 +15,7 @@ from baton.errors import Unreachable
 from baton.messages.steering import ClusterEvent
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import RpcServer
-from baton.wire.services.operator_service import OperatorHandler, OperatorServicer, SteeringHandler
+from baton.wire.services.operator_service import AdapterHandler, OperatorHandler, OperatorServicer, SteeringHandler
 from router.operations.event_ring import EventRing
 
 
@@ -63,7 +63,9 @@ class Router:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        OperatorServicer(cast(OperatorHandler, None), cast(SteeringHandler, self)).add_to_server(self._server.server)
+        OperatorServicer(
+            cast(OperatorHandler, None), cast(SteeringHandler, self), cast(AdapterHandler, None)
+        ).add_to_server(self._server.server)
         await self._server.start()
         yield
         await self._server.stop(0)

@@ -38,6 +38,8 @@ SPECIAL: dict[str, Any] = {
     "decode_block_size": 48,
     "first_host": "host:37",
     "prefill_block_size": 48,
+    "lora_dir": "/given/adapters,/given/more",
+    "lora_modules": "one=/given/one,two=/given/two",
     "preemption_mode": "auto",
     "speculative_config": '{"method": "grammar"}',
     "watermark": 0.25,

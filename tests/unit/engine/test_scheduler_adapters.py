@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,14 @@ def test_a_request_keeps_its_place_while_its_adapter_is_loaded() -> None:
 def test_a_request_may_wait_for_its_adapter_and_for_its_grammar(adapter_first: bool) -> None:
     rig = rig_with()
     rig.add("a", 6, adapter=A, awaits_adapter=True, json_schema="{}", max_tokens=2)
-    arrivals = [
+    arrivals: list[Callable[[], None]] = [
         lambda: rig.core.adapter_loaded("a"),
         lambda: rig.core.grammar_compiled("a", [FakeMatcher([], range(1000))]),
     ]
-    for arrive in arrivals if adapter_first else reversed(arrivals):
-        assert not rig.core.has_work()
-        arrive()
+    first, second = arrivals if adapter_first else reversed(arrivals)
+    first()
+    assert not rig.core.has_work()
+    second()
     rig.run()
     assert rig.reason("a") is Outcome.LENGTH
 

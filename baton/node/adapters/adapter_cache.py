@@ -1,0 +1,240 @@
+"""The adapters in memory: which are loaded, which are evicted, and which requests wait for one.
+
+Pure: events in, effects out, no clock and no I/O (`baton.node.driver` carries the effects out, on the engine's thread).
+The rules:
+
+1. An adapter is loaded when the first request with it comes, and stays in memory while any request uses it.
+2. At most `most` adapters are in memory, those that are being loaded included. When one more is wanted, the one that
+   was wanted least recently and is not in use is evicted. While all are in use, the requests wait.
+3. At most MAX_LOADING are loaded at a time. A load can't be cancelled: one that takes too long fails the requests that
+   wait for it, and those that come before it has ended.
+4. A failed load fails its requests alone. The next request with the adapter tries again.
+5. An adapter that no router wants any more leaves memory once no request uses it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from baton.machine import Machine
+
+MAX_LOADING = 2
+
+
+class AdapterState(enum.Enum):
+    """Where an adapter is that requests have wanted."""
+
+    QUEUED = enum.auto()
+    """Requests wait for it, and it waits for its turn or for room."""
+    LOADING = enum.auto()
+    OVERDUE = enum.auto()
+    """It has been loading for too long, and the requests that waited for it have failed."""
+    LOADED = enum.auto()
+    UNLOADING = enum.auto()
+    """It is taken out of memory as soon as the steps that may name it are over."""
+    GONE = enum.auto()
+    """It is not in memory, and nobody waits for it."""
+
+
+class AdapterEvent(enum.Enum):
+    """What happens to an adapter in memory."""
+
+    BEGUN = enum.auto()
+    ABANDONED = enum.auto()
+    """No request waits for it any more."""
+    LOADED = enum.auto()
+    FAILED = enum.auto()
+    TOOK_TOO_LONG = enum.auto()
+    EVICTED = enum.auto()
+    UNLOADED = enum.auto()
+    UNLOADED_AND_WANTED = enum.auto()
+    """It is out of memory, and requests have come for it meanwhile."""
+
+
+ADAPTER_TABLE = {
+    (AdapterState.QUEUED, AdapterEvent.BEGUN): AdapterState.LOADING,
+    (AdapterState.QUEUED, AdapterEvent.ABANDONED): AdapterState.GONE,
+    (AdapterState.LOADING, AdapterEvent.LOADED): AdapterState.LOADED,
+    (AdapterState.LOADING, AdapterEvent.FAILED): AdapterState.GONE,
+    (AdapterState.LOADING, AdapterEvent.TOOK_TOO_LONG): AdapterState.OVERDUE,
+    (AdapterState.OVERDUE, AdapterEvent.LOADED): AdapterState.LOADED,
+    (AdapterState.OVERDUE, AdapterEvent.FAILED): AdapterState.GONE,
+    (AdapterState.LOADED, AdapterEvent.EVICTED): AdapterState.UNLOADING,
+    (AdapterState.UNLOADING, AdapterEvent.UNLOADED): AdapterState.GONE,
+    (AdapterState.UNLOADING, AdapterEvent.UNLOADED_AND_WANTED): AdapterState.QUEUED,
+}
+_IN_MEMORY = frozenset((AdapterState.LOADING, AdapterState.OVERDUE, AdapterState.LOADED, AdapterState.UNLOADING))
+_BEING_LOADED = frozenset((AdapterState.LOADING, AdapterState.OVERDUE))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Effect: read the adapter into memory; `loaded` or `failed` follows."""
+
+    digest: str
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Effect: take the adapter out of memory, once no step that was begun may name it; `unloaded` follows."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReady:
+    """Effect: these requests may run."""
+
+    request_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFailed:
+    """Effect: these requests can't be computed here."""
+
+    request_ids: Sequence[str]
+    reason: str
+
+
+CacheEffect = LoadAdapter | UnloadAdapter | AdapterReady | AdapterFailed
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterNews:
+    """The adapters in memory, and those that turned out to be unusable since the last news."""
+
+    loaded: Set[str]
+    refused: Mapping[str, str]
+    """The reasons, by digest."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    machine: Machine[AdapterState, AdapterEvent]
+    directory: str
+    waiting: dict[str, None] = field(default_factory=dict)
+    """Ids of the requests that wait for it, in the order of their arrival."""
+
+    @property
+    def state(self) -> AdapterState:
+        return self.machine.state
+
+    def take_waiting(self) -> tuple[str, ...]:
+        found = tuple(self.waiting)
+        self.waiting.clear()
+        return found
+
+
+class AdapterCache:
+    """The adapters of one engine. Called from one thread."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: how many adapters may be in memory."""
+        self._most = most
+        self._entries: dict[str, _Entry] = {}
+        """All that are not gone, by digest; the one that was wanted least recently comes first."""
+        self._wanted: Set[str] | None = None
+        """The adapters that routers want; None: no router has said so yet."""
+
+    @property
+    def loaded(self) -> frozenset[str]:
+        """The digests of the adapters that requests may use at once."""
+        return frozenset(digest for digest, entry in self._entries.items() if entry.state is AdapterState.LOADED)
+
+    @property
+    def needs_turn(self) -> bool:
+        """Whether `turn` may decide something."""
+        wanted = self._wanted
+        return any(
+            entry.state is AdapterState.QUEUED
+            or (wanted is not None and entry.state is AdapterState.LOADED and digest not in wanted)
+            for digest, entry in self._entries.items()
+        )
+
+    def want(self, request_id: str, digest: str, directory: str) -> Sequence[CacheEffect]:
+        """A request with this adapter has come. `turn` is to be called next."""
+        entry = self._entries.pop(digest, None)
+        if entry is None:
+            entry = _Entry(Machine(f"adapter {digest:.12}", AdapterState.QUEUED, ADAPTER_TABLE), directory)
+        self._entries[digest] = entry
+        if entry.state is AdapterState.LOADED:
+            return [AdapterReady((request_id,))]
+        if entry.state is AdapterState.OVERDUE:
+            return [AdapterFailed((request_id,), _TOO_LONG)]
+        if entry.state is AdapterState.QUEUED:
+            # The newest directory is the one where its files are now.
+            entry.directory = directory
+        entry.waiting[request_id] = None
+        return ()
+
+    def keep_only(self, wanted: Set[str]) -> None:
+        """Take the adapters that routers want. `turn` is to be called next."""
+        self._wanted = wanted
+
+    def turn(self, in_use: Set[str]) -> Sequence[CacheEffect]:
+        """Begin the loads that may begin, and evict what has to make room. `in_use`: adapters of all live requests."""
+        effects: list[CacheEffect] = []
+        for digest, entry in list(self._entries.items()):
+            if digest in in_use:
+                continue
+            if entry.state is AdapterState.QUEUED:
+                self._feed(digest, AdapterEvent.ABANDONED)
+            elif entry.state is AdapterState.LOADED and self._wanted is not None and digest not in self._wanted:
+                effects.append(self._evict(digest))
+        for digest, entry in list(self._entries.items()):
+            if entry.state is AdapterState.QUEUED and self._num(_BEING_LOADED) < MAX_LOADING:
+                if self._num(_IN_MEMORY) >= self._most:
+                    effects += self._make_room(in_use)
+                    break
+                self._feed(digest, AdapterEvent.BEGUN)
+                effects.append(LoadAdapter(digest, entry.directory))
+        return effects
+
+    def finished(self, digest: str, refusal: str = "") -> Sequence[CacheEffect]:
+        """A load has ended; `refusal`: why it failed."""
+        entry = self._entries.get(digest)
+        if entry is None or entry.state not in _BEING_LOADED:
+            return ()
+        waiting = entry.take_waiting()
+        self._feed(digest, AdapterEvent.FAILED if refusal else AdapterEvent.LOADED)
+        if not waiting:
+            return ()
+        return [AdapterFailed(waiting, refusal) if refusal else AdapterReady(waiting)]
+
+    def took_too_long(self, digest: str) -> Sequence[CacheEffect]:
+        """A load has not ended in time."""
+        entry = self._entries.get(digest)
+        if entry is None or entry.state is not AdapterState.LOADING:
+            return ()
+        self._feed(digest, AdapterEvent.TOOK_TOO_LONG)
+        return [AdapterFailed(entry.take_waiting(), _TOO_LONG)]
+
+    def unloaded(self, digest: str) -> None:
+        """The adapter is out of memory. `turn` is to be called next."""
+        wanted = bool(self._entries[digest].waiting)
+        self._feed(digest, AdapterEvent.UNLOADED_AND_WANTED if wanted else AdapterEvent.UNLOADED)
+
+    def _make_room(self, in_use: Set[str]) -> Sequence[CacheEffect]:
+        if self._num({AdapterState.UNLOADING}):
+            return ()
+        for digest, entry in self._entries.items():
+            if entry.state is AdapterState.LOADED and digest not in in_use:
+                return [self._evict(digest)]
+        return ()
+
+    def _evict(self, digest: str) -> UnloadAdapter:
+        self._feed(digest, AdapterEvent.EVICTED)
+        return UnloadAdapter(digest)
+
+    def _feed(self, digest: str, event: AdapterEvent) -> None:
+        if self._entries[digest].machine.feed(event) is AdapterState.GONE:
+            del self._entries[digest]
+
+    def _num(self, states: Set[AdapterState]) -> int:
+        return sum(entry.state in states for entry in self._entries.values())
+
+
+_TOO_LONG = "its adapter is being loaded for too long"

@@ -1,0 +1,106 @@
+"""A node's adapters, between its routers, the threads that read files, and the engine. Belongs to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence, Set
+
+from baton.background import OnFault, start_background
+from baton.errors import AdapterRefused
+from baton.messages.adapters import AdapterReport, AdapterSource, NodeAdapter
+from baton.model_formats.adapters import AdapterInfo
+from baton.node.adapters.adapter_book import AdapterBook
+from baton.node.adapters.adapter_cache import AdapterNews
+from baton.node.adapters.adapter_threads import AdapterThreads
+
+_log = logging.getLogger(__name__)
+_NONE = "this node loads no adapters"
+
+
+class NodeAdapters:
+    """Has the adapters of routers' lists checked, and tells each router which of its adapters are acknowledged."""
+
+    def __init__(
+        self,
+        threads: AdapterThreads | None,
+        report: Callable[[int, AdapterReport], None],
+        keep: Callable[[Set[str]], None],
+    ) -> None:
+        """`report(port, report)` tells a router; `keep` tells the engine which adapters routers want."""
+        self._threads = threads
+        self._report = report
+        self._keep = keep
+        self._book = AdapterBook()
+        self._loaded: Set[str] = frozenset()
+        self._checks: set[asyncio.Task[None]] = set()
+
+    def set_list(self, port: int, adapters: Sequence[AdapterSource]) -> None:
+        """Take a router's list in place of its earlier one."""
+        to_check = self._book.set_list(port, adapters)
+        self._keep(self._book.wanted)
+        for source in to_check:
+            if self._threads is None:
+                self._book.checked(source, _NONE)
+            else:
+                self._start_check(source)
+        self._report(port, self._book.report_for(port))
+
+    def forget_port(self, port: int) -> None:
+        """A router's stream has ended. Its adapters stay in memory until another list says which are wanted."""
+        self._book.forget_port(port)
+
+    def why_not(self, digest: str) -> str:
+        """Why a request with this adapter can't be taken; empty: it can."""
+        return self._book.why_not(digest)
+
+    def directory_of(self, digest: str) -> str:
+        """Where the files of an acknowledged adapter are."""
+        return self._book.directory_of(digest)
+
+    async def inspect(self, directory: str) -> AdapterInfo:
+        """Read the adapter in a directory; raises AdapterRefused, DeadlineExceeded, Overloaded."""
+        if self._threads is None:
+            raise AdapterRefused(_NONE)
+        info = await self._threads.inspect(directory)
+        for port in self._book.found_again(info.digest, directory):
+            self._report(port, self._book.report_for(port))
+        return info
+
+    def on_news(self, news: AdapterNews) -> None:
+        """Take what the engine says of adapters in memory."""
+        self._loaded = news.loaded
+        for digest, reason in news.refused.items():
+            _log.warning("adapter %.12s can't be loaded any more: %s", digest, reason)
+            self._book.refuse(digest, reason)
+            self._tell_all(digest)
+
+    def rows(self) -> Sequence[NodeAdapter]:
+        """All adapters, for operators."""
+        return self._book.rows(self._loaded)
+
+    def close(self) -> None:
+        """Give up what is being checked."""
+        for task in self._checks:
+            task.cancel()
+
+    def _start_check(self, source: AdapterSource) -> None:
+        task = start_background(
+            lambda: self._check(source), "adapter-check", source.name, on_fault=OnFault.GO_ON, may_end=True
+        )
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
+
+    async def _check(self, source: AdapterSource) -> None:
+        assert self._threads is not None
+        refusal = await self._threads.why_not(source.directory, source.digest)
+        self._book.checked(source, refusal)
+        if refusal:
+            _log.warning("adapter %s is refused: %s", source.name, refusal)
+        else:
+            _log.info("adapter %s is acknowledged: %.12s", source.name, source.digest)
+        self._tell_all(source.digest)
+
+    def _tell_all(self, digest: str) -> None:
+        for port in self._book.ports_with(digest):
+            self._report(port, self._book.report_for(port))

@@ -1,0 +1,52 @@
+"""The fake of `AdapterThreads`: a test says what is in each directory, and when a load ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.errors import AdapterRefused
+from baton.model_formats.adapters import AdapterInfo
+from baton.node.adapters.adapter_threads import AdapterThreads
+
+
+@dataclass(frozen=True, slots=True)
+class FakeAdapterLoad:
+    """A load that has begun; a test calls `done` or `too_long`."""
+
+    digest: str
+    directory: str
+    done: Callable[[str], None]
+    too_long: Callable[[], None]
+
+
+class FakeAdapterThreads(AdapterThreads):
+    """Has no threads. Digests of one letter repeated 64 times are enough: nothing is read."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+        """The digest of the adapter in each directory; others have none."""
+        self.loads: list[FakeAdapterLoad] = []
+        """The loads that have begun and not ended, the oldest first."""
+
+    def load(self, digest: str, directory: str, done: Callable[[str], None], too_long: Callable[[], None]) -> None:
+        self.loads.append(FakeAdapterLoad(digest, directory, done, too_long))
+
+    def end_load(self, refusal: str = "") -> None:
+        """End the oldest load."""
+        self.loads.pop(0).done(refusal)
+
+    async def inspect(self, directory: str) -> AdapterInfo:
+        """The adapter in a directory. Raises AdapterRefused."""
+        if directory not in self.found:
+            raise AdapterRefused(f"there is no directory {directory}")
+        return AdapterInfo(self.found[directory], 4, 256, 1)
+
+    async def why_not(self, directory: str, digest: str) -> str:
+        found = self.found.get(directory)
+        if found is None:
+            return f"there is no directory {directory}"
+        return "" if found == digest else f"{directory} holds {found}, not {digest}"
+
+    async def close(self) -> None:
+        return

@@ -1,0 +1,150 @@
+"""Which adapters are in memory: loaded at first use, at most so many, the least recently wanted one evicted."""
+
+from __future__ import annotations
+
+from baton.machine import Machine
+from baton.node.adapters.adapter_cache import (
+    ADAPTER_TABLE,
+    MAX_LOADING,
+    AdapterCache,
+    AdapterEvent,
+    AdapterFailed,
+    AdapterReady,
+    AdapterState,
+    LoadAdapter,
+    UnloadAdapter,
+)
+from tests.support.transitions import check_pair, every_pair
+
+S, E = AdapterState, AdapterEvent
+EXPECTED: dict[AdapterState, dict[str, AdapterState]] = {
+    S.QUEUED: {"BEGUN": S.LOADING, "ABANDONED": S.GONE},
+    S.LOADING: {"LOADED": S.LOADED, "FAILED": S.GONE, "TOOK_TOO_LONG": S.OVERDUE},
+    S.OVERDUE: {"LOADED": S.LOADED, "FAILED": S.GONE},
+    S.LOADED: {"EVICTED": S.UNLOADING},
+    S.UNLOADING: {"UNLOADED": S.GONE, "UNLOADED_AND_WANTED": S.QUEUED},
+}
+
+
+@every_pair(S, E)
+def test_every_pair_of_state_and_event_moves_as_listed_or_changes_nothing(
+    state: AdapterState, event: AdapterEvent
+) -> None:
+    machine = Machine("adapter", state, ADAPTER_TABLE)
+    check_pair(machine.feed, lambda: machine.state, event, EXPECTED.get(state, {}))
+
+
+def load(cache: AdapterCache, digest: str, *, in_use: set[str] | None = None) -> None:
+    """Let a request want an adapter, and the adapter be loaded."""
+    assert cache.want(f"{digest}-request", digest, f"/{digest}") == ()
+    assert cache.turn({digest} | (in_use or set())) == [LoadAdapter(digest, f"/{digest}")]
+    assert cache.finished(digest) == [AdapterReady((f"{digest}-request",))]
+
+
+def test_requests_of_one_adapter_share_a_load_and_later_ones_need_none() -> None:
+    cache = AdapterCache(2)
+    cache.want("r1", "a", "/a")
+    cache.want("r2", "a", "/a")
+    assert cache.turn({"a"}) == [LoadAdapter("a", "/a")]
+    assert cache.turn({"a"}) == []
+    assert cache.finished("a") == [AdapterReady(("r1", "r2"))]
+    assert cache.want("r3", "a", "/a") == [AdapterReady(("r3",))]
+    assert cache.loaded == {"a"}
+    assert not cache.needs_turn
+
+
+def test_a_failed_load_fails_its_requests_alone_and_the_next_request_tries_again() -> None:
+    cache = AdapterCache(2)
+    cache.want("r1", "a", "/a")
+    cache.want("r2", "b", "/b")
+    assert cache.turn({"a", "b"}) == [LoadAdapter("a", "/a"), LoadAdapter("b", "/b")]
+    assert cache.finished("a", "changed") == [AdapterFailed(("r1",), "changed")]
+    assert cache.finished("b") == [AdapterReady(("r2",))]
+    cache.want("r3", "a", "/elsewhere")
+    assert cache.turn({"a", "b"}) == [LoadAdapter("a", "/elsewhere")]
+
+
+def test_the_adapter_that_was_wanted_least_recently_and_is_not_in_use_makes_room() -> None:
+    cache = AdapterCache(3)
+    for digest in "abc":
+        load(cache, digest)
+    cache.want("r", "a", "/a")
+    cache.want("d-request", "d", "/d")
+    assert cache.turn({"b", "d"}) == [UnloadAdapter("c")], "b is in use, and a was wanted after c"
+    assert cache.turn({"b", "d"}) == [], "one makes room for one"
+    cache.unloaded("c")
+    assert cache.turn({"b", "d"}) == [LoadAdapter("d", "/d")]
+    assert cache.loaded == {"a", "b"}
+
+
+def test_a_request_waits_while_all_adapters_in_memory_are_in_use() -> None:
+    cache = AdapterCache(1)
+    load(cache, "a")
+    cache.want("r", "b", "/b")
+    assert cache.turn({"a", "b"}) == []
+    assert cache.needs_turn
+    assert cache.turn({"b"}) == [UnloadAdapter("a")]
+
+
+def test_few_adapters_are_loaded_at_a_time() -> None:
+    cache = AdapterCache(9)
+    for digest in "abcd":
+        cache.want(digest, digest, f"/{digest}")
+    assert cache.turn(set("abcd")) == [LoadAdapter("a", "/a"), LoadAdapter("b", "/b")][:MAX_LOADING]
+    cache.finished("a")
+    assert cache.turn(set("abcd")) == [LoadAdapter("c", "/c")]
+
+
+def test_a_load_that_takes_too_long_fails_those_that_wait_and_serves_those_that_come_when_it_has_ended() -> None:
+    cache = AdapterCache(1)
+    cache.want("r1", "a", "/a")
+    cache.turn({"a"})
+    (failed,) = cache.took_too_long("a")
+    assert isinstance(failed, AdapterFailed)
+    assert failed.request_ids == ("r1",)
+    assert isinstance(cache.want("r2", "a", "/a")[0], AdapterFailed)
+    assert cache.finished("a") == ()
+    assert cache.took_too_long("a") == ()
+    assert cache.want("r3", "a", "/a") == [AdapterReady(("r3",))]
+
+
+def test_an_adapter_that_is_wanted_again_while_it_is_evicted_is_loaded_again() -> None:
+    cache = AdapterCache(1)
+    load(cache, "a")
+    cache.want("r1", "b", "/b")
+    assert cache.turn({"b"}) == [UnloadAdapter("a")]
+    cache.want("r2", "a", "/a")
+    cache.unloaded("a")
+    assert cache.turn({"a", "b"}) == [LoadAdapter("b", "/b")]
+    cache.finished("b")
+    assert cache.turn({"a"}) == [UnloadAdapter("b")]
+    cache.unloaded("b")
+    assert cache.turn({"a"}) == [LoadAdapter("a", "/a")]
+    assert cache.finished("a") == [AdapterReady(("r2",))]
+
+
+def test_a_queued_adapter_is_not_loaded_once_nobody_waits_for_it() -> None:
+    cache = AdapterCache(1)
+    load(cache, "a")
+    cache.want("r", "b", "/b")
+    assert cache.turn({"a"}) == []
+    assert not cache.needs_turn
+
+
+def test_an_adapter_that_no_router_wants_leaves_memory_when_no_request_uses_it() -> None:
+    cache = AdapterCache(4)
+    load(cache, "a")
+    load(cache, "b")
+    cache.keep_only({"b"})
+    assert cache.turn({"a"}) == []
+    assert cache.needs_turn
+    assert cache.turn(set()) == [UnloadAdapter("a")]
+    cache.unloaded("a")
+    assert cache.loaded == {"b"}
+    assert not cache.needs_turn
+
+
+def test_events_of_unknown_adapters_change_nothing() -> None:
+    cache = AdapterCache(1)
+    assert cache.finished("a") == ()
+    assert cache.took_too_long("a") == ()

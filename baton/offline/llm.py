@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from datetime import datetime
 from functools import partial
 from random import Random
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, cast
+from typing import Any, Literal, Self, TypeVar, Unpack
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from baton.observe.logs import log_to_standard_loggers
 from baton.offline.engine import OfflineEngine, at_prompt
 from baton.offline.outputs import EmbeddingOutput, RequestOutput, RequestsFailed
 from baton.offline.progress import progress_bar
+from baton.offline.prompts import Prompt, is_prompt, taken_apart
 from baton.offline.running_request import RunningRequest
 from baton.offline.sampling_params import SamplingParams
 from baton.offline.settings import EngineSettings, node_config
@@ -39,8 +41,6 @@ from router.http.bodies.chats import ChatBody
 from router.http.bodies.strict import read_as
 from router.http.model import ServedModel
 
-Prompt = str | Sequence[int]
-"""A text, or its token ids."""
 Message = Mapping[str, Any]
 """A message of a chat, as OpenAI's API has it: `role`, and `content` as a text or as text parts."""
 Result = TypeVar("Result", RequestOutput, EmbeddingOutput)
@@ -116,7 +116,8 @@ class LLM:
         params = _one_each(sampling_params, len(listed))
 
         def request(place: int) -> GenerateRequest:
-            return params[place].request(_checked_prompt(listed[place]))
+            prompt, embeds = taken_apart(listed[place])
+            return replace(params[place].request(prompt or ""), prompt=prompt, prompt_embeds=embeds)
 
         return self._run(len(listed), request, lambda place, one: _generated(one, listed[place]), use_tqdm=use_tqdm)
 
@@ -163,7 +164,8 @@ class LLM:
         listed = _listed(prompts)
 
         def request(place: int) -> GenerateRequest:
-            return GenerateRequest(_checked_prompt(listed[place]), pooling=PoolingRequest())
+            prompt, embeds = taken_apart(listed[place])
+            return GenerateRequest(prompt, prompt_embeds=embeds, pooling=PoolingRequest())
 
         return self._run(len(listed), request, lambda place, one: _embedded(one), use_tqdm=use_tqdm)
 
@@ -214,7 +216,14 @@ class LLM:
     def _validated(self, place: int, request: Callable[[int], GenerateRequest]) -> ValidRequest:
         try:
             codec = self._codec
-            valid = validate(request(place), self._card, codec.encode, self._rng, encode_part=codec.encode_rendered)
+            valid = validate(
+                request(place),
+                self._card,
+                codec.encode,
+                self._rng,
+                encode_part=codec.encode_rendered,
+                max_prompt_embeds=sys.maxsize,
+            )
             if (constraint := valid.sampling_params.constraint) is not None:
                 self._constraints.check(*constraint)
             return valid
@@ -222,23 +231,12 @@ class LLM:
             raise at_prompt(place, error) from None
 
 
-def _is_prompt(value: object) -> bool:
-    """Whether this is one prompt: a text, or token ids."""
-    return isinstance(value, str) or (isinstance(value, list | tuple) and bool(value) and isinstance(value[0], int))
-
-
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[object]:
-    if _is_prompt(prompts):
+    if is_prompt(prompts):
         return [prompts]
     if not isinstance(prompts, list | tuple):
         raise InvalidRequest("prompts", "must be a text, a list of token ids, or a list of such")
     return prompts
-
-
-def _checked_prompt(prompt: object) -> Prompt:
-    if not _is_prompt(prompt):
-        raise InvalidRequest("prompt", "must be a text or a list of token ids")
-    return cast(Prompt, prompt)
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

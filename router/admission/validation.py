@@ -82,6 +82,8 @@ def validate(
     if raw.priority < min_priority:
         raise InvalidRequest("priority", f"must be at least {min_priority} here, not {raw.priority}")
     _check_name("cache_salt", raw.cache_salt, MAX_SALT_BYTES)
+    if raw.pooling is not None and raw.prompt_embeds:
+        raise InvalidRequest("prompt_embeds", "is for generated text alone")
     if raw.pooling is not None:
         return _for_pooling(raw, raw.pooling, card, encode, request_id)
     check_generates(card)

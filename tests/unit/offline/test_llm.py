@@ -13,8 +13,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file, save
 
 import baton
 from baton import LLM, RequestOutput, RequestsFailed, SamplingParams
@@ -204,6 +207,7 @@ def test_the_death_of_the_engine_is_reported_each_time(monkeypatch: pytest.Monke
 def test_parameters_are_those_of_a_client() -> None:
     of_no_output = {
         "prompt",
+        "prompt_embeds",
         "request_id",
         "model",
         "priority",
@@ -294,3 +298,36 @@ def test_a_gguf_file_is_taken_as_the_command_line_takes_it(tmp_path: Path, monke
     (tmp_path / "bad.gguf").write_bytes(b"other")
     with pytest.raises(ConfigError, match="does not begin with GGUF"):
         LLM(tmp_path / "bad.gguf")
+
+
+def test_rows_of_numbers_may_stand_in_place_of_tokens(shared: LLM) -> None:
+    text = "def fibonacci(n):"
+    plain = shared.generate(text, SHORT)[0]
+    ids = plain.prompt_token_ids
+    table = load_file(DEMO_MODEL / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
+    rows = table[list(ids)]
+    file = save({"x": torch.from_numpy(rows[:3]).half()})
+    given: list[Any] = [
+        {"prompt_embeds": rows},
+        {"prompt_embeds": rows.tolist()[:5], "prompt": list(ids[5:])},
+        {"prompt_embeds": torch.from_numpy(rows[:1]), "prompt": list(ids[1:])},
+        {"prompt_embeds": file, "prompt": list(ids[3:])},
+    ]
+    found = shared.generate(given, SHORT)
+    assert [one.outputs[0].token_ids for one in found[:3]] == [plain.outputs[0].token_ids] * 3
+    assert [len(one.prompt_token_ids) for one in found] == [len(ids)] * 4
+    wrong: dict[str, Any] = {
+        "nothing": {},
+        "more": {"prompt_embeds": rows, "image": 1},
+        "another width": {"prompt_embeds": rows[:, :-1]},
+        "words": {"prompt_embeds": "words"},
+        "bfloat16": {"prompt_embeds": torch.from_numpy(rows).bfloat16()},
+        "NaN": {"prompt_embeds": rows * np.nan},
+        "a number": {"prompt_embeds": rows, "prompt": 5},
+    }
+    for name, prompt in wrong.items():
+        with pytest.raises(InvalidRequest) as refusal:
+            shared.generate(["good", prompt], SHORT)
+        assert refusal.value.field == "prompts[1]", name
+    with pytest.raises(InvalidRequest, match="prompt_embeds: is for generated text alone"):
+        shared.embed({"prompt_embeds": rows})

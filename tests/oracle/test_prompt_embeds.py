@@ -19,6 +19,7 @@ from baton.messages.capabilities import Capability
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
+from baton.messages.speculation import SpeculationConfig
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
@@ -190,6 +191,28 @@ def test_rows_of_any_dtype_and_the_tokens_own_rows_give_what_the_tokens_give(tmp
     same = [Prompt([0] * 20, [span_of(half.to(dtype))]) for dtype in (torch.float16, torch.float32, torch.bfloat16)]
     found = run_recorded(make_engine(runner), {str(place): one for place, one in enumerate(same)}, DRAWN)
     assert found["0"] == found["1"] == found["2"]
+
+
+def test_drafts_change_no_token_and_beams_are_those_of_the_tokens(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
+    runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
+    prompts = prompts_of(64)
+    span = span_of(random_rows(20, 64, seed=3), 5)
+    loop = [7, 8, 9, 10] * 12
+    prompts["loop"] = Prompt(with_placeholders(loop, [span]), [span])
+    params = SamplingParams(temperature=0.4, seed=4, max_tokens=40, logprobs=0, repetition_penalty=1.1)
+    expected = alone(runner, prompts, params)
+    drafting = make_engine(runner, speculation=SpeculationConfig(prompt_lookup_min=1))
+    assert run_recorded(drafting, prompts, params) == expected
+    assert drafting.make_stats().spec_decoding.num_drafts > 0
+
+    table = runner._transformer._module.get_input_embeddings().weight.detach()
+    whole = prompts["text"].token_ids
+    own = [span_of(table[whole[start : start + 9]], start) for start in (0, 12)]
+    beams = SamplingParams(temperature=0.0, beam_width=3, n=2, max_tokens=12)
+    found = run_all(make_engine(runner), {"rows": Prompt(with_placeholders(whole, own), own)}, beams)
+    assert found["rows"] == run_all(make_engine(runner), {"text": prompts["text"]}, beams)["text"]
+    assert all(len(beam) == 12 for beam in found["rows"])
 
 
 @pytest.mark.parametrize("how", ["ranks", "stages", "stages with own caches"])

@@ -47,7 +47,7 @@ from router.http.client import Client
 from router.http.errors import Headers
 from router.http.event_id import parse_event_id
 from router.http.events import COMMENT, AnswerOptions, EventWriter, Label
-from router.http.json_body import MAX_BODY_BYTES, base64_bytes, is_small, parse_json, read_body
+from router.http.json_body import MAX_BODY_BYTES, LargeBodies, LargeBody, base64_bytes, is_small, parse_json, read_body
 from router.http.logprobs import Spelling, as_token_id
 from router.http.model import ServedModel
 from router.http.parsed_events import ParsedEventWriter
@@ -139,10 +139,16 @@ class Endpoint(Generic[P]):
         self._model = model
         self._clock = clock
         self._keep_alive_s = keep_alive_s
+        self._large_bodies = LargeBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._large_bodies.place() as place:
+            await self._answer(scope, receive, send, place)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, place: LargeBody) -> None:
+        """Answer one request, whose body may take `place`."""
         headers = dict(scope["headers"])
-        content = await read_body(scope, receive, self.max_body_bytes)
+        content = await read_body(scope, receive, self.max_body_bytes, place)
         found = await in_thread_if_large(self._handler, content, parse_json, content)
         timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
         last_event_id = headers.get(b"last-event-id")
@@ -154,6 +160,8 @@ class Endpoint(Generic[P]):
                 parsed = await make_prompts(
                     self._handler, content, found, parser.parse, *arguments, more_bytes=parser.more_bytes
                 )
+                del content
+                place.release()
                 if (traceparent := headers.get(b"traceparent")) is not None:
                     parsed = _traced(parsed, traceparent.decode("latin-1"))
                 if last_event_id is not None:
@@ -319,6 +327,9 @@ class Completions(_OpenAiEndpoint):
             _check_call_size(body, 1)
             request = body.request(body.prompts[0] if body.prompts else "", request_id, body.logprobs)
             request = replace(request, prompt=request.prompt or None, prompt_embeds=(embeds,))
+            # What the client sent is kept for its names, and this text is larger than the rows.
+            if isinstance(found, dict):
+                found["prompt_embeds"] = ""
             return _with_options(body, request_id, [request], timeout_s, logprobs=body.logprobs is not None)
         if not body.prompts:
             raise InvalidRequest("prompt", "is required")

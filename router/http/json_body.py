@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Never
 
 from starlette.types import Receive, Scope
 
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, InvalidRequest, QueueFull
 from baton.messages.request_limits import (
     MAX_BODY_CONTAINERS,
     MAX_BODY_DEPTH,
@@ -22,6 +23,8 @@ from baton.messages.request_limits import (
 from router.http.errors import HttpError, Kind
 
 MAX_BODY_BYTES = MAX_REQUEST_BYTES
+MAX_LARGE_BODIES = 8
+"""The most bodies above that size that are read or parsed at once, where there may be any."""
 MAX_HEADER_BYTES = 8 << 10
 _SMALL_BYTES = 16 << 10
 _SMALL_CONTAINERS = 256
@@ -37,18 +40,65 @@ class ClientGone(Exception):
     """The client left before its request had arrived, so there is no one to answer."""
 
 
-async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
-    """Read the whole body, of `most` bytes.
+class LargeBody:
+    """The place of one body among the large ones, which it takes once it is seen to be one."""
 
-    Raises HttpError if it is too long or not declared as JSON, or ClientGone.
+    def __init__(self, bodies: LargeBodies) -> None:
+        self._bodies = bodies
+        self._is_taken = False
+
+    def take(self) -> None:
+        """Be one of the large bodies. Raises QueueFull if there are too many. Idempotent."""
+        if not self._is_taken:
+            self._bodies.add()
+            self._is_taken = True
+
+    def release(self) -> None:
+        """The body and its JSON are needed no more. Idempotent."""
+        if self._is_taken:
+            self._is_taken = False
+            self._bodies.num_open -= 1
+
+
+class LargeBodies:
+    """Counts the bodies above MAX_BODY_BYTES that are being read or parsed, each several times in memory."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+
+    def add(self) -> None:
+        """Count one more. Raises QueueFull if there are too many."""
+        if self.num_open >= MAX_LARGE_BODIES:
+            raise QueueFull(f"{self.num_open} bodies above {MAX_BODY_BYTES} bytes are being read")
+        self.num_open += 1
+
+    @contextmanager
+    def place(self) -> Iterator[LargeBody]:
+        """The place of a body that may be large; released at the end, if not before."""
+        body = LargeBody(self)
+        try:
+            yield body
+        finally:
+            body.release()
+
+
+async def read_body(
+    scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES, large: LargeBody | None = None
+) -> bytes:
+    """Read the whole body, of `most` bytes; `large`: its place, if that is above MAX_BODY_BYTES.
+
+    Raises HttpError if it is too long or not declared as JSON, QueueFull for one large body too many, or ClientGone.
     """
     headers = dict(scope["headers"])
     _check_content_type(headers.get(b"content-type", b""))
-    if int(headers.get(b"content-length") or 0) > most:
+    declared = int(headers.get(b"content-length") or 0)
+    if declared > most:
         raise _too_long(most)
+    if declared > MAX_BODY_BYTES and large is not None:
+        large.take()
     try:
         async with asyncio.timeout(_ARRIVAL_S):
-            body = await _read(receive, most)
+            body = await _read(receive, most, large)
             scope["state"][_READ_TO_ITS_END] = True
             return body
     except TimeoutError:
@@ -56,7 +106,7 @@ async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) 
         raise HttpError(Kind(408, "timeout_error", "request_timeout"), message, [CLOSE]) from None
 
 
-async def _read(receive: Receive, most: int) -> bytes:
+async def _read(receive: Receive, most: int, large: LargeBody | None) -> bytes:
     body = bytearray()
     while True:
         message = await receive()
@@ -65,6 +115,8 @@ async def _read(receive: Receive, most: int) -> bytes:
         body += message.get("body", b"")
         if len(body) > most:
             raise _too_long(most)
+        if len(body) > MAX_BODY_BYTES and large is not None:
+            large.take()
         if not message.get("more_body", False):
             return bytes(body)
 

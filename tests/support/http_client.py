@@ -67,6 +67,10 @@ class Exchange:
             self.is_complete = not message.get("more_body", False)
         self._changed.set()
 
+    def send_rest(self, body: bytes) -> None:
+        """Send the rest of a body of which a part was sent."""
+        self._to_read.put_nowait({"type": "http.request", "body": body, "more_body": False})
+
     def disconnect(self) -> None:
         """Close the connection."""
         self._to_read.put_nowait({"type": "http.disconnect"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.messages.generation import PromptEmbeds
-from router.http.json_body import MAX_BODY_BYTES
+from router.http.json_body import MAX_BODY_BYTES, MAX_LARGE_BODIES
 from tests.support.http_rig import HttpRig, chunk, finished
 
 PATH = "/v1/completions"
@@ -86,3 +87,33 @@ async def test_only_bodies_that_may_have_rows_may_be_larger() -> None:
         (HttpRig(), PATH, {"prompt_embeds": rows}, 413),
     ):
         assert (await other.post(path, asked).end()).status == status
+
+
+async def test_few_large_bodies_are_read_at_once() -> None:
+    rig = HttpRig(prompt_embeds_bytes=MOST)
+    half = json.dumps({"prompt_embeds": base64.b64encode(bytes(MOST)).decode(), "max_tokens": 2}).encode()
+    kind = {"content-type": "application/json"}
+    arriving = [
+        rig.request("POST", PATH, half[: 2 * MAX_BODY_BYTES], kind, is_whole=False) for _ in range(MAX_LARGE_BODIES)
+    ]
+    await asyncio.sleep(0)
+    refused = await rig.post(PATH, {"prompt_embeds": base64.b64encode(bytes(MOST)).decode()}).end()
+    assert (refused.status, refused.json["error"]["type"]) == (503, "overloaded_error")
+    assert "retry-after" in refused.headers
+    small = rig.post(PATH, {"prompt_embeds": TEXT})
+    (await rig.next_call()).tell(chunk(0, "ab"), finished())
+    assert (await small.end()).status == 200
+    # One leaves, and one is parsed and runs: both make room.
+    arriving[0].disconnect()
+    await arriving[0].task
+    arriving[1].send_rest(half[2 * MAX_BODY_BYTES :])
+    running = await rig.next_call()
+    more = [rig.post(PATH, {"prompt_embeds": base64.b64encode(bytes(MOST)).decode()}) for _ in range(2)]
+    calls = [running, *[await rig.next_call() for _ in more]]
+    for call in calls:
+        call.tell(chunk(0, "ab"), finished())
+    for exchange in (arriving[1], *more):
+        assert (await exchange.end()).status == 200
+    for exchange in arriving[2:]:
+        exchange.disconnect()
+        await exchange.task

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib import import_module
 from pathlib import Path
@@ -91,6 +91,8 @@ class MiniCluster(Caller):
         self.store = store
         self.nodes: dict[str, RunningNode] = {}
         self.router = RouterAddresses("", "", "")
+        self.start_node: Callable[[str], Awaitable[ModelRunner]]
+        """Starts a node of this name with a new model, in place of the one that has ended."""
 
     async def trace(self, node_id: str) -> Sequence[TraceEvent]:
         """Return the events of a node, oldest first."""
@@ -132,9 +134,15 @@ async def mini_cluster(
     cluster = MiniCluster(store)
     async with AsyncExitStack() as stack:
         names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
-        for name in names:
+
+        async def start_node(name: str) -> ModelRunner:
             runner = make_runner(name)
             cluster.nodes[name] = await _start_node(stack, store, name, runner, model_dir, node_settings)
+            return runner
+
+        cluster.start_node = start_node
+        for name in names:
+            runner = await start_node(name)
         settings = {
             "model": model_dir,
             "model_name": runner.model.name,

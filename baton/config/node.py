@@ -188,6 +188,12 @@ class NodeSettings(ClusterSettings):
             raise ValueError("preemption_mode swap needs a host tier: give host_cache_memory a size")
         return self
 
+    @property
+    def adapter_directories(self) -> Sequence[Path]:
+        """The directories in and below which adapters are read."""
+        allowed = [directory for directory in self.lora_dir.split(",") if directory]
+        return [Path(directory) for directory in (*allowed, *self.adapter_modules.values())]
+
 
 class NodeConfig(NodeSettings, ProcessSettings):
     """All settings of one prefill or decode node, including those that only `baton node` has."""
@@ -223,12 +229,6 @@ class NodeConfig(NodeSettings, ProcessSettings):
     failpoints: Path | None = Field(
         None, description="Directory whose files request faults, for fault injection. Default: no fault injection."
     )
-
-    @property
-    def adapter_directories(self) -> Sequence[Path]:
-        """The directories in and below which adapters are read."""
-        allowed = [directory for directory in self.lora_dir.split(",") if directory]
-        return [Path(directory) for directory in (*allowed, *self.adapter_modules.values())]
 
     @property
     def num_stages(self) -> int:

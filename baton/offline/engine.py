@@ -7,7 +7,8 @@ thread, never stops a step half-way: the caller's requests are aborted, and the 
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.config import NodeConfig
@@ -18,8 +19,11 @@ from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequences.sequence_group import lone_sequence_id, split_sequence_id
 from baton.errors import EngineFault, InvalidRequest
+from baton.messages.adapters import AdapterSource
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, StageTimings, Submit
+from baton.node.adapters.adapter_files import AdapterDirectories
+from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.node.attempts.engine_request import engine_request
 from baton.node.attempts.grammars import load_compiler
 from baton.node.attempts.submit_check import objection
@@ -36,7 +40,10 @@ class OfflineEngine:
     """Computes lists of requests, one list at a time, until `close`."""
 
     def __init__(self, config: NodeConfig, runner: ModelRunner) -> None:
-        """Start the engine's thread. Raises ConfigError for limits that the model or its memory can't keep."""
+        """Start the engine's thread.
+
+        Raises ConfigError for limits that the model or its memory can't keep, and AdapterRefused.
+        """
         key_fields = CacheKeyFields.of(runner.model, runner.layout)
         self.scheduler = Scheduler(scheduler_config(config, runner), key_fields, SystemClock())
         executor = StepThread() if config.schedules_ahead else None
@@ -45,7 +52,19 @@ class OfflineEngine:
         self._news: queue.SimpleQueue[StepNews | BaseException] = queue.SimpleQueue()
         self._crash: BaseException | None = None
         self._runner = runner
-        self._driver = EngineDriver(core, self._news.put, self._news.put, grammars=load_compiler(config, runner.model))
+        self.adapters: Mapping[str, AdapterSource] = _checked_adapters(config, runner)
+        """The adapters that requests may have, by name."""
+        self._directories = {source.digest: source.directory for source in self.adapters.values()}
+        directories = AdapterDirectories(config.adapter_directories, runner.check_adapter)
+        self._threads = AdapterThreads(runner, directories)
+        self._driver = EngineDriver(
+            core,
+            self._news.put,
+            self._news.put,
+            grammars=load_compiler(config, runner.model),
+            adapters=self._threads,
+            max_cpu_loras=config.max_cpu_loras,
+        )
         self._driver.start()
 
     def run(self, requests: Sequence[RunningRequest], on_progress: OnProgress) -> None:
@@ -73,6 +92,7 @@ class OfflineEngine:
     def close(self) -> None:
         """End the engine's thread after the current step and the runner, and free what they hold."""
         self._driver.stop()
+        self._threads.end()
         self._runner.close()
 
     def _checked(self, place: int, request: RunningRequest) -> Sequence[Submit | Abort]:
@@ -90,7 +110,8 @@ class OfflineEngine:
     def _send(self, messages: Sequence[Submit | Abort]) -> None:
         for message in messages:
             if isinstance(message, Submit):
-                self._driver.submit(engine_request(message, self.description.eos_token_ids))
+                directory = self._directories[message.adapter] if message.adapter else ""
+                self._driver.submit(engine_request(message, self.description.eos_token_ids), directory)
             elif message.sequence_index is None:
                 self._driver.abort([str(message.attempt)])
             else:
@@ -117,6 +138,14 @@ class OfflineEngine:
         self._send(request.take(request_delta(key, sequence_index, output, output.outcome, timings)))
         if request.is_over:
             del live[engine_id]
+
+
+def _checked_adapters(config: NodeConfig, runner: ModelRunner) -> Mapping[str, AdapterSource]:
+    """The adapters that the configuration names; raises AdapterRefused, before any is loaded."""
+    return {
+        name: AdapterSource(name, directory, runner.check_adapter(Path(directory)).digest)
+        for name, directory in config.adapter_modules.items()
+    }
 
 
 def at_prompt(place: int, error: InvalidRequest) -> InvalidRequest:

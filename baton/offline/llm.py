@@ -72,7 +72,7 @@ class LLM:
         the model's own (auto), as the router's setting of this name. `settings`: the engine's settings of `baton
         node`, by the same names (docs/configuration.md). No configuration file is read, and of the environment only
         where models are kept (XDG_CACHE_HOME, and HF_* for the hub). Raises ConfigError, which says what is missing or
-        wrong.
+        wrong, and AdapterRefused for an adapter in `lora_modules` that can't be used.
         """
         log_to_standard_loggers()
         config = with_model_directory(node_config(model, settings))
@@ -84,7 +84,8 @@ class LLM:
         described = self._engine.description
         defaults = sampling_defaults(config.model, generation_config)
         pooling = runner.model.pooling
-        self._card = card_of_nodes([described], described.max_model_len, defaults, pooling=pooling)
+        card = card_of_nodes([described], described.max_model_len, defaults, pooling=pooling)
+        self._card = replace(card, adapters=self._engine.adapters)
         self._chats = ServedModel(
             lambda: self._card,
             self._codec,
@@ -104,10 +105,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        adapter: str = "",
     ) -> list[RequestOutput]:
         """Generate from one prompt or from a list; the results are in the order of the prompts.
 
-        `sampling_params`: one for all prompts, or a list with one for each. `use_tqdm`: show a progress bar, if stderr
+        `sampling_params`: one for all prompts, or a list with one for each. `adapter`: the name of an adapter (setting
+        `lora_modules`); empty: the model alone. `use_tqdm`: show a progress bar, if stderr
         is a terminal. All prompts are checked before the first is computed: raises InvalidRequest, whose field is
         `prompts[INDEX]`. Raises RequestsFailed, which has the results of the others, if requests failed while they ran.
         Ctrl-C (KeyboardInterrupt) ends all requests of the call; the engine can be used again.
@@ -117,7 +120,7 @@ class LLM:
 
         def request(place: int) -> GenerateRequest:
             prompt, embeds = taken_apart(listed[place])
-            return replace(params[place].request(prompt or ""), prompt=prompt, prompt_embeds=embeds)
+            return replace(params[place].request(prompt or ""), prompt=prompt, prompt_embeds=embeds, model=adapter)
 
         return self._run(len(listed), request, lambda place, one: _generated(one, listed[place]), use_tqdm=use_tqdm)
 
@@ -127,6 +130,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        adapter: str = "",
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -148,7 +152,7 @@ class LLM:
         def request(place: int) -> GenerateRequest:
             body = read_as(ChatBody, {"messages": chats[place], **options})
             prompt = self._chats.chat_prompt(body)
-            given = params[place].request(prompt)
+            given = replace(params[place].request(prompt), model=adapter)
             if given.max_tokens is not None:
                 return given
             num_sequences = max(given.n or 1, given.best_of or 0)
@@ -156,8 +160,10 @@ class LLM:
 
         return self._run(len(chats), request, lambda place, one: _generated(one), use_tqdm=use_tqdm)
 
-    def embed(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[EmbeddingOutput]:
-        """Embed one text or a list of texts; the results are in the order of the texts.
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, adapter: str = ""
+    ) -> list[EmbeddingOutput]:
+        """Embed one text or a list of texts; the results are in the order of the texts. `adapter`: as in `generate`.
 
         Raises what `generate` raises, and InvalidRequest if the model computes no embeddings.
         """
@@ -165,7 +171,7 @@ class LLM:
 
         def request(place: int) -> GenerateRequest:
             prompt, embeds = taken_apart(listed[place])
-            return GenerateRequest(prompt, prompt_embeds=embeds, pooling=PoolingRequest())
+            return GenerateRequest(prompt, model=adapter, prompt_embeds=embeds, pooling=PoolingRequest())
 
         return self._run(len(listed), request, lambda place, one: _embedded(one), use_tqdm=use_tqdm)
 

@@ -63,9 +63,14 @@ class RunningRequest:
         """What became of the drafts of all sequences."""
         return self._flight.draft_counts
 
+    @property
+    def _candidate(self) -> Candidate:
+        """The one engine, which has the adapters of all requests."""
+        return Candidate(self._engine, 0.0, 0, adapters=frozenset((self.request.adapter,)))
+
     def start(self) -> Sequence[Submit | Abort]:
         """What to tell the engine first. Raises InvalidRequest for a request that does not fit into its KV cache."""
-        choose([Candidate(self._engine, 0.0, 0)], demand_of(self.request))
+        choose([self._candidate], demand_of(self.request))
         return self._perform(self._flight.start())
 
     def take(self, delta: RequestDelta) -> Sequence[Submit | Abort]:
@@ -82,7 +87,7 @@ class RunningRequest:
         while pending:
             match pending.popleft():
                 case Place(attempt=1) as place:
-                    placement = choose([Candidate(self._engine, 0.0, 0)], demand_of(self.request), place.exclude)
+                    placement = choose([self._candidate], demand_of(self.request), place.exclude)
                     pending.extend(self._flight.handle(Placed(placement)))
                 case Place(cause=cause):
                     # There is no other engine that could do better.

@@ -39,6 +39,10 @@ class EngineSettings(TypedDict, total=False):
     enable_prefix_caching: bool
     watermark: float
     max_model_len: int | None
+    lora_modules: str
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int
 
 
 _OF_NO_CLUSTER = {"role": "decode", "node_id": "offline", "registry": "none"}

@@ -87,10 +87,14 @@ class AdapterThreads:
         except TimeoutError:
             raise DeadlineExceeded(f"{args[0]} could not be read within {self._load_s:g} s") from None
 
+    def end(self) -> None:
+        """End the threads, and wait for what they read. Idempotent."""
+        self._inspections.close()
+        self._loads.close()
+
     async def close(self) -> None:
         """End the threads; one that hangs in a file system is left behind. Idempotent."""
-        closing = asyncio.gather(*(asyncio.to_thread(each.close) for each in (self._loads, self._inspections)))
         try:
-            await asyncio.wait_for(closing, _CLOSE_S)
+            await asyncio.wait_for(asyncio.to_thread(self.end), _CLOSE_S)
         except TimeoutError:
             _log.warning("an adapter is still being read, from a file system that does not answer")

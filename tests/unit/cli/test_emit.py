@@ -468,6 +468,14 @@ def test_the_hosts_of_a_node_are_tasks_of_a_job_that_know_the_first_one() -> Non
 # all files
 
 
+def test_nodes_in_containers_find_adapters_where_routers_name_them() -> None:
+    config = UpConfig.model_validate({"lora_dir": "/srv/more", "lora_modules": "one=/srv/one", "model": "/m"})
+    services = yaml.safe_load(compose_files(config, emitted_processes(config, None), "")["compose.yaml"])["services"]
+    assert services["decode-0"]["volumes"] == ["/m:/models/m:ro", "/srv/more:/srv/more:ro", "/srv/one:/srv/one:ro"]
+    assert services["router-0"]["volumes"] == ["/m:/models/m:ro"]
+    assert "--lora-modules" in services["router-0"]["command"]
+
+
 def test_every_path_among_the_flags_of_a_container_is_mounted() -> None:
     process = EmittedProcess("decode-0", "decode", "node", {"--failpoints": "/srv/drills", "--device": "/srv"}, {})
     service = yaml.safe_load(compose_files(up(), [process], "")["compose.yaml"])["services"]["decode-0"]

@@ -119,6 +119,9 @@ def _mounted(config: UpConfig, process: EmittedProcess) -> tuple[dict[str, str],
             source = f"./{SETTINGS}" if flag == "--config" else inside[flag]
             mounts.append(f"{source}:{place}:ro")
             inside[flag] = place
+    if process.command == "node":
+        # Routers name directories of adapters to nodes, so these are the same inside.
+        mounts += [f"{directory}:{directory}:ro" for directory in dict.fromkeys(config.adapter_directories)]
     for flag, port in (("--grpc-port", GRPC_PORT), ("--http-port", HTTP_PORT), ("--metrics-port", METRICS_PORT)):
         # Containers do not share ports; the published ports differ.
         if flag in inside:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from baton.model_formats.regular_files import open_regular
 
 _MOST_BYTES = 100_000_000
 _MOST_TENSORS = 1_000_000
@@ -35,8 +38,8 @@ class SafetensorsHeader:
 
 def read_header(path: Path, most_bytes: int = _MOST_BYTES, most_tensors: int = _MOST_TENSORS) -> SafetensorsHeader:
     """Read a file's header, of at most `most_bytes` and `most_tensors`. Raises UnsoundSafetensors, and OSError."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         header = file.read(length) if 0 < length <= min(most_bytes, size - 8) else b""

@@ -43,5 +43,6 @@ def load(spec: RunnerSpec, stages: StageLeader | None = None) -> ModelRunner:
         draft=spec.draft,
         tensor_parallel=spec.tensor_parallel,
         pipeline_parallel=spec.pipeline_parallel,
+        max_lora_rank=spec.max_lora_rank,
         stages=stages,
     )

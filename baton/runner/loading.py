@@ -14,6 +14,7 @@ from baton.engine.runner import ModelInfo, RunnerLost
 from baton.errors import ConfigError
 from baton.messages.capabilities import Capability
 from baton.messages.pooling import ModelPooling
+from baton.model_formats.adapters import DEFAULT_MAX_RANK
 from baton.model_formats.images.encoded import ImageLimits
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
@@ -68,6 +69,7 @@ def load_runner(
     draft: DraftSpec | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    max_lora_rank: int = DEFAULT_MAX_RANK,
     start_ranks: StartRanks = RankGroup,
     stages: StageLeader | None = None,
     start_stages: StartStages = start_stages_here,
@@ -150,7 +152,9 @@ def load_runner(
             info = replace(info, capabilities=info.capabilities | {Capability.IMAGE})
         if isinstance(leader, StageLeader):
             leader.check_numerics(info.numerics)
-        if leader is not None:
+        if leader is None:
+            info = replace(info, capabilities=info.capabilities | {Capability.LORA})
+        else:
             info = replace(info, compute_paths=(*info.compute_paths, leader.path))
         draft_model = None
         if drafting is not None:
@@ -161,7 +165,7 @@ def load_runner(
                 info, leading, host_cache_bytes, draft_model, leader, images
             )
         else:
-            runner = TorchModelRunner(info, transformer, host_cache_bytes, draft_model, leader, images)
+            runner = TorchModelRunner(info, transformer, host_cache_bytes, draft_model, leader, images, max_lora_rank)
         on_failure.pop_all()
         return runner
 

@@ -15,7 +15,7 @@ from baton.engine.runner import KVLayout, KVMemory, ModelInfo, RemotePart
 from baton.errors import AdapterRefused, InvalidRequest
 from baton.messages.images import EncodedImage
 from baton.messages.node_report import RankReport
-from baton.model_formats.adapters import AdapterInfo
+from baton.model_formats.adapters import DEFAULT_MAX_RANK, AdapterInfo
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
 from baton.runner.execution.encoded_rows import EncodedRows
@@ -48,6 +48,7 @@ class TorchModelRunner:
         draft_model: DraftModel | None = None,
         leader: RankLeader | None = None,
         images: ImageInputs | None = None,
+        max_lora_rank: int = DEFAULT_MAX_RANK,
     ) -> None:
         """`leader`: of a model that several processes compute; the runner ends them. `images`: for a model that takes
         them.
@@ -55,6 +56,7 @@ class TorchModelRunner:
         self._model = model
         self._drafter = draft_model
         self._leader = leader
+        self._max_lora_rank = max_lora_rank
         self._num_draft_faults = 0
         """Faults of the draft model one after the other."""
         self._num_steps_without_drafts = 0
@@ -63,7 +65,7 @@ class TorchModelRunner:
         self._memory = transformer.memory
         self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.largest_block_bytes))
         self._masks = TokenMasks(model.vocab_size)
-        self._adapters: dict[str, Path] = {}
+        self._adapters = transformer.adapters
         self._images = images
         self._encoded = EncodedRows()
         self._requests = RequestTable(
@@ -71,7 +73,7 @@ class TorchModelRunner:
             transformer.num_blocks,
             model.vocab_size,
             model.max_model_len,
-            self._adapters,
+            self._adapters.slots,
             model.row_width,
             self._encoded,
         )
@@ -97,16 +99,25 @@ class TorchModelRunner:
         return self._host.num_blocks
 
     def check_adapter(self, directory: Path) -> AdapterInfo:
-        """Read an adapter's files and check that they fit the model. Raises AdapterRefused."""
-        raise AdapterRefused(f"{directory}: this node computes no adapters; take one that does")
+        """Read an adapter's files and check that they fit the model; nothing is loaded. Raises AdapterRefused."""
+        self._refuse_adapters_of_ranks(directory)
+        return self._adapters.check(directory, self._max_lora_rank)
 
     def load_adapter(self, directory: Path, digest: str) -> None:
-        """Read an adapter's files and check that they fit the model. Raises AdapterRefused."""
-        raise AdapterRefused(f"{directory}: this node computes no adapters; take one that does")
+        """Read an adapter's files, check that they fit the model, and keep its weights. Raises AdapterRefused."""
+        self._refuse_adapters_of_ranks(directory)
+        self._adapters.load(directory, digest, self._max_lora_rank)
+
+    def _refuse_adapters_of_ranks(self, directory: Path) -> None:
+        if self._leader is not None:
+            raise AdapterRefused(
+                f"{directory}: a model in several ranks or stages computes no adapters; start the node without --tp "
+                "and --pp"
+            )
 
     def unload_adapter(self, digest: str) -> None:
         """Free an adapter's memory; no effect if it is not loaded."""
-        self._adapters.pop(digest, None)
+        self._adapters.unload(digest)
 
     def encode(self, image: EncodedImage, num_rows: int) -> None:
         """Make the rows of an image, and keep them for steps. Raises InvalidRequest for one that can't be used."""
@@ -178,7 +189,7 @@ class TorchModelRunner:
         step.failed |= failed
         if not scheduled:
             return None
-        batch = flatten(scheduled, self.layout, self._transformer.row_quantum)
+        batch = flatten(scheduled, self.layout, self._transformer.row_quantum, self._adapters.slots)
         if any(share.state.spans for share in scheduled):
             batch = with_given_rows(batch, scheduled, self._model.dtype, self._model.row_width, self._encoded)
             batch = with_grid_positions(batch, scheduled)

@@ -19,7 +19,7 @@ from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.ranks.shard import Shard
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
+from baton.runner.execution.input_batch import FlatBatch, RequestState, Scheduled, flatten
 from baton.runner.model import attention, layers
 from baton.runner.model.attention import cache_views
 from baton.runner.model.random_model import write_random_model
@@ -70,6 +70,8 @@ class Run:
         self.kv_blocks = transformer.kv_cache.view(transformer.num_blocks, -1)
         self._next_block = 1
         self._rng = Random(7)
+        self.adapters: dict[str, str] = {}
+        """The digests of the sequences' adapters, by the sequences' names."""
         mates = {f"mate-{mate}": self._rng.randint(1, 120) for mate in range(MOST_MATES)}
         lengths = {"main": LENGTH, **mates}
         self._tokens = {name: [self._rng.randrange(vocab_size) for _ in range(n)] for name, n in lengths.items()}
@@ -79,7 +81,8 @@ class Run:
         groups = len(self.transformer.layout.groups)
         blocks = [*shared, *self._blocks(-(-len(tokens) // BLOCK_SIZE) * groups - len(shared))]
         num_computed = len(shared) // groups * BLOCK_SIZE
-        return RequestState(NewRequestData(name, tokens, (), SamplingParams(), blocks, num_computed))
+        adapter = self.adapters.get(name, "")
+        return RequestState(NewRequestData(name, tokens, (), SamplingParams(), blocks, num_computed, adapter=adapter))
 
     def mates(self, count: int) -> list[RequestState]:
         return [self.state(f"mate-{mate}") for mate in range(count)]
@@ -117,7 +120,7 @@ class Run:
             others = [state.share(self._left(state, self._rng.randint(1, 40))) for state in mates]
             place = self._rng.randint(0, len(others))
             step = [s for s in (*others[:place], share, *others[place:]) if s.count]
-            batch = flatten(step, self.transformer.layout, self.transformer.row_quantum)
+            batch = self._flatten(step)
             first = int(batch.query_start[step.index(share)])
             collected.append(self.transformer.compute(batch, np.arange(first, first + share.count)))
             self._commit(step)
@@ -129,7 +132,7 @@ class Run:
         """Compute as an engine does: the logits of the last position alone, those before it skipped."""
         while True:
             step = [main.share(self._left(main, chunk))]
-            logits = self.transformer.compute(flatten(step, self.transformer.layout, self.transformer.row_quantum))
+            logits = self.transformer.compute(self._flatten(step))
             self._commit(step)
             if main.num_computed_tokens == main.num_tokens:
                 return logits
@@ -138,10 +141,14 @@ class Run:
     def step(self, states: Sequence[RequestState]) -> npt.NDArray[np.float32]:
         """Compute the next token of each sequence in one step; returns their logits."""
         step = [state.share(1) for state in states]
-        batch = flatten(step, self.transformer.layout, self.transformer.row_quantum)
+        batch = self._flatten(step)
         logits = self.transformer.compute(batch, np.arange(len(step)))
         self._commit(step)
         return logits
+
+    def _flatten(self, step: Sequence[Scheduled]) -> FlatBatch:
+        transformer = self.transformer
+        return flatten(step, transformer.layout, transformer.row_quantum, transformer.adapters.slots)
 
     @staticmethod
     def _commit(step: Sequence[Scheduled]) -> None:

@@ -21,7 +21,6 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cache_rows import read_blocks
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.kernel_choice import CompiledOperations
-from baton.runner.backends.operations import Activation
 from baton.runner.backends.ranks.shard import Shard
 from baton.runner.execution.input_batch import RequestState, flatten
 from baton.runner.loading import load_runner
@@ -70,9 +69,9 @@ class RecordingOperations(CompiledOperations):
         self.inputs.append((id(weight), x.clone()))
         return super().linear(x, weight, *arguments, **keywords)
 
-    def gated_linear(self, x: torch.Tensor, weight: Any, *, activation: Activation) -> torch.Tensor:
+    def gated_linear(self, x: torch.Tensor, weight: Any, **keywords: Any) -> torch.Tensor:
         self.inputs.append((id(weight), x.clone()))
-        return super().gated_linear(x, weight, activation=activation)
+        return super().gated_linear(x, weight, **keywords)
 
 
 @dataclass(frozen=True)

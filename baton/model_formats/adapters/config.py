@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import AdapterRefused
+from baton.model_formats.regular_files import open_regular
 
 CONFIG_NAME = "adapter_config.json"
 
@@ -136,7 +137,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise AdapterRefused(f"{path.parent} has no {path.name}; name a directory that PEFT's save_pretrained wrote")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise AdapterRefused(f"{path} has more than {_MOST_BYTES} bytes; copy it again")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from baton.errors import AdapterRefused
 from baton.model_formats.adapters.config import MAX_RANK, AdapterConfig, read_config
+from baton.model_formats.regular_files import open_regular
 from baton.model_formats.safetensors_header import SafetensorsHeader, UnsoundSafetensors, read_header
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -153,7 +154,7 @@ class AdapterFiles:
     def _pieces(self, sizes: Iterable[int]) -> Iterator[bytes]:
         """The file's bytes from the first tensor on, in pieces of these sizes."""
         try:
-            with self.weights_path.open("rb", buffering=0) as file:
+            with open_regular(self.weights_path) as file:
                 file.seek(self.header.data_start)
                 for size in sizes:
                     piece = b""

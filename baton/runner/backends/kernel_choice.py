@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from baton.runner.backends.cpu import kernels
@@ -9,6 +12,7 @@ from baton.runner.backends.cpu.kernels import Packed, Program
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
+from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
 from baton.runner.backends.torch_operations import TorchOperations
@@ -41,6 +45,9 @@ class CompiledOperations:
     def pack_gated(self, gate: Weight, up: Weight) -> Packed:
         return kernels.pack_gated(read_weight(gate), read_weight(up))
 
+    def adapt(self, weight: Packed, terms: Sequence[LowRank], dtype: torch.dtype) -> Any:
+        return kernels.adapt(weight, terms, dtype)
+
     def take_rows(self, weight: Packed, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return kernels.take_rows(weight, index, dtype, threads=self.num_threads)
 
@@ -51,11 +58,14 @@ class CompiledOperations:
         bias: torch.Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
+        adapters: RowAdapters | None = None,
     ) -> torch.Tensor:
-        return kernels.linear(x, weight, bias, out_dtype=out_dtype, threads=self.num_threads)
+        return kernels.linear(x, weight, bias, out_dtype=out_dtype, threads=self.num_threads, adapters=adapters)
 
-    def gated_linear(self, x: torch.Tensor, weight: Packed, *, activation: Activation) -> torch.Tensor:
-        return kernels.gated_linear(x, weight, activation=activation, threads=self.num_threads)
+    def gated_linear(
+        self, x: torch.Tensor, weight: Packed, *, activation: Activation, adapters: RowAdapters | None = None
+    ) -> torch.Tensor:
+        return kernels.gated_linear(x, weight, activation=activation, threads=self.num_threads, adapters=adapters)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
         return kernels.rms_norm(x, weight, eps, plus_one=plus_one, threads=self.num_threads)

@@ -6,12 +6,14 @@ One model uses one implementation: the C kernels (kernel_choice.py), torch's pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.ranks.ranks import Ranks
 from baton.runner.backends.weight_rows import Weight
 
@@ -55,6 +57,10 @@ class Operations(Protocol):
         """Prepare two weights [N, K] of one kind for `gated_linear`; the arguments are not kept."""
         ...
 
+    def adapt(self, weight: Any, terms: Sequence[LowRank], dtype: torch.dtype) -> Any:
+        """Prepare what an adapter adds to products of rows in `dtype` with a packed weight, for `RowAdapters`."""
+        ...
+
     def take_rows(self, weight: Any, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The rows `index` [T] of a packed weight, with the bits that `pack` was given: [T, K].
 
@@ -69,16 +75,24 @@ class Operations(Protocol):
         bias: torch.Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
+        adapters: RowAdapters | None = None,
     ) -> torch.Tensor:
         """The product of x [M, K] and the packed weight [N, K] transposed, plus bias [N]: [M, N].
+
+        `adapters`: of each row; what a row's adapter adds depends on this row alone. None: no row has any.
 
         The result is in `out_dtype`: x's dtype (None), or float32, whose sums are not rounded to a narrower x's dtype.
         For a weight in integers each row of x is rounded to 8 bits, in blocks of at most 32 elements.
         """
         ...
 
-    def gated_linear(self, x: torch.Tensor, weight: Any, *, activation: Activation) -> torch.Tensor:
-        """The gated product activation(x gateᵀ) * (x upᵀ): x [M, K] to [M, N] in x's dtype."""
+    def gated_linear(
+        self, x: torch.Tensor, weight: Any, *, activation: Activation, adapters: RowAdapters | None = None
+    ) -> torch.Tensor:
+        """The gated product activation(x gateᵀ) * (x upᵀ): x [M, K] to [M, N] in x's dtype.
+
+        Adapters change gate and up before the activation.
+        """
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:

@@ -6,6 +6,7 @@ Each row is computed by the same calls on the same shapes, whatever the other ro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from baton.runner.backends.cache_rows import read_blocks, write_rows
 from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.quantized_product import narrow_product
 from baton.runner.backends.quantized_weight import NarrowWeight
@@ -75,6 +77,10 @@ def pack_gated(gate: Weight, up: Weight) -> PackedWeight | PackedStack:
     return pack(gate, up)
 
 
+def adapt(weight: PackedWeight | PackedStack, terms: Sequence[LowRank], dtype: torch.dtype) -> tuple[LowRank, ...]:
+    return tuple(terms)
+
+
 def take_rows(
     weight: PackedWeight | NarrowWeight | PackedStack, index: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
@@ -93,16 +99,38 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    adapters: RowAdapters | None = None,
 ) -> torch.Tensor:
-    out = _product(x, weight)
+    out = _adapted(x, _product(x, weight), adapters)
     if bias is not None:
         out += _array(bias)
     return torch.from_numpy(out).to(x.dtype if out_dtype is None else out_dtype)
 
 
-def gated_linear(x: torch.Tensor, weight: PackedWeight | PackedStack, *, activation: Activation) -> torch.Tensor:
-    gate, up = np.split(_product(x, weight), 2, axis=1)
+def gated_linear(
+    x: torch.Tensor,
+    weight: PackedWeight | PackedStack,
+    *,
+    activation: Activation,
+    adapters: RowAdapters | None = None,
+) -> torch.Tensor:
+    gate, up = np.split(_adapted(x, _product(x, weight), adapters), 2, axis=1)
     return torch.from_numpy(_activate(gate, activation) * up).to(x.dtype)
+
+
+def _adapted(x: torch.Tensor, out: Array, adapters: RowAdapters | None) -> Array:
+    """Add to the rows of a product what their adapters add."""
+    if adapters is None:
+        return out
+    for row, slot in enumerate(adapters.slots.tolist()):
+        terms: Sequence[LowRank] | None = adapters.weights[slot] if slot >= 0 else None
+        for term in terms or ():
+            t = np.dot(_array(term.a), _array(x[row])) * np.float32(term.factor)
+            for outputs in term.outputs:
+                out[row, outputs.first : outputs.stop] += np.dot(_array(outputs.b), t)
+                if outputs.bias is not None:
+                    out[row, outputs.first : outputs.stop] += _array(outputs.bias) * np.float32(term.factor)
+    return out
 
 
 def _product(x: torch.Tensor, weight: PackedWeight | NarrowWeight | PackedStack) -> Array:

@@ -13,7 +13,7 @@ import torch
 from baton.runner.backends.cpu.kernels import Program
 from baton.runner.backends.operations import Operations
 
-_AT_LOAD = frozenset({"numerics", "pack", "pack_gated"})
+_AT_LOAD = frozenset({"numerics", "pack", "pack_gated", "adapt"})
 """Operations that are called while a model is loaded, and never in a step."""
 
 _ATTENTION = frozenset({"paged_attention", "store_kv"})

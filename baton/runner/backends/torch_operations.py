@@ -7,8 +7,9 @@ row by row. The check at start finds the number that suffices (self_check.py). W
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from baton.runner.backends.cache_rows import read_blocks, write_rows
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.float8_weight import Float8Weight
+from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.quantized_product import block_of, narrow_product, require_float8_groups
 from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
@@ -124,6 +126,11 @@ class TorchOperations:
     def pack_gated(self, gate: Weight, up: Weight) -> TorchWeight | TorchStack:
         return self.pack(gate, up)
 
+    def adapt(
+        self, weight: TorchWeight | TorchStack, terms: Sequence[LowRank], dtype: torch.dtype
+    ) -> tuple[LowRank, ...]:
+        return tuple(terms)
+
     def take_rows(
         self, weight: TorchWeight | TorchStack, index: torch.Tensor, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
@@ -138,10 +145,12 @@ class TorchOperations:
         bias: torch.Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
+        adapters: RowAdapters | None = None,
     ) -> torch.Tensor:
         dtype = x.dtype if out_dtype is None else out_dtype
         if isinstance(weight, TorchWeight) and dtype == x.dtype:
-            return self._in_calls(x, lambda rows: functional.linear(rows, weight.matrix, bias))
+            out = self._in_calls(x, lambda rows: functional.linear(rows, weight.matrix, bias))
+            return self._adapted(x, out, adapters)
 
         def compute(rows: torch.Tensor) -> torch.Tensor:
             if isinstance(weight, TorchWeight):
@@ -149,20 +158,29 @@ class TorchOperations:
             return weight.sums(rows)
 
         added = 0.0 if bias is None else bias.float()
-        return self._in_calls(x, lambda rows: (compute(rows) + added).to(dtype))
+        out = self._in_calls(x, lambda rows: (compute(rows) + added).to(dtype))
+        return self._adapted(x, out, adapters)
 
     def gated_linear(
-        self, x: torch.Tensor, weight: TorchWeight | TorchStack, *, activation: Activation
+        self,
+        x: torch.Tensor,
+        weight: TorchWeight | TorchStack,
+        *,
+        activation: Activation,
+        adapters: RowAdapters | None = None,
     ) -> torch.Tensor:
-        def compute(rows: torch.Tensor) -> torch.Tensor:
+        def sums(rows: torch.Tensor) -> torch.Tensor:
             if isinstance(weight, TorchWeight):
-                sums = functional.linear(rows, weight.matrix).float()
-            else:
-                sums = weight.sums(rows)
-            gate, up = sums.chunk(2, dim=-1)
+                return functional.linear(rows, weight.matrix).float()
+            return weight.sums(rows)
+
+        def gated(rows: torch.Tensor) -> torch.Tensor:
+            gate, up = rows.chunk(2, dim=-1)
             return (activate(gate.contiguous(), activation) * up).to(x.dtype)
 
-        return self._in_calls(x, compute)
+        if adapters is None:
+            return self._in_calls(x, lambda rows: gated(sums(rows)))
+        return self._in_calls(self._adapted(x, self._in_calls(x, sums), adapters), gated)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
         return rms_norm(x, weight, eps, plus_one)
@@ -215,6 +233,26 @@ class TorchOperations:
                     scores = torch.cat((scores, extra), dim=-1)
                 weights = torch.softmax(scores, dim=-1)[..., : stop - start]
                 out[row] = torch.bmm(weights, values[:, seen].contiguous()).view_as(out[row]).to(query.dtype)
+        return out
+
+    def _adapted(self, x: torch.Tensor, out: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
+        """What a product of x, rounded to its dtype, is with what the rows' adapters add, rounded once more."""
+        if adapters is None:
+            return out
+        for slot in torch.unique(adapters.slots).tolist():
+            terms: Sequence[LowRank] | None = adapters.weights[slot] if slot >= 0 else None
+            if terms is None:
+                continue
+            own = (adapters.slots == slot).nonzero().flatten().to(x.device)
+            rows, wide = x[own].float(), out[own].float()
+            for term in terms:
+                t = self._in_calls(rows, partial(functional.linear, weight=term.a.to(x.device))) * term.factor
+                for outputs in term.outputs:
+                    more = self._in_calls(t, partial(functional.linear, weight=outputs.b.to(x.device)))
+                    if outputs.bias is not None:
+                        more = more + outputs.bias.to(x.device) * term.factor
+                    wide[:, outputs.first : outputs.stop] += more
+            out[own] = wide.to(out.dtype)
         return out
 
     def _float32_product(self, rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

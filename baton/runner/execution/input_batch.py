@@ -31,6 +31,9 @@ _ROOM = 256
 NO_SLOT = -1
 """The slot of a padding row: nothing is stored."""
 
+NO_ADAPTER_SLOT = -1
+"""In the place of an adapter's slot: the row has no adapter."""
+
 
 class RequestState:
     """One request in the runner: its tokens, its blocks, and how far it is computed."""
@@ -344,6 +347,7 @@ class FlatBatch:
 
     given_at [G] and given uint8 [G, bytes of a row]: rows in the model's dtype that replace the embedding's output, and
     where; None: there are none. in_grids [3, padded]: rotary positions in three dimensions; None: `positions` are all.
+    adapters int32 [padded]: the slot of the adapter of each row, or -1; None: no row has any.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -357,6 +361,7 @@ class FlatBatch:
     given_at: npt.NDArray[np.int64] | None = None
     given: npt.NDArray[np.uint8] | None = None
     in_grids: npt.NDArray[np.int64] | None = None
+    adapters: npt.NDArray[np.int32] | None = None
 
     @property
     def rotary_positions(self) -> npt.NDArray[np.int64]:
@@ -372,10 +377,14 @@ class Rows(NamedTuple):
     num_sampled: int
     block_table: npt.NDArray[np.int32]
     """At least the blocks of all tokens up to the last row; see `RequestState.block_table`."""
+    adapter: int = NO_ADAPTER_SLOT
+    """The slot of its adapter."""
 
 
-def flatten(scheduled: Sequence[Scheduled], layout: KVLayout, row_quantum: int) -> FlatBatch:
-    """Concatenate the shares of a step and pad to a multiple of `row_quantum` rows."""
+def flatten(
+    scheduled: Sequence[Scheduled], layout: KVLayout, row_quantum: int, adapters: Mapping[str, int] | None = None
+) -> FlatBatch:
+    """Concatenate the shares of a step and pad to a multiple of `row_quantum` rows. `adapters`: slots by digest."""
     return flatten_rows(
         [
             Rows(
@@ -383,6 +392,7 @@ def flatten(scheduled: Sequence[Scheduled], layout: KVLayout, row_quantum: int) 
                 share.start,
                 share.num_sampled_rows,
                 share.state.block_table,
+                adapters[share.state.adapter] if adapters and share.state.adapter else NO_ADAPTER_SLOT,
             )
             for share in scheduled
         ],
@@ -417,6 +427,10 @@ def flatten_rows(sequences: Sequence[Rows], layout: KVLayout, row_quantum: int) 
     slots[:, :num_rows] = block_tables[:, owners, at // block_size].astype(np.int64) * block_size + at % block_size
     if size:
         np.concatenate([rows.token_ids for rows in sequences], out=token_ids[:num_rows])
+    adapters = None
+    if any(rows.adapter != NO_ADAPTER_SLOT for rows in sequences):
+        adapters = np.full(padded, NO_ADAPTER_SLOT, dtype=np.int32)
+        adapters[:num_rows] = np.repeat([rows.adapter for rows in sequences], counts)
     sample_ends = np.repeat(query_start[1:].astype(np.int64) - sample_start[1:], sampling)
     logits_rows = sample_ends + np.arange(sample_ends.size)
     return FlatBatch(
@@ -428,4 +442,5 @@ def flatten_rows(sequences: Sequence[Rows], layout: KVLayout, row_quantum: int) 
         seq_lens.astype(np.int32),
         block_tables,
         logits_rows,
+        adapters=adapters,
     )

@@ -117,5 +117,6 @@ def load_timed(spec: TorchSpec, *, bit_exact: bool = True) -> TimedRunner:
         operations=cast(Operations, stopwatch),
         quantization=spec.quantization,
         dequantize=spec.dequantize,
+        max_lora_rank=spec.max_lora_rank,
     )
     return TimedRunner(runner, stopwatch)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
@@ -108,8 +109,16 @@ class Decoder:
     A stage has some of the layers, and only the last one has a head.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device, row_quantum: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        row_quantum: int,
+        adapters: ModelAdapters,
+    ) -> None:
         """`row_quantum`: torch computes with multiples of this many rows. Raises NotAPlainDecoder for other parts."""
+        self._adapters = adapters
         base = _part(module, "model")
         self._dtype = dtype
         self._device = device
@@ -165,8 +174,11 @@ class Decoder:
             return self._run(self._programs[_Wanted(sampling, True)], self._head, x, angles, logits_rows)
         if self._programs:
             hidden = self._run(self._programs[_Wanted(sampling, False)], None, x, angles, logits_rows).hidden
+            self._adapters.rows.keep(logits_rows)
         else:
             hidden = self._hidden(x, *angles, logits_rows, sampling=sampling)
+        if num_logits is not None:
+            self._adapters.rows.keep_first(num_logits)
         return ModelOutput(hidden, self._head.rows(hidden[:num_logits]))
 
     def embedded(
@@ -197,7 +209,10 @@ class Decoder:
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor, *, sampling: bool
     ) -> torch.Tensor:
         _, normed = self._loop(x, cos, sin, logits_rows if sampling else None)
-        return normed if sampling else normed[logits_rows]
+        if sampling:
+            return normed
+        self._adapters.rows.keep(logits_rows)
+        return normed[logits_rows]
 
     def _loop(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sampling_rows: torch.Tensor | None
@@ -276,14 +291,16 @@ class Decoder:
         hidden = x.new_empty(logits_rows.shape[0], self._width)
         width = 0 if head is None else head.out_features
         logits = x.new_empty(logits_rows.shape[0], width, dtype=torch.float32)
-        program.run([x, *angles, hidden] + ([] if head is None else [logits]), self._layout, logits_rows)
+        arguments = [x, *angles, hidden] + ([] if head is None else [logits])
+        program.run(arguments, self._layout, logits_rows, self._adapters.of_step())
         return ModelOutput(hidden, logits)
 
     def _run_stage(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """The residual stream behind the last layer of this stage; x may be overwritten."""
         if not self._programs:
             return self._loop(x, *angles, None)[0]
-        self._programs[_Wanted(False, False)].run([x, *angles], self._layout, torch.empty(0, dtype=torch.int64))
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._programs[_Wanted(False, False)].run([x, *angles], self._layout, nothing, self._adapters.of_step())
         return x
 
     @property

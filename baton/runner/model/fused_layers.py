@@ -6,11 +6,13 @@ same without the leading dimension of one, for Baton's loop (decoder.py), and `r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Activation, Operations
@@ -44,7 +46,7 @@ class FusedNorm(nn.Module):
         return self._compute(x, self.rms_weight, self.eps, plus_one=self.plus_one)
 
 
-class FusedMlp(nn.Module):
+class FusedMlp(nn.Module, HasProducts):
     """A gated MLP: down(act(gate(x)) * up(x))."""
 
     def __init__(
@@ -55,29 +57,34 @@ class FusedMlp(nn.Module):
         down: Weight,
         down_bias: torch.Tensor | None,
         activation: Activation,
+        gate_and_up_in_one: bool = False,
     ) -> None:
+        """`gate_and_up_in_one`: the replaced module computes both in one module, gate_up_proj."""
         super().__init__()
-        self._operations = operations
         self._activation = activation
-        self._gated = operations.pack_gated(gate, up)
-        self._down = operations.pack(down)
+        n, k = gate.shape
+        modules = [("gate_up_proj", 2 * n)] if gate_and_up_in_one else [("gate_proj", n), ("up_proj", n)]
+        self._gated = AdaptableProduct(operations, operations.pack_gated(gate, up), k, modules)
+        self._down = AdaptableProduct(operations, operations.pack(down), n, [("down_proj", down.shape[0])])
         self._bias = None if down_bias is None else down_bias.detach().clone()
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]:
+        return self._gated, self._down
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] to [T, K]."""
-        operations = self._operations
-        inner = operations.gated_linear(x, self._gated, activation=self._activation)
-        return operations.linear(inner, self._down, self._bias)
+        return self._down.linear(self._gated.gated_linear(x, self._activation), self._bias)
 
     def record(self, program: Program, x: Rows, *, into: str) -> Rows:
-        inner = program.gated_linear(x, self._gated, self._activation, into="inner")
-        return program.linear(inner, self._down, self._bias, into=into)
+        inner = self._gated.record_gated(program, x, self._activation, into="inner")
+        return self._down.record(program, inner, self._bias, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
 
 
-class FusedAttention(nn.Module):
+class FusedAttention(nn.Module, HasProducts):
     """Attention that computes queries, keys and values in one product; then norms, rotation, attention, projection."""
 
     baton_attend: Attend
@@ -109,11 +116,24 @@ class FusedAttention(nn.Module):
         self._norms = norms
         self._how = of_own_heads(how, self.own_heads)
         own_rows = self._own_rows(num_heads, num_kv_heads)
-        self._qkv = operations.pack_own(*rows_in(weights, own_rows))
+        names = ("q_proj", "k_proj", "v_proj") if len(weights) > 1 else ("qkv_proj",)
+        self._qkv = AdaptableProduct(
+            operations,
+            operations.pack_own(*rows_in(weights, own_rows)),
+            weights[0].shape[1],
+            [(name, weight.shape[0]) for name, weight in zip(names, weights, strict=True)],
+            own_rows,
+        )
         bias = _joined_bias(weights, biases)
         self._qkv_bias = None if bias is None else torch.cat([bias[rows.start : rows.stop] for rows in own_rows])
-        self._out = operations.pack(out[0])
+        self._out = AdaptableProduct(
+            operations, operations.pack(out[0]), out[0].shape[1], [("o_proj", out[0].shape[0])]
+        )
         self._out_bias = None if out[1] is None else out[1].detach().clone()
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]:
+        return self._qkv, self._out
 
     def _own_rows(self, num_heads: int, num_kv_heads: int) -> list[range]:
         """Where the own queries, keys and values are among the outputs of the stacked weights."""
@@ -126,7 +146,7 @@ class FusedAttention(nn.Module):
     ) -> torch.Tensor:
         """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows."""
         operations, heads, both = self._operations, self._heads, self._heads + self._kv_heads
-        qkv = operations.linear(x, self._qkv, self._qkv_bias).view(x.shape[0], -1, self._head_dim)
+        qkv = self._qkv.linear(x, self._qkv_bias).view(x.shape[0], -1, self._head_dim)
         query, key, value = qkv[:, :heads], qkv[:, heads:both], qkv[:, both:]
         query_norm, key_norm = self._norms
         if query_norm is None or key_norm is None:
@@ -137,6 +157,7 @@ class FusedAttention(nn.Module):
             operations.rotate(key, cos, sin)
         if sample_rows is not None:
             query = query[sample_rows]
+            self._qkv.keep(sample_rows)
         attended = self.baton_attend.attend(
             self.layer_idx, query, key, value, self._how, sampling=sample_rows is not None
         )
@@ -144,7 +165,7 @@ class FusedAttention(nn.Module):
             return x[:0]
         own = attended.view(attended.shape[0], -1)
         every = operations.ranks.gather(own, [own.shape[1]] * operations.ranks.shard.size)
-        return operations.linear(every, self._out, self._out_bias)
+        return self._out.linear(every, self._out_bias)
 
     def record(
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
@@ -155,7 +176,7 @@ class FusedAttention(nn.Module):
             self._heads * self._head_dim,
             (self._heads + self._kv_heads) * self._head_dim,
         )
-        qkv = program.linear(x, self._qkv, self._qkv_bias, into="qkv")
+        qkv = self._qkv.record(program, x, self._qkv_bias, into="qkv")
         query, key, value = qkv.columns(0, queries), qkv.columns(queries, both), qkv.columns(both, qkv.width)
         query_norm, key_norm = self._norms
         if query_norm is None or key_norm is None:
@@ -168,7 +189,7 @@ class FusedAttention(nn.Module):
         if sampling:
             query = program.take_sampled(query, into="sampled query")
         attended = paged.record(program, self.layer_idx, query, key, value, self._how, into="attended")
-        return program.linear(attended, self._out, self._out_bias, into=into)
+        return self._out.record(program, attended, self._out_bias, into=into)
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], *_: Any, **__: Any

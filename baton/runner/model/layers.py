@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
@@ -38,7 +39,7 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "l
 _CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float)
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Module, HasProducts):
     """A linear layer on a packed weight: [..., K] to [..., N], in `out_dtype`: x's dtype (None), or float32."""
 
     def __init__(
@@ -55,17 +56,26 @@ class PackedLinear(nn.Module):
         self._out_dtype = out_dtype
         self._operations = operations
         self._packed = operations.pack(weight)
+        self._product = AdaptableProduct(operations, self._packed, self.in_features, [("", self.out_features)])
         self._bias = None if bias is None else bias.detach().clone()
+
+    @property
+    def products(self) -> Sequence[AdaptableProduct]:
+        return (self._product,)
+
+    def keep(self, index: torch.Tensor) -> None:
+        """Say that of the step's rows only `index` are left, for which `rows` is called next."""
+        self._product.keep(index)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K], contiguous: [T, N]."""
         if x.shape[0] == 0:
             return x.new_empty(0, self.out_features, dtype=self._out_dtype)
-        return self._operations.linear(x, self._packed, self._bias, out_dtype=self._out_dtype)
+        return self._product.linear(x, self._bias, self._out_dtype)
 
     def record(self, program: Program, x: Rows, *, into: Rows) -> None:
         """Append to a program what `rows` computes; the rows `into` must have the same dtype."""
-        program.linear(x, self._packed, self._bias, into=into)
+        self._product.record(program, x, self._bias, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)
@@ -80,10 +90,10 @@ class PackedEmbedding(nn.Module):
 
     def __init__(self, head: PackedLinear) -> None:
         super().__init__()
-        self._head = head
+        self.shared_weight = head
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._head.take_rows(token_ids.reshape(-1)).view(*token_ids.shape, -1)
+        return self.shared_weight.take_rows(token_ids.reshape(-1)).view(*token_ids.shape, -1)
 
 
 class InterceptedWeight(torch.Tensor):

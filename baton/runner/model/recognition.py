@@ -118,7 +118,8 @@ def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -
     if activation is None or gate_and_up is None:
         return None
     x = _like_input(down, torch.randn(1, _ROWS, gate_and_up[0].shape[1], generator=generator))
-    fused = FusedMlp(operations, *gate_and_up, weight_of(down), down.bias, activation)
+    in_one = isinstance(getattr(child, "gate_up_proj", None), nn.Linear)
+    fused = FusedMlp(operations, *gate_and_up, weight_of(down), down.bias, activation, in_one)
     return fused if _agree(child(x), fused(x)) else None
 
 

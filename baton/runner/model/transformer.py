@@ -13,6 +13,7 @@ import torch
 
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory
 from baton.errors import ConfigError
+from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.shared_splits import Int32Array, find_in_groups
@@ -134,6 +135,10 @@ class Transformer:
         mapped = MappedFiles(model.checkpoint.weight_files)
         self._why_not_recognised = fuse(model.module, operations, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
+        self.adapters = ModelAdapters(model.module, operations, self.dtype, self.row_quantum)
+        """The adapters that are loaded."""
+        self._logits_rows: torch.Tensor | None = None
+        """The rows for which transformers' own loop computes logits."""
         self._last_hidden: torch.Tensor | None = None
         """The latest input of the head in transformers' own loop, [1, rows, hidden size]."""
         head = head_of(model.module)
@@ -304,6 +309,7 @@ class Transformer:
             sharing=[None if places is None else self._tensor(places) for places in self._sharing(batch)],
         )
         rows = self._tensor(logits_rows)
+        self.adapters.begin(batch.adapters)
         try:
             if self._decoder is None:
                 return self._forward(batch.token_ids, batch.rotary_positions, rows, received, self._given(batch))
@@ -313,13 +319,14 @@ class Transformer:
             )
         finally:
             self._attention.layout = None
+            self.adapters.begin(None)
 
     def _compute_recorded(
         self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64], received: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """The logits of a step that a CUDA graph computes, or a stage's rows; None for any other step."""
         graphs, decoder = self.decode_graphs, self._decoder
-        if graphs is None or decoder is None or not graphs.fits(batch, logits_rows):
+        if graphs is None or decoder is None or batch.adapters is not None or not graphs.fits(batch, logits_rows):
             return None
         embedded = decoder.embedded(batch.token_ids, batch.rotary_positions, received, self._given(batch))
         return graphs.compute(*embedded, batch, self._sharing(batch))
@@ -379,11 +386,14 @@ class Transformer:
         bind(self._module, probe, self._operations.ranks)
         token_ids, positions, rows = self._probe_rows()
         try:
+            self.adapters.rows.num_probed = rows.shape[0]
             with watch, torch.inference_mode():
                 output = self._forward(token_ids, positions, rows, self._probe_received(rows.shape[0]))
         except (RuntimeError, ValueError, IndexError, ArithmeticError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise UnusableWeight(f"a step with them fails with {type(error).__name__} ({reason:.200})") from error
+        finally:
+            self.adapters.rows.num_probed = 0
         if not self.stage.is_last and (output.hidden.shape[1], output.hidden.dtype) != (self.width, self.dtype):
             raise UnsupportedAttention(
                 f"{architecture} has rows of {output.hidden.shape[1]} {output.hidden.dtype} between its layers, not of "
@@ -416,7 +426,7 @@ class Transformer:
     def _own_loop(self, dtype: torch.dtype) -> Decoder | None:
         """Baton's loop over the layers, if the model has the right parts and transformers' loop gives the same bits."""
         try:
-            decoder = Decoder(self._module, dtype, self.device, self.row_quantum)
+            decoder = Decoder(self._module, dtype, self.device, self.row_quantum, self.adapters)
         except NotAPlainDecoder as reason:
             self._why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_recognised)))
             return None
@@ -477,6 +487,7 @@ class Transformer:
     def _call_module(
         self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logits_rows: torch.Tensor
     ) -> ModelOutput:
+        self._logits_rows = logits_rows
         out = self._module(
             input_ids=self._tensor(token_ids).unsqueeze(0),
             position_ids=self._tensor(positions).unsqueeze(-2),
@@ -491,6 +502,8 @@ class Transformer:
 
     def _keep_hidden(self, _head: Any, given: Any) -> None:
         self._last_hidden = given[0]
+        if self._logits_rows is not None:
+            self.adapters.rows.keep(self._logits_rows)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

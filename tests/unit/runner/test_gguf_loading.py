@@ -98,7 +98,7 @@ def test_the_embedding_is_read_from_its_blocks(tmp_path: Path, is_tied: bool) ->
     expected = load_file(tmp_path / "twin/model.safetensors")["model.embed_tokens.weight"]
     ids = torch.arange(expected.shape[0])
     torch.testing.assert_close(embedding(ids), expected, rtol=1e-6, atol=1e-7)
-    assert (embedding._head is module.get_output_embeddings()) == is_tied
+    assert (embedding.shared_weight is module.get_output_embeddings()) == is_tied
 
 
 def test_nodes_that_keep_and_that_dequantise_blocks_refuse_each_other_by_name(tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ def a_batch(rng: np.random.Generator) -> FlatBatch:
         logits_rows=rng.integers(0, 9, size=seqs),
         given_at=rng.integers(0, 9, size=rows) if has_given else None,
         given=rng.integers(0, 255, size=(rows, 6), dtype=np.uint8) if has_given else None,
+        adapters=rng.integers(-1, 9, size=rows).astype(np.int32) if has_given else None,
     )
 
 

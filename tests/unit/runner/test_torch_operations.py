@@ -10,6 +10,7 @@ import torch
 
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelInfo
+from baton.runner.backends.low_rank import RowAdapters
 from baton.runner.backends.torch_operations import ROWS_PER_CALL, TorchOperations, TorchStack, TorchWeight
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -50,8 +51,9 @@ class Careless(TorchOperations):
         bias: torch.Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
+        adapters: RowAdapters | None = None,
     ) -> torch.Tensor:
-        exact = super().linear(x, weight, bias, out_dtype=out_dtype)
+        exact = super().linear(x, weight, bias, out_dtype=out_dtype, adapters=adapters)
         return exact if self.rows_per_call >= self.enough else exact * (1 + x.shape[0] / 1000)
 
 

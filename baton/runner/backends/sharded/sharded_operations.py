@@ -13,6 +13,7 @@ import torch
 
 from baton.runner.backends.cpu.kernels import Packed
 from baton.runner.backends.kernel_choice import CompiledOperations
+from baton.runner.backends.low_rank import LowRank, RowAdapters, parts_of
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.ranks.host_ranks import HostRanks
 from baton.runner.backends.ranks.shard import columns_of_ranks
@@ -54,6 +55,16 @@ class ShardedOperations:
         own = [rows_of(weight, columns.start, columns.stop) for weight in (gate, up)] if columns else []
         return self._sharded(num_columns, gate.shape[1], own, self._inner.pack_gated)
 
+    def adapt(self, weight: Any, terms: Sequence[LowRank], dtype: torch.dtype) -> Any:
+        """What an adapter adds to this rank's columns."""
+        if not isinstance(weight, ShardedWeight):
+            return self._inner.adapt(weight, terms, dtype)
+        if weight.own is None:
+            return None
+        first, stop = weight.columns.start, weight.columns.stop
+        ranges = [(first, stop), (weight.n + first, weight.n + stop)] if weight.own.gated else [(first, stop)]
+        return self._inner.adapt(weight.own, parts_of(terms, ranges), dtype)
+
     def take_rows(self, weight: ShardedWeight, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The rows of all ranks. The dtype must be given, since a rank that has none of the rows can't know it."""
         if dtype is None:
@@ -73,21 +84,30 @@ class ShardedOperations:
         bias: torch.Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
+        adapters: RowAdapters | None = None,
     ) -> torch.Tensor:
         """All columns of the product with a weight from `pack`; with one from `pack_own` those of this rank alone."""
         if not isinstance(weight, ShardedWeight):
-            return self._inner.linear(x, weight, bias, out_dtype=out_dtype)
+            return self._inner.linear(x, weight, bias, out_dtype=out_dtype, adapters=adapters)
         if weight.own is None:
             own = x.new_empty(x.shape[0], 0, dtype=out_dtype)
         else:
-            own = self._inner.linear(x, weight.own, weight.own_part(bias), out_dtype=out_dtype)
+            bias = weight.own_part(bias)
+            own = self._inner.linear(x, weight.own, bias, out_dtype=out_dtype, adapters=adapters)
         return self.ranks.gather(own, weight.widths)
 
-    def gated_linear(self, x: torch.Tensor, weight: ShardedWeight, *, activation: Activation) -> torch.Tensor:
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: ShardedWeight,
+        *,
+        activation: Activation,
+        adapters: RowAdapters | None = None,
+    ) -> torch.Tensor:
         if weight.own is None:
             own = x.new_empty(x.shape[0], 0)
         else:
-            own = self._inner.gated_linear(x, weight.own, activation=activation)
+            own = self._inner.gated_linear(x, weight.own, activation=activation, adapters=adapters)
         return self.ranks.gather(own, weight.widths)
 
     def _sharded(self, num_columns: int, k: int, own: Sequence[Weight], pack: Callable[..., Packed]) -> ShardedWeight:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed
+from baton.runner.backends.cpu.kernels.adapters import StepAdapters
 from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.call_structs import BarrierCall, Call, OperationKind
@@ -34,10 +35,18 @@ class ShardedProgram(Program):
         self._results: list[tuple[Rows, Rows]] = []
         """Arguments, and the shared rows from which they are filled."""
 
-    def linear(self, x: Rows, w: Packed | ShardedWeight, bias: torch.Tensor | None, *, into: str | Rows) -> Rows:
+    def linear(
+        self,
+        x: Rows,
+        w: Packed | ShardedWeight,
+        bias: torch.Tensor | None,
+        *,
+        into: str | Rows,
+        product: int | None = None,
+    ) -> Rows:
         """Record a product: all columns for a weight of `pack`, this rank's alone for one of `pack_own`."""
         if not isinstance(w, ShardedWeight):
-            return super().linear(x, w, bias, into=into)
+            return super().linear(x, w, bias, into=into, product=product)
         self._require_bias(bias, w.n)
         if isinstance(into, str):
             out = self._buffers.shared(into, w.n, x.sampled, self._dtype)
@@ -45,22 +54,36 @@ class ShardedProgram(Program):
             out = self._buffers.shared(f"argument {into.buffer}", w.n, x.sampled, into.dtype)
             self._results.append((into, out))
         if w.own is not None:
-            self._multiply_all(x, w.own, w.own_part(bias), out.columns(w.columns.start, w.columns.stop))
+            self._multiply_all(x, w.own, w.own_part(bias), out.columns(w.columns.start, w.columns.stop), product)
         self._wait_for_ranks()
         return out
 
-    def gated_linear(self, x: Rows, w: Packed | ShardedWeight, activation: Activation, *, into: str | Rows) -> Rows:
+    def gated_linear(
+        self,
+        x: Rows,
+        w: Packed | ShardedWeight,
+        activation: Activation,
+        *,
+        into: str | Rows,
+        product: int | None = None,
+    ) -> Rows:
         """Record all columns of the gated product activation(x gateᵀ) * (x upᵀ)."""
         if not isinstance(w, ShardedWeight) or not isinstance(into, str):
             raise KernelArgumentError("w", "must be a weight of all ranks, and its product go into shared rows")
         out = self._buffers.shared(into, w.n, x.sampled, self._dtype)
         if w.own is not None:
-            self._multiply_gated(x, w.own, activation, out.columns(w.columns.start, w.columns.stop))
+            self._multiply_gated(x, w.own, activation, out.columns(w.columns.start, w.columns.stop), product)
         self._wait_for_ranks()
         return out
 
-    def run(self, arguments: Sequence[torch.Tensor], layout: StepLayout, sampled: torch.Tensor) -> None:
-        super().run(arguments, layout, sampled)
+    def run(
+        self,
+        arguments: Sequence[torch.Tensor],
+        layout: StepLayout,
+        sampled: torch.Tensor,
+        adapters: StepAdapters | None = None,
+    ) -> None:
+        super().run(arguments, layout, sampled, adapters)
         if self._ranks.shard.rank == 0:
             for argument, shared in self._results:
                 tensor = arguments[argument.buffer]

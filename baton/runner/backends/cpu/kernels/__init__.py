@@ -21,6 +21,7 @@ from baton.runner.backends.cpu.kernels.rows import add_rms_norm, rms_norm, rotat
 from baton.runner.backends.cpu.kernels.weights import (
     Packed,
     StackedWeight,
+    adapt,
     gated_linear,
     linear,
     pack,
@@ -39,6 +40,7 @@ __all__ = [
     "PackedWeight",
     "Program",
     "StackedWeight",
+    "adapt",
     "add_rms_norm",
     "available",
     "gated_linear",

@@ -27,10 +27,22 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
 
 class LinearCall(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "x packed bias out format"),
+        *_fields(_POINTER, "x packed bias out format adapters"),
         *_fields(_SIZE, "m n k scale_group x_stride out_stride rows_per_task groups_per_task"),
         *_fields(_INT, "activation out_dtype"),
     ]
+
+
+class AdapterPanel(ctypes.Structure):
+    _fields_ = _fields(_SIZE, "offset first count")
+
+
+class AdapterWeights(ctypes.Structure):
+    _fields_ = [*_fields(_POINTER, "a b factors constants panels"), *_fields(_SIZE, "rank k")]
+
+
+class AdapterRows(ctypes.Structure):
+    _fields_ = [*_fields(_POINTER, "slots weights t"), *_fields(_SIZE, "num_slots t_stride")]
 
 
 class Number(IntEnum):
@@ -154,7 +166,11 @@ class Place(ctypes.Structure):
 
 
 class Operation(ctypes.Structure):
-    _fields_ = [*_fields(_INT64, "kind which_rows group"), *_fields(Place, "x out second third"), ("call", Call)]
+    _fields_ = [
+        *_fields(_INT64, "kind which_rows group product second_stride"),
+        *_fields(Place, "x out second third"),
+        ("call", Call),
+    ]
 
 
 class StepGroup(ctypes.Structure):
@@ -165,6 +181,8 @@ class Step(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "buffers sampled query_start sample_start seq_lens groups"),
         *_fields(_INT64, "rows num_sampled num_seqs"),
+        *_fields(_POINTER, "adapter_slots sampled_slots adapter_weights t"),
+        *_fields(_INT64, "num_slots t_stride"),
     ]
 
 
@@ -176,6 +194,9 @@ class _LayoutEntry(ctypes.Structure):
 
 _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "linear_call": LinearCall,
+    "adapter_panel": AdapterPanel,
+    "adapter_weights": AdapterWeights,
+    "adapter_rows": AdapterRows,
     "quantized_format": QuantizedFormat,
     "quantized_parts": QuantizedParts,
     "quantize_call": QuantizeCall,

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from baton.runner.backends.cpu.kernels.adapters import ProductAdapters
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
@@ -120,6 +121,7 @@ def multiply_float8(
     activation: int,
     threads: int,
     out: torch.Tensor | None = None,
+    adapters: ProductAdapters | None = None,
 ) -> torch.Tensor:
     """The product of x [m, k] (float32 or bfloat16) and the weight transposed: [m, n] in x's dtype.
 
@@ -129,7 +131,7 @@ def multiply_float8(
     if w.padded_k != w.k:
         x = functional.pad(x, (0, w.padded_k - w.k))
     bias_address = None if bias is None else require_bias(bias, w.n, x.dtype)
-    return multiply_packed(x, w, w.group, bias_address, activation, threads, out)
+    return multiply_packed(x, w, w.group, bias_address, activation, threads, out, adapters)
 
 
 def _whole_row(k: int) -> int:

@@ -82,8 +82,10 @@ def library() -> Library:
     functions.baton_padded_k.restype = size
     functions.baton_pack.argtypes = [integer, integer, pointer, pointer, size, size, size, size]
     functions.baton_pack.restype = None
-    functions.baton_linear.argtypes = [integer, integer] + [pointer] * 4 + [size] * 6 + [integer] * 3
-    functions.baton_quantized_linear.argtypes = [integer, integer] + [pointer] * 6 + [size] * 5 + [integer] * 3
+    functions.baton_linear.argtypes = [integer, integer] + [pointer] * 4 + [size] * 6 + [integer] * 3 + [pointer]
+    functions.baton_quantized_linear.argtypes = (
+        [integer, integer] + [pointer] * 6 + [size] * 5 + [integer] * 3 + [pointer]
+    )
     functions.baton_quantized_size.argtypes = [pointer, size, size]
     functions.baton_quantized_size.restype = size
     functions.baton_quantized_row_bytes.argtypes = [pointer, size]

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch.nn import functional
 
+from baton.runner.backends.cpu.kernels.adapters import ProductAdapters
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
@@ -83,21 +84,29 @@ def linear(
     *,
     threads: int,
     out: torch.Tensor | None = None,
+    adapters: ProductAdapters | None = None,
 ) -> torch.Tensor:
     """The product of x [m, k] and the weight [n, k] transposed, plus bias [n]: [m, n].
 
     The result is in x's dtype, or in that of `out`, which may be float32 to keep the sums unrounded. Sums are float32.
     Each output is summed over k in one fixed order, which does not depend on m, on the row's index or on the number of
-    threads. The bias is added before rounding. There may be gaps between the rows of x. Raises
-    KernelArgumentError for tensors that don't fit.
+    threads. What the rows' adapters add, and the bias, is added before rounding. There may be gaps between the rows of
+    x. Raises KernelArgumentError for tensors that don't fit.
     """
     if w.gated:
         raise KernelArgumentError("w", "is gated: use gated_linear")
     bias_address = None if bias is None else require_bias(bias, w.n, w.dtype)
-    return _multiply(x, w, bias_address, NOT_GATED, threads, out)
+    return _multiply(x, w, bias_address, NOT_GATED, threads, out, adapters)
 
 
-def gated_linear(x: torch.Tensor, w: PackedWeight, *, activation: Activation, threads: int) -> torch.Tensor:
+def gated_linear(
+    x: torch.Tensor,
+    w: PackedWeight,
+    *,
+    activation: Activation,
+    threads: int,
+    adapters: ProductAdapters | None = None,
+) -> torch.Tensor:
     """The gated product activation(x gateᵀ) * (x upᵀ): x [m, k] to [m, n] in x's dtype.
 
     Activation and product are computed from the float32 sums and rounded once. The rest is as in `linear`.
@@ -106,7 +115,7 @@ def gated_linear(x: torch.Tensor, w: PackedWeight, *, activation: Activation, th
         raise KernelArgumentError("w", "is not gated: use pack_gated")
     if activation not in ACTIVATIONS:
         raise KernelArgumentError("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {activation}")
-    return _multiply(x, w, None, ACTIVATIONS[activation], threads)
+    return _multiply(x, w, None, ACTIVATIONS[activation], threads, None, adapters)
 
 
 def require_bias(bias: torch.Tensor, n: int, dtype: torch.dtype) -> int:
@@ -144,7 +153,13 @@ def require_rows(x: torch.Tensor, k: int) -> None:
 
 
 def _multiply(
-    x: torch.Tensor, w: PackedWeight, bias: int | None, activation: int, threads: int, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    w: PackedWeight,
+    bias: int | None,
+    activation: int,
+    threads: int,
+    out: torch.Tensor | None,
+    adapters: ProductAdapters | None,
 ) -> torch.Tensor:
     if x.ndim != 2 or x.dtype != w.dtype or not x.is_cpu:
         raise KernelArgumentError("x", f"must be [m, {w.k}] {w.dtype} on the CPU, is {tuple(x.shape)} {x.dtype}")
@@ -153,7 +168,7 @@ def _multiply(
         require_rows(x, w.padded_k)
     else:
         require_rows(x, w.k)
-    return multiply_packed(x, w, 0, bias, activation, threads, out)
+    return multiply_packed(x, w, 0, bias, activation, threads, out, adapters)
 
 
 class _PackedWhole(Protocol):
@@ -177,6 +192,7 @@ def multiply_packed(
     activation: int,
     threads: int,
     out: torch.Tensor | None,
+    adapters: ProductAdapters | None,
 ) -> torch.Tensor:
     """Call the library for a product whose arguments were checked: x [m, padded_k] to [m, n].
 
@@ -201,6 +217,7 @@ def multiply_packed(
         activation,
         DTYPES[out.dtype],
         threads,
+        None if adapters is None else adapters.address,
     )
     if status:
         check_status(status)

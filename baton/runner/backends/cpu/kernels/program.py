@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 
+from baton.runner.backends.cpu.kernels.adapters import ProgramAdapters, StepAdapters
 from baton.runner.backends.cpu.kernels.attention import (
     cache_format,
     require_attention,
@@ -84,6 +85,10 @@ class Program:
         self._buffers = Buffers(dtype, shared_memory)
         self._num_groups = 0
         self._times: list[ctypes.Array[ctypes.c_int64]] = []
+        self._products: list[tuple[int, int]] = []
+        """The products that adapters may change: the number of each in the model, and the part of its weight."""
+        self._adapters = ProgramAdapters()
+        """Of the table of adapters in the latest step that had any."""
 
     def argument(self, width: int, *, sampled: bool = False, dtype: torch.dtype | None = None) -> Rows:
         """Declare a matrix that callers of `run` pass: [T, width], or [S, width] with `sampled`, contiguous.
@@ -94,17 +99,24 @@ class Program:
             raise KernelArgumentError("dtype", f"must be {self._dtype} or float32, is {dtype}")
         return self._buffers.argument(width, sampled, self._dtype if dtype is None else dtype)
 
-    def linear(self, x: Rows, w: Packed, bias: torch.Tensor | None, *, into: str | Rows) -> Rows:
-        """Record the product of x and the weight transposed, plus bias; float32 rows `into` keep the sums unrounded."""
+    def linear(
+        self, x: Rows, w: Packed, bias: torch.Tensor | None, *, into: str | Rows, product: int | None = None
+    ) -> Rows:
+        """Record the product of x and the weight transposed, plus bias; float32 rows `into` keep the sums unrounded.
+
+        `product`: its number in the tables of adapters that steps have; None: adapters don't change it.
+        """
         self._require_bias(bias, w.n)
         out = self._out(into, w.n, x.sampled)
-        self._multiply_all(x, w, bias, out)
+        self._multiply_all(x, w, bias, out, product)
         return out
 
-    def gated_linear(self, x: Rows, w: Packed, activation: Activation, *, into: str | Rows) -> Rows:
+    def gated_linear(
+        self, x: Rows, w: Packed, activation: Activation, *, into: str | Rows, product: int | None = None
+    ) -> Rows:
         """Record the gated product activation(x gateᵀ) * (x upᵀ)."""
         out = self._out(into, w.n, x.sampled)
-        self._multiply_gated(x, w, activation, out)
+        self._multiply_gated(x, w, activation, out, product)
         return out
 
     def rms_norm(self, x: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str | Rows) -> Rows:
@@ -196,10 +208,17 @@ class Program:
         self._record(OperationKind.TAKE_ROWS, x, Call(take=call), out=out)
         return out
 
-    def run(self, arguments: Sequence[torch.Tensor], layout: StepLayout, sampled: torch.Tensor) -> None:
+    def run(
+        self,
+        arguments: Sequence[torch.Tensor],
+        layout: StepLayout,
+        sampled: torch.Tensor,
+        adapters: StepAdapters | None = None,
+    ) -> None:
         """Compute a step, and return when it is computed.
 
-        `arguments`: in the order in which they were declared; `sampled`: int64 [S], the rows that sample.
+        `arguments`: in the order in which they were declared; `sampled`: int64 [S], the rows that sample; `adapters`:
+        None if no row has one.
         """
         num_rows, num_sampled = layout.slots[0].shape[0], sampled.shape[0]
         self._require_step(arguments, layout, sampled)
@@ -219,6 +238,8 @@ class Program:
             num_sampled,
             layout.seq_lens.shape[0],
         )
+        if adapters is not None:
+            kept = self._set_adapters(step, adapters, sampled)
         if len(self._operations) != len(self._recorded):
             self._operations = (Operation * len(self._recorded))(*self._recorded)
         count = len(self._operations)
@@ -227,6 +248,8 @@ class Program:
         check_status(
             run(self._isa, DTYPES[self._dtype], self._operations, count, ctypes.byref(step), self._threads, times)
         )
+        if adapters is not None:
+            del kept  # the memory that the step pointed to
         if times is not None:
             self.timed_until = time.perf_counter()
             self._times.append(times)
@@ -243,6 +266,21 @@ class Program:
                 taken[_NAMES[operation.kind]] += (after - before) / 1e9
         return taken
 
+    def _set_adapters(self, step: Step, adapters: StepAdapters, sampled: torch.Tensor) -> object:
+        """Fill in a step's adapters; returns what must be kept until the step is computed."""
+        slots, table = adapters.slots, adapters.table
+        if slots.shape != (step.rows,) or slots.dtype != torch.int32 or not slots.is_contiguous():
+            raise KernelArgumentError("adapters", f"must have int32 slots [{step.rows}], contiguous")
+        if table is not self._adapters.weights:
+            self._adapters = ProgramAdapters.of(table, self._products)
+        own = self._adapters
+        of_sampled = slots[sampled]
+        t = torch.empty(max(step.rows, step.num_sampled) * own.stride)
+        step.adapter_slots, step.sampled_slots = slots.data_ptr(), of_sampled.data_ptr()
+        step.adapter_weights, step.t = ctypes.addressof(own.pointers), t.data_ptr()
+        step.num_slots, step.t_stride = own.num_slots, own.stride
+        return own, of_sampled, t
+
     def _attention_rows(self, into: str, width: int, sampled: bool) -> tuple[Rows, Rows]:
         """The rows that attention writes, and those that are its result: the same, if no other rank writes any."""
         out = self._buffers.scratch(into, width, sampled)
@@ -255,18 +293,23 @@ class Program:
         if bias is not None and (bias.shape != (n,) or bias.dtype != self._dtype or not bias.is_contiguous()):
             raise KernelArgumentError("bias", f"must be [{n}] {self._dtype}, contiguous")
 
-    def _multiply_all(self, x: Rows, w: Packed, bias: torch.Tensor | None, out: Rows) -> None:
+    def _multiply_all(
+        self, x: Rows, w: Packed, bias: torch.Tensor | None, out: Rows, product: int | None = None
+    ) -> None:
         """Record the product with each part of a weight, plus its columns of the bias."""
         if w.gated:
             raise KernelArgumentError("w", "is gated: use gated_linear")
-        for first, part in columns_of(w.parts if isinstance(w, StackedWeight) else (w,)):
+        for index, (first, part) in enumerate(columns_of(w.parts if isinstance(w, StackedWeight) else (w,))):
             own_bias = None if bias is None else bias[first : first + part.n]
-            self._multiply(x, part, own_bias, NOT_GATED, out.columns(first, first + part.n))
+            adapted = None if product is None else (product, index)
+            self._multiply(x, part, own_bias, NOT_GATED, out.columns(first, first + part.n), adapted)
 
-    def _multiply_gated(self, x: Rows, w: Packed, activation: Activation, out: Rows) -> None:
+    def _multiply_gated(
+        self, x: Rows, w: Packed, activation: Activation, out: Rows, product: int | None = None
+    ) -> None:
         if not w.gated or isinstance(w, StackedWeight):
             raise KernelArgumentError("w", "is not gated: use pack_gated")
-        self._multiply(x, w, None, ACTIVATIONS[activation], out)
+        self._multiply(x, w, None, ACTIVATIONS[activation], out, None if product is None else (product, 0))
 
     def _multiply(
         self,
@@ -275,7 +318,10 @@ class Program:
         bias: torch.Tensor | None,
         activation: int,
         out: Rows,
+        adapted: tuple[int, int] | None,
     ) -> None:
+        """`adapted`: if adapters may change it, the number of the product in the model and of the weight's part."""
+        given = x
         if x.width != w.k:
             raise KernelArgumentError("x", f"has {x.width} columns, the weight {w.k}")
         call = LinearCall(
@@ -298,7 +344,11 @@ class Program:
         elif isinstance(w, PackedFloat8Weight):
             call.scale_group = w.group
         self._kept += [w, bias]
-        self._record(OperationKind.LINEAR, x, Call(linear=call), out=out)
+        if adapted is None:
+            self._record(OperationKind.LINEAR, x, Call(linear=call), out=out)
+            return
+        self._record(OperationKind.LINEAR, x, Call(linear=call), out=out, second=given, product=len(self._products))
+        self._products.append(adapted)
 
     def _quantize(self, x: Rows, w: PackedQuantizedWeight) -> Rows:
         """Record that x is quantised for a weight, and return the rows of the scratch buffer with the result."""
@@ -337,13 +387,15 @@ class Program:
         second: Rows | None = None,
         third: Rows | None = None,
         group: int = 0,
+        product: int = -1,
     ) -> None:
         of = x if out is None else out
         others = (x, second, third) if kind is OperationKind.LINEAR else (x, out, second, third)
         if any(rows is not None and rows.dtype != self._dtype for rows in others):
             raise KernelArgumentError("into", f"and all operands must be {self._dtype}; only products can be float32")
         places = [self._place(rows) for rows in (x, out, second, third)]
-        self._recorded.append(Operation(kind, of is not None and of.sampled, group, *places, call))
+        stride = 0 if second is None else second.stride
+        self._recorded.append(Operation(kind, of is not None and of.sampled, group, product, stride, *places, call))
         self._num_groups = max(self._num_groups, group + 1)
 
     def _place(self, rows: Rows | None) -> Place:

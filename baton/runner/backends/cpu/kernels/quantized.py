@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from baton.runner.backends.cpu.kernels.adapters import ProductAdapters
 from baton.runner.backends.cpu.kernels.call_structs import Number, QuantizedFormat, QuantizedParts
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
@@ -121,6 +122,7 @@ def multiply_quantized(
     activation: int,
     threads: int,
     out: torch.Tensor | None = None,
+    adapters: ProductAdapters | None = None,
 ) -> torch.Tensor:
     """The product of x [m, k] (float32 or bfloat16) and the weight transposed: [m, n] in x's dtype.
 
@@ -150,6 +152,7 @@ def multiply_quantized(
         activation,
         DTYPES[out.dtype],
         threads,
+        None if adapters is None else adapters.address,
     )
     if status:
         check_status(status)

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from baton.runner.backends.cpu.kernels import product
+from baton.runner.backends.cpu.kernels.adapters import KernelAdapter, ProductAdapters, adapt_part
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import (
     PackedFloat8Weight,
@@ -32,6 +33,7 @@ from baton.runner.backends.cpu.kernels.quantized import (
     pack_quantized,
 )
 from baton.runner.backends.float8_weight import Float8Weight
+from baton.runner.backends.low_rank import LowRank, RowAdapters, parts_of
 from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
 
 Weight: TypeAlias = torch.Tensor | NarrowWeight
@@ -114,45 +116,64 @@ def linear(
     *,
     out_dtype: torch.dtype | None = None,
     threads: int,
+    adapters: RowAdapters | None = None,
 ) -> torch.Tensor:
     """The product of x [m, k] and the weight [n, k] transposed, plus bias [n]: [m, n].
 
     The result is in `out_dtype`: x's dtype (None), or float32, which keeps the sums unrounded. Sums are float32, each
     in one fixed order of k, whatever m, the row's index and the number of threads are. For a weight in integers, x
-    is quantised. Raises KernelArgumentError for tensors that don't fit.
+    is quantised; adapters compute from x itself. Raises KernelArgumentError for tensors that don't fit.
     """
     if out_dtype not in (None, x.dtype, torch.float32):
         raise KernelArgumentError("out_dtype", f"must be {x.dtype} or float32, is {out_dtype}")
     out = x.new_empty((x.shape[0], w.n), dtype=out_dtype)
     if isinstance(w, PackedWeight):
-        return product.linear(x, w, bias, threads=threads, out=out)
+        return product.linear(x, w, bias, threads=threads, out=out, adapters=_part_adapters(adapters, 0, x))
     if w.gated:
         raise KernelArgumentError("w", "is gated: use gated_linear")
     if not isinstance(w, StackedWeight):
-        return _multiply_narrow(x, w, bias, NOT_GATED, threads, out)
+        return _multiply_narrow(x, w, bias, NOT_GATED, threads, out, _part_adapters(adapters, 0, x))
     if bias is not None:
         product.require_bias(bias, w.n, x.dtype)
-    for first, part in columns_of(w.parts):
+    for index, (first, part) in enumerate(columns_of(w.parts)):
         columns, own_bias = out[:, first : first + part.n], None if bias is None else bias[first : first + part.n]
+        of_part = _part_adapters(adapters, index, x)
         if isinstance(part, PackedWeight):
-            product.linear(x, part, own_bias, threads=threads, out=columns)
+            product.linear(x, part, own_bias, threads=threads, out=columns, adapters=of_part)
         else:
-            _multiply_narrow(x, part, own_bias, NOT_GATED, threads, columns)
+            _multiply_narrow(x, part, own_bias, NOT_GATED, threads, columns, of_part)
     return out
 
 
-def gated_linear(x: torch.Tensor, w: Packed, *, activation: Activation, threads: int) -> torch.Tensor:
+def gated_linear(
+    x: torch.Tensor, w: Packed, *, activation: Activation, threads: int, adapters: RowAdapters | None = None
+) -> torch.Tensor:
     """The gated product activation(x gateᵀ) * (x upᵀ): x [m, k] to [m, n] in x's dtype.
 
     Activation and product are computed from the float32 sums and rounded once. The rest is as in `linear`.
     """
+    of_part = _part_adapters(adapters, 0, x)
     if isinstance(w, PackedWeight):
-        return product.gated_linear(x, w, activation=activation, threads=threads)
+        return product.gated_linear(x, w, activation=activation, threads=threads, adapters=of_part)
     if not w.gated or isinstance(w, StackedWeight):
         raise KernelArgumentError("w", "is not gated: use pack_gated")
     if activation not in ACTIVATIONS:
         raise KernelArgumentError("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {activation}")
-    return _multiply_narrow(x, w, None, ACTIVATIONS[activation], threads)
+    return _multiply_narrow(x, w, None, ACTIVATIONS[activation], threads, None, of_part)
+
+
+def adapt(w: Packed, terms: Sequence[LowRank], dtype: torch.dtype) -> tuple[KernelAdapter | None, ...]:
+    """Prepare what an adapter adds to products of rows in `dtype` with a packed weight, for each of its parts."""
+    if not isinstance(w, StackedWeight):
+        return (adapt_part(terms, w.n, w.k, gated=w.gated, dtype=dtype),)
+    return tuple(
+        adapt_part(parts_of(terms, [(first, first + part.n)]), part.n, w.k, gated=False, dtype=dtype)
+        for first, part in columns_of(w.parts)
+    )
+
+
+def _part_adapters(of_rows: RowAdapters | None, part: int, x: torch.Tensor) -> ProductAdapters | None:
+    return None if of_rows is None else ProductAdapters(of_rows, part, x.shape[0])
 
 
 def columns_of(parts: Sequence[PackedPart]) -> list[tuple[int, PackedPart]]:
@@ -170,10 +191,11 @@ def _multiply_narrow(
     bias: torch.Tensor | None,
     activation: int,
     threads: int,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | None,
+    of_rows: ProductAdapters | None,
 ) -> torch.Tensor:
     multiply = multiply_float8 if isinstance(w, PackedFloat8Weight) else multiply_quantized
-    return multiply(x, w, bias, activation, threads, out)  # type: ignore[arg-type]
+    return multiply(x, w, bias, activation, threads, out, of_rows)  # type: ignore[arg-type]
 
 
 def _format_of(weight: Weight) -> object:

@@ -24,6 +24,7 @@
 #include "functions.inc.h"
 #include "rows.inc.h"
 #include "product_float32.inc.h"
+#include "adapters.inc.h"
 #include "linear_float32.inc.h"
 
 typedef uint32_t bf16_row;
@@ -245,6 +246,7 @@ TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) 
     for (size_t group = part.group; group < part.group_end; group++, sums += rows * GROUP_COLUMNS) {
         struct epilogue epilogue;
         open_epilogue(&epilogue, call, DTYPE_BFLOAT16, group);
+        add_adapters(DTYPE_BFLOAT16, call, group, part.row, rows, sums);
         store_sums(&epilogue, call->out, part.row, rows, sums);
     }
 }
@@ -315,6 +317,6 @@ static int supported(void) {
 const struct isa isa_amx_bf16 = {
     "amx_bf16", supported, {linear_float32, linear_bfloat16}, {linear_float8_float32, linear_float8_and_release},
     {attention_float32, attention_bfloat16_and_release}, {shared_attention_float32, shared_attention_bfloat16_and_release},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, STEP_PAIRS, BLOCK_ROWS, 512, 1,
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, {shrink_float32, shrink_bfloat16}, STEP_PAIRS, BLOCK_ROWS, 512, 1,
     &quantized_avx512_vnni};
 #endif

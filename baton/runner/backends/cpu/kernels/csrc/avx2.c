@@ -18,6 +18,7 @@
 #include "rows.inc.h"
 #include "product_float32.inc.h"
 #include "product_bfloat16.inc.h"
+#include "adapters.inc.h"
 #include "linear_float32.inc.h"
 #include "linear_bfloat16.inc.h"
 #define FLOAT8_FEW_ROWS 2
@@ -33,7 +34,7 @@ static int supported(void) { return __builtin_cpu_supports("avx2") && __builtin_
 #define KERNELS(name, supported, quantized)                                                                                  \
     {name, supported, {linear_float32, linear_bfloat16}, {linear_float8_float32, linear_float8_bfloat16},                    \
      {attention_float32, attention_bfloat16}, {shared_attention_float32, shared_attention_bfloat16},                         \
-     {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16},                                               \
+     {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, {shrink_float32, shrink_bfloat16},                                               \
      1, TALL_ROWS, 512, 0, quantized}
 
 static int supports_vnni(void) { return quantized_avx2_vnni.supported(); }

@@ -15,6 +15,7 @@
 #define TALL_CASES(F) F(1)
 #include "functions.inc.h"
 #include "product_float32.inc.h"
+#include "adapters.inc.h"
 #include "linear_float32.inc.h"
 #define QUANTIZED_UNROLLED 0
 #define QUANTIZED_WIDE_ROWS 1

@@ -14,6 +14,7 @@
 #include "rows.inc.h"
 #include "product_float32.inc.h"
 #include "product_bfloat16.inc.h"
+#include "adapters.inc.h"
 #include "linear_float32.inc.h"
 #include "linear_bfloat16.inc.h"
 #define FLOAT8_FEW_ROWS FEW_ROWS
@@ -33,7 +34,7 @@ static int supported(void) {
 const struct isa isa_avx512 = {
     "avx512", supported, {linear_float32, linear_bfloat16}, {linear_float8_float32, linear_float8_bfloat16},
     {attention_float32, attention_bfloat16}, {shared_attention_float32, shared_attention_bfloat16},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0, &quantized_avx512_vnni};
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, {shrink_float32, shrink_bfloat16}, 1, TALL_ROWS, 512, 0, &quantized_avx512_vnni};
 
 /* Products with quantized weights, for all instruction sets from here up. AMX has tiles of 8-bit integers, too: to be measured on a
  * machine that has them. A processor without VNNI computes the same on AVX2. */

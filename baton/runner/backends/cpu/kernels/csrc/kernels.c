@@ -113,6 +113,22 @@ struct work norm_work(struct norm_call *call, const struct isa *isa, enum dtype 
     return work;
 }
 
+/* Cut into tasks of so many ranks as adapters.inc.h computes together. */
+enum { SHRINK_RANKS = 8 };
+
+struct work shrink_work(struct shrink_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = isa->shrink[dtype], .job = call};
+    size_t rank = 0;
+    for (size_t slot = 0; slot < call->adapters->num_slots; slot++) {
+        const struct adapter_weights *weights = call->adapters->weights[slot];
+        if (weights != NULL && weights->rank > rank) rank = weights->rank;
+    }
+    call->parts = rank / SHRINK_RANKS;
+    call->rows_per_task = call->rows <= FEW_ROWS ? 1 : 8;
+    work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task * call->parts;
+    return work;
+}
+
 struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dtype dtype) {
     struct work work = {.function = isa->rotate[dtype], .job = call};
     call->tokens_per_task = worthwhile(call->heads * call->half * 2);
@@ -132,30 +148,49 @@ static int worthwhile_threads(size_t m, size_t n, size_t k, int n_threads) {
     return (double)m * (double)n * (double)k < 1 << 18 ? 1 : n_threads;
 }
 
+/* Appends the work of the adapters to works, if any changes the product; returns how many works there are then. */
+static size_t append_shrink(struct work *works, size_t n_works, struct shrink_call *shrink, struct linear_call *call,
+                            const struct isa *isa, enum dtype dtype) {
+    if (shrink->adapters == NULL) return n_works;
+    struct work work = shrink_work(shrink, isa, dtype);
+    if (work.n_tasks == 0) return n_works;
+    call->adapters = shrink->adapters;
+    works[n_works] = work;
+    return n_works + 1;
+}
+
 /* n: columns of out; k: padded columns of x; scale_group: of a weight in float8, or 0; strides: elements from row to row;
- * activation: an enum activation; out_dtype: float32, or dtype */
+ * activation: an enum activation; out_dtype: float32, or dtype; adapters: NULL, or those of the rows */
 int baton_linear(int isa_index, int dtype, const void *x, const void *packed, const void *bias, void *out, size_t m, size_t n,
-                 size_t k, size_t scale_group, size_t x_stride, size_t out_stride, int activation, int out_dtype, int n_threads) {
+                 size_t k, size_t scale_group, size_t x_stride, size_t out_stride, int activation, int out_dtype, int n_threads,
+                 const struct adapter_rows *adapters) {
+    const struct isa *isa = isas[isa_index];
     struct linear_call call = {.x = x, .packed = packed, .bias = bias, .out = out, .m = m, .n = n, .k = k,
                                .scale_group = scale_group, .x_stride = x_stride, .out_stride = out_stride,
                                .activation = (enum activation)activation, .out_dtype = (enum dtype)out_dtype};
+    struct shrink_call shrink = {.x = x, .adapters = adapters, .rows = m, .x_stride = x_stride};
+    struct work works[2];
     n_threads = worthwhile_threads(m, n, k, n_threads);
-    struct work work = linear_work(&call, isas[isa_index], (enum dtype)dtype, n_threads);
-    return run_works(&work, 1, n_threads, NULL);
+    size_t n_works = append_shrink(works, 0, &shrink, &call, isa, (enum dtype)dtype);
+    works[n_works++] = linear_work(&call, isa, (enum dtype)dtype, n_threads);
+    return run_works(works, n_works, n_threads, NULL);
 }
 
 /* The product with a quantized weight. room: m rows of quantized x (baton_quantized_row_bytes) */
 int baton_quantized_linear(int isa_index, int dtype, const struct quantized_format *format, const void *x, const void *packed,
                            const void *bias, void *out, void *room, size_t m, size_t n, size_t k, size_t x_stride,
-                           size_t out_stride, int activation, int out_dtype, int n_threads) {
+                           size_t out_stride, int activation, int out_dtype, int n_threads, const struct adapter_rows *adapters) {
     const struct isa *isa = isas[isa_index];
     struct quantize_call quantize = {.x = x, .out = room, .format = format, .rows = m, .k = k, .x_stride = x_stride};
     struct linear_call call = {.x = room, .packed = packed, .bias = bias, .out = out, .format = format, .m = m, .n = n, .k = k,
                                .x_stride = quantized_row_bytes(format, k), .out_stride = out_stride,
                                .activation = (enum activation)activation, .out_dtype = (enum dtype)out_dtype};
+    struct shrink_call shrink = {.x = x, .adapters = adapters, .rows = m, .x_stride = x_stride};
     n_threads = worthwhile_threads(m, n, k, n_threads);
-    struct work works[] = {quantize_work(&quantize, isa, (enum dtype)dtype), linear_work(&call, isa, (enum dtype)dtype, n_threads)};
-    return run_works(works, 2, n_threads, NULL);
+    struct work works[3] = {quantize_work(&quantize, isa, (enum dtype)dtype)};
+    size_t n_works = append_shrink(works, 1, &shrink, &call, isa, (enum dtype)dtype);
+    works[n_works++] = linear_work(&call, isa, (enum dtype)dtype, n_threads);
+    return run_works(works, n_works, n_threads, NULL);
 }
 
 int baton_rms_norm(int isa, int dtype, const void *x, const void *weight, const void *residual, void *sum, void *out, size_t rows,

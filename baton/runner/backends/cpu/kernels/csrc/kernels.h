@@ -44,11 +44,49 @@ enum status {
 
 struct quantized_format;
 
+/* 16 columns of a product with an adapter: to them are added `count` terms, an even number, with t from `first` on and B from
+ * `offset` on: [count][16]; in bfloat16 [pair][16][2], of which the first of a pair is the odd element. */
+struct adapter_panel {
+    size_t offset, first, count; /* offset: in elements */
+};
+
+/* What one adapter adds to one product (adapters.inc.h), in x's dtype. */
+struct adapter_weights {
+    const void *a; /* [rank / 8][k / 32, rounded up][8][32], padded with zeros */
+    const void *b;
+    const float *factors, *constants;   /* [rank]: t = factor * (A x) + constant */
+    const struct adapter_panel *panels; /* in the order of the packed weight's panels, of whole groups */
+    size_t rank, k;                     /* k: columns of x */
+};
+
+/* Which adapter each row of a product has. */
+struct adapter_rows {
+    const int32_t *slots;                          /* [rows]: the adapter's number, or -1 */
+    const struct adapter_weights *const *weights;  /* [num_slots]; NULL for one that does not change this product */
+    float *t;                                      /* [rows][t_stride] */
+    size_t num_slots, t_stride;
+};
+
+static inline const struct adapter_weights *weights_of_row(const struct adapter_rows *adapters, size_t row) {
+    int32_t slot = adapters->slots[row];
+    return slot < 0 ? NULL : adapters->weights[slot];
+}
+
+static inline size_t padded_pairs(size_t columns) { return (columns + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
+
+/* The computation of t for all rows of a product. */
+struct shrink_call {
+    const void *x;
+    const struct adapter_rows *adapters;
+    size_t rows, x_stride, rows_per_task, parts; /* parts: into how many tasks the ranks of a row are cut */
+};
+
 /* call_structs.py has the same structures for ctypes. */
 struct linear_call {
     const void *x, *packed, *bias; /* bias may be NULL */
     void *out;
     const struct quantized_format *format; /* of packed; NULL: the weight is in x's dtype, or in float8 */
+    const struct adapter_rows *adapters;   /* NULL: no row has an adapter that changes this product */
     size_t m, n, k; /* n counts the weight's columns of out, k is padded */
     size_t scale_group; /* of a weight in float8: how many elements of k share a scale (float8.h); 0: packed is in another format */
     size_t x_stride, out_stride; /* in elements, from row to row; of rows of quantized x, which format says, in bytes */
@@ -194,6 +232,7 @@ struct isa {
     task_function shared_attention[2];
     task_function rms_norm[2];
     task_function rotate[2];
+    task_function shrink[2];
     size_t step_pairs;   /* pairs of k in a step of packed bfloat16 weights */
     size_t linear_rows;  /* rows of x that a vector kernel has in scratch at a time */
     size_t rows_of_sums; /* the most rows of a bfloat16 task, which has the sums of all its rows in scratch */
@@ -251,6 +290,8 @@ int baton_barrier_aborted(struct barrier *barrier);
 /* Cut calls into tasks. */
 struct work linear_work(struct linear_call *call, const struct isa *isa, enum dtype dtype, int n_threads);
 struct work norm_work(struct norm_call *call, const struct isa *isa, enum dtype dtype);
+/* n_tasks 0: no adapter changes this product. */
+struct work shrink_work(struct shrink_call *call, const struct isa *isa, enum dtype dtype);
 struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dtype dtype);
 struct work store_work(struct store_call *call);
 /* Appends one work or, where requests share tiles, two; returns how many. */

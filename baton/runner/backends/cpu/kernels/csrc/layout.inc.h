@@ -14,9 +14,20 @@ struct layout_entry {
 static const struct layout_entry layout[] = {
     WHOLE(struct linear_call, "linear_call"),
     FIELD(linear_call, x), FIELD(linear_call, packed), FIELD(linear_call, bias), FIELD(linear_call, out),
-    FIELD(linear_call, format), FIELD(linear_call, m), FIELD(linear_call, n), FIELD(linear_call, k),
+    FIELD(linear_call, format), FIELD(linear_call, adapters), FIELD(linear_call, m), FIELD(linear_call, n), FIELD(linear_call, k),
     FIELD(linear_call, scale_group), FIELD(linear_call, x_stride), FIELD(linear_call, out_stride), FIELD(linear_call, rows_per_task),
     FIELD(linear_call, groups_per_task), FIELD(linear_call, activation), FIELD(linear_call, out_dtype),
+
+    WHOLE(struct adapter_panel, "adapter_panel"),
+    FIELD(adapter_panel, offset), FIELD(adapter_panel, first), FIELD(adapter_panel, count),
+
+    WHOLE(struct adapter_weights, "adapter_weights"),
+    FIELD(adapter_weights, a), FIELD(adapter_weights, b), FIELD(adapter_weights, factors), FIELD(adapter_weights, constants),
+    FIELD(adapter_weights, panels), FIELD(adapter_weights, rank), FIELD(adapter_weights, k),
+
+    WHOLE(struct adapter_rows, "adapter_rows"),
+    FIELD(adapter_rows, slots), FIELD(adapter_rows, weights), FIELD(adapter_rows, t), FIELD(adapter_rows, num_slots),
+    FIELD(adapter_rows, t_stride),
 
     WHOLE(struct quantized_format, "quantized_format"),
     FIELD(quantized_format, bits), FIELD(quantized_format, group), FIELD(quantized_format, block),
@@ -75,7 +86,8 @@ static const struct layout_entry layout[] = {
     FIELD(place, buffer), FIELD(place, offset),
 
     WHOLE(struct operation, "operation"),
-    FIELD(operation, kind), FIELD(operation, which_rows), FIELD(operation, group), FIELD(operation, x),
+    FIELD(operation, kind), FIELD(operation, which_rows), FIELD(operation, group),
+    FIELD(operation, product), FIELD(operation, second_stride), FIELD(operation, x),
     FIELD(operation, out), FIELD(operation, second), FIELD(operation, third), FIELD(operation, call),
 
     WHOLE(struct step_group, "step_group"),
@@ -84,7 +96,8 @@ static const struct layout_entry layout[] = {
 
     WHOLE(struct step, "step"),
     FIELD(step, buffers), FIELD(step, sampled), FIELD(step, query_start), FIELD(step, sample_start), FIELD(step, seq_lens),
-    FIELD(step, groups), FIELD(step, rows), FIELD(step, num_sampled), FIELD(step, num_seqs),
+    FIELD(step, groups), FIELD(step, rows), FIELD(step, num_sampled), FIELD(step, num_seqs), FIELD(step, adapter_slots),
+    FIELD(step, sampled_slots), FIELD(step, adapter_weights), FIELD(step, t), FIELD(step, num_slots), FIELD(step, t_stride),
 
     VALUE("operation_kind", "LINEAR", OP_LINEAR), VALUE("operation_kind", "NORM", OP_NORM),
     VALUE("operation_kind", "ROTATE", OP_ROTATE), VALUE("operation_kind", "STORE_KV", OP_STORE_KV),

@@ -27,10 +27,12 @@ TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) 
         size_t from = 0;
         do {
             size_t pairs = all - from < depth ? all - from : depth;
+            prefetch_adapters(DTYPE_BFLOAT16, call, group, part, from / depth, pieces);
             const uint16_t *w = packed + (group * all + from) * 2 * GROUP_COLUMNS;
             multiply_pairs(rows, x + 2 * from, call->x_stride, w, pairs, sums, room, from > 0);
             from += depth;
         } while (from < all);
+        add_adapters(DTYPE_BFLOAT16, call, group, part.row, rows, sums);
         store_sums(&epilogue, call->out, part.row, rows, sums);
     }
 }

@@ -56,6 +56,7 @@ TARGET static void linear_float32(const void *job, size_t task, void *scratch) {
             const float *x = (const float *)call->x + row * call->x_stride;
             block = block_rows(part.end - row, TALL_ROWS);
             product_float32(block, GROUP_PANELS, x, call->x_stride, w, LANES, GROUP_COLUMNS, call->k, c, GROUP_COLUMNS, 0);
+            add_adapters(DTYPE_FLOAT32, call, group, row, block, c);
             store_rows(DTYPE_FLOAT32, &epilogue, call->out, row, block, c);
         }
     }

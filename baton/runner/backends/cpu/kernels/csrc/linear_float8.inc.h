@@ -77,6 +77,7 @@ INLINE void multiply_float8(const enum dtype dtype, const struct linear_call *ca
         else
 #endif
             rows_float8(dtype, call, rows, x, columns, sums, totals, widened);
+        add_adapters(dtype, call, group, part.row, rows, totals);
         store_sums(&epilogue, call->out, part.row, rows, totals);
     }
 }

@@ -77,6 +77,7 @@ INLINE void multiply_quantized(const enum dtype dtype, const struct linear_call 
             open_piece(f, numbers, columns, from, to, &piece);
             multiply(rows, f->block, x + from * quantized_block_bytes(f), call->x_stride, &piece, sums);
         }
+        add_adapters(dtype, call, group, part.row, rows, sums);
         store_sums(&epilogue, call->out, part.row, rows, sums);
     }
 }

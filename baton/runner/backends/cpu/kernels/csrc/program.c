@@ -42,9 +42,10 @@ struct place {
 };
 
 /* An operation has at most two operands beside x and out: a norm's residual and sum, a rotation's cosines and sines, or the values
- * that are stored with the keys. */
+ * that are stored with the keys. A product's second operand is x before it is quantized, from which adapters compute. */
 struct operation {
     int64_t kind, which_rows, group; /* group: of layers, which share block tables and slots */
+    int64_t product, second_stride;  /* of a product that adapters may change, its number; -1: none does */
     struct place x, out, second, third;
     union call call; /* without the fields that depend on the step */
 };
@@ -61,10 +62,16 @@ struct step {
     const int32_t *query_start, *sample_start, *seq_lens;
     const struct step_group *groups;
     int64_t rows, num_sampled, num_seqs;
+    const int32_t *adapter_slots, *sampled_slots;         /* [rows] and [num_sampled]; NULL: no row has an adapter */
+    const struct adapter_weights *const *adapter_weights; /* [products][num_slots] */
+    float *t;                                             /* for the larger number of rows, [t_stride] each */
+    int64_t num_slots, t_stride;
 };
 
 struct prepared {
     union call call;
+    struct adapter_rows adapters;
+    struct shrink_call shrink;
     struct attention_job job;
     const struct prepared *earlier; /* of an attention that owns its plan: the one before it that does */
     int owns_plan;
@@ -114,6 +121,25 @@ static int prepare_attention(struct prepared *to, const struct prepared **plans,
     return plan_attention(&to->job, call, n_threads);
 }
 
+/* Writes the work of a product's adapters, if rows of the step have any; returns whether there is one. */
+static int prepare_adapters(struct prepared *to, struct work *work, const struct operation *op, const struct step *step, int64_t rows,
+                            const struct isa *isa, enum dtype dtype) {
+    if (step->adapter_slots == NULL || op->product < 0) return 0;
+    to->adapters = (struct adapter_rows){
+        .slots = op->which_rows == SAMPLED_ROWS ? step->sampled_slots : step->adapter_slots,
+        .weights = step->adapter_weights + op->product * step->num_slots,
+        .t = step->t,
+        .num_slots = (size_t)step->num_slots,
+        .t_stride = (size_t)step->t_stride,
+    };
+    to->shrink = (struct shrink_call){
+        .x = at(step, op->second), .adapters = &to->adapters, .rows = (size_t)rows, .x_stride = (size_t)op->second_stride};
+    *work = shrink_work(&to->shrink, isa, dtype);
+    if (work->n_tasks == 0) return 0;
+    to->call.linear.adapters = &to->adapters;
+    return 1;
+}
+
 /* Completes an operation's call with the fields of the step, and appends its works; an operation has at most MOST_WORKS. */
 enum { MOST_WORKS = 2 };
 static int prepare(struct prepared *to, struct work *works, size_t *n_works, const struct operation *op, const struct step *step,
@@ -129,6 +155,7 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         call->linear.x = at(step, op->x);
         call->linear.out = at(step, op->out);
         call->linear.m = (size_t)rows;
+        if (prepare_adapters(to, work, op, step, rows, isa, dtype)) work = &works[++*n_works];
         *work = linear_work(&call->linear, isa, dtype, n_threads);
         break;
     case OP_NORM:

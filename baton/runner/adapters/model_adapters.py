@@ -1,0 +1,267 @@
+"""The adapters of one model: which of its products they may change, and those that are loaded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.errors import AdapterRefused
+from baton.model_formats.adapters import AdapterFiles, AdapterInfo, TensorPlace, open_adapter
+from baton.runner.adapters.adaptable import AdaptableProduct, AdapterTable, HasProducts, ModuleOutputs, RowsOfStep
+from baton.runner.adapters.embedding import AdaptableEmbedding
+from baton.runner.backends.cpu.kernels.adapters import StepAdapters
+from baton.runner.backends.low_rank import LowRank, Outputs, parts_of
+from baton.runner.backends.operations import Operations
+
+_ROWS_AT_A_TIME = 1024
+"""How many rows of a weight are compared at a time."""
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a module of the model is computed."""
+
+    product: AdaptableProduct
+    number: int
+    outputs: ModuleOutputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    products: Mapping[int, Any]
+    """By the product's number, what `Operations.adapt` returned."""
+    embedding: Any
+
+
+class ModelAdapters:
+    """The adapters of a model. `load` may be called from any thread, everything else from the one that computes."""
+
+    def __init__(
+        self, module: Any, operations: Operations, dtype: torch.dtype, row_quantum: int, part: str = "model"
+    ) -> None:
+        """`module`: with all products replaced; `part`: what of it is here, for messages."""
+        self._operations = operations
+        self._dtype = dtype
+        self._part = part
+        self._changes = threading.Lock()
+        self._loaded: dict[int, _Loaded] = {}
+        self._slots: dict[str, int] = {}
+        self.rows = RowsOfStep()
+        self.rows.row_quantum = row_quantum
+        self._products: list[AdaptableProduct] = []
+        self._places: dict[str, _Place] = {}
+        self._embedding: AdaptableEmbedding | None = None
+        self._attach(module)
+
+    def _attach(self, module: Any) -> None:
+        embedding = module.get_input_embeddings()
+        # The head that an embedding shares is found twice: its own name is the shorter one.
+        paths = sorted(module.named_modules(remove_duplicate=False), key=lambda found: len(found[0]))
+        seen: set[int] = set()
+        for path, part in paths:
+            if part is embedding and self._embedding is None:
+                self._embedding = AdaptableEmbedding.of(path, part, self.rows)
+            if not isinstance(part, HasProducts) or id(part) in seen:
+                continue
+            seen.add(id(part))
+            for product in part.products:
+                product.attach(len(self._products), self.rows)
+                for outputs in product.modules:
+                    name = f"{path}.{outputs.module}" if outputs.module else path
+                    self._places[name] = _Place(product, len(self._products), outputs)
+                self._products.append(product)
+
+    @property
+    def slots(self) -> Mapping[str, int]:
+        """The slot of each loaded adapter, by digest; the value follows what is loaded and unloaded."""
+        return self._slots
+
+    @property
+    def modules(self) -> Mapping[str, tuple[int, int]]:
+        """Numbers of outputs and inputs of the modules that adapters may change, the embedding apart, by name."""
+        return {
+            name: (place.outputs.num_outputs, place.product.num_inputs)
+            for name, place in self._places.items()
+            if place.product.computes_all_rows
+        }
+
+    def begin(self, slots: npt.NDArray[np.int32] | None) -> None:
+        """Begin a step of rows with these slots [T]; None: no row has an adapter."""
+        self.rows.slots = None if slots is None else torch.from_numpy(slots)
+
+    def of_step(self) -> StepAdapters | None:
+        """The adapters for a program that computes all rows of the step."""
+        return self.rows.of_step()
+
+    def check(self, directory: Path, max_rank: int) -> AdapterInfo:
+        """Check an adapter as `load` does, and load nothing. Raises AdapterRefused."""
+        files = open_adapter(directory, max_rank)
+        self._check(files)
+        return files.info()
+
+    def load(self, directory: Path, digest: str, max_rank: int, slot: int | None = None) -> int:
+        """Read an adapter and make it known; returns its slot, `slot` if given. Raises AdapterRefused."""
+        with self._changes:
+            if digest in self._slots:
+                return self._slots[digest]
+            files = open_adapter(directory, max_rank)
+            self._check(files)
+            try:
+                loaded = self._read(files, digest)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                raise AdapterRefused(f"{directory}: there is no memory for it; unload other adapters first") from error
+            if slot is None:
+                slot = next(free for free in range(len(self._loaded) + 1) if free not in self._loaded)
+            self._loaded[slot] = loaded
+            self.rows.table = self._table()
+            self._slots[digest] = slot
+            return slot
+
+    def unload(self, digest: str) -> None:
+        """Free an adapter's memory; no effect on one that is not loaded."""
+        with self._changes:
+            slot = self._slots.pop(digest, None)
+            if slot is not None:
+                del self._loaded[slot]
+                self.rows.table = self._table()
+
+    def _table(self) -> AdapterTable:
+        slots = range(max(self._loaded, default=-1) + 1)
+        of_slots = [self._loaded.get(slot) for slot in slots]
+        return AdapterTable(
+            [
+                [None if loaded is None else loaded.products.get(number) for loaded in of_slots]
+                for number in range(len(self._products))
+            ],
+            [None if loaded is None else loaded.embedding for loaded in of_slots],
+        )
+
+    def _check(self, files: AdapterFiles) -> None:
+        """Raise AdapterRefused unless the adapter's modules are in this model, and have its shapes."""
+        if not any(tensors.computes for tensors in files.modules.values()):
+            raise AdapterRefused(f"{files.directory} changes no module: none has both A and B; take another adapter")
+        for name, tensors in files.modules.items():
+            if tensors.others and any(not rest.startswith("base_layer.") for rest in tensors.others):
+                raise AdapterRefused(
+                    f"{files.directory} replaces the module {name} (modules_to_save), which Baton does not compute; "
+                    "train it with LoRA instead"
+                )
+            if tensors.a is None and tensors.b is None and not tensors.others:
+                continue
+            num_outputs, num_inputs = self._shape_of(files, name, tensors.is_embedding)
+            for place, shape in ((tensors.a, (None, num_inputs)), (tensors.b, (num_outputs, None))):
+                if place is not None and any(
+                    wanted is not None and found != wanted for found, wanted in zip(place.shape, shape, strict=True)
+                ):
+                    expected = [files.config.rank_of(name) if size is None else size for size in shape]
+                    raise AdapterRefused(
+                        f"{files.directory}: {place.name} has the shape {list(place.shape)}, and this model needs "
+                        f"{expected}; the adapter is of another base model"
+                    )
+            for place in tensors.others.values():
+                expected = [num_outputs, num_inputs] if not tensors.is_embedding else [num_inputs, num_outputs]
+                if list(place.shape) != expected:
+                    raise AdapterRefused(
+                        f"{files.directory}: {place.name} has the shape {list(place.shape)}, and this model has "
+                        f"{expected}; the adapter is of another base model"
+                    )
+
+    def _shape_of(self, files: AdapterFiles, name: str, is_embedding: bool) -> tuple[int, int]:
+        """Outputs and inputs of a module; raises AdapterRefused for one that adapters can't change."""
+        place, embedding = self._places.get(name), self._embedding
+        if is_embedding and embedding is not None and embedding.name == name:
+            return embedding.width, embedding.vocab_size
+        if is_embedding or place is None:
+            raise AdapterRefused(f"{files.directory} changes {name}, {self._why_not(name)}")
+        if not place.product.computes_all_rows:
+            raise AdapterRefused(
+                f"{files.directory} changes {name}, which this model does not compute once for each token; "
+                "train the adapter without it"
+            )
+        return place.outputs.num_outputs, place.product.num_inputs
+
+    def _why_not(self, name: str) -> str:
+        parts = name.split(".")
+        if ".experts" in f".{name}":
+            return "which are experts, whose adapters Baton does not compute; train the adapter without them"
+        alike = [
+            one
+            for one in self._places
+            if [p for p in one.split(".") if not p.isdigit()] == [p for p in parts if not p.isdigit()]
+        ]
+        if alike:
+            return f"and this {self._part} has no such layer; the adapter is of another base model"
+        return f"which is no product of this {self._part}; the adapter is of another base model"
+
+    def _read(self, files: AdapterFiles, digest: str) -> _Loaded:
+        tensors: dict[str, torch.Tensor] = {}
+        for place, piece in files.read(digest):
+            tensors[place.name] = _as_float32(files, place, piece)
+        terms: dict[int, list[LowRank]] = {}
+        embedding = None
+        for name, of_module in files.modules.items():
+            a, b = of_module.a, of_module.b
+            for place in of_module.others.values():
+                self._check_base(files, name, place, tensors[place.name])
+            if a is None or b is None:
+                continue
+            factor = files.config.factor_of(name)
+            bias = None if of_module.bias is None else tensors[of_module.bias.name]
+            if of_module.is_embedding:
+                assert self._embedding is not None
+                embedding = self._embedding.adapt(self._operations, tensors[a.name], tensors[b.name], factor)
+                continue
+            found = self._places[name]
+            term = LowRank(tensors[a.name], factor, (Outputs(found.outputs.first, tensors[b.name], bias),))
+            terms.setdefault(found.number, []).append(term)
+        return _Loaded({number: self._adapted(number, some) for number, some in terms.items()}, embedding)
+
+    def _adapted(self, number: int, terms: Sequence[LowRank]) -> Any:
+        product = self._products[number]
+        ordered = sorted(terms, key=lambda term: term.outputs[0].first)
+        own = ordered if product.own_outputs is None else parts_of(ordered, product.own_outputs)
+        return self._operations.adapt(product.packed, own, self._dtype)
+
+    def _check_base(self, files: AdapterFiles, name: str, place: TensorPlace, given: torch.Tensor) -> None:
+        """Raise AdapterRefused if the base model's weight that PEFT wrote beside the adapter is not this model's."""
+        found = self._places.get(name)
+        if self._embedding is not None and self._embedding.name == name:
+            rows_of = self._embedding.weight_rows
+        elif found is not None and len(found.product.modules) == 1:
+            packed = found.product.packed
+            rows_of = partial(self._operations.take_rows, packed, dtype=self._dtype)
+        else:
+            rows_of = None
+        if rows_of is None or not _has_rows(rows_of, given.to(self._dtype)):
+            raise AdapterRefused(
+                f"{files.directory} brings its own {place.name}, and this model's is another one, or can't be "
+                "compared; save the adapter with save_embedding_layers=False"
+            )
+
+
+def _has_rows(rows_of: Callable[[torch.Tensor], torch.Tensor], expected: torch.Tensor) -> bool:
+    """Whether a weight has these rows, bit for bit."""
+    for index in torch.split(torch.arange(expected.shape[0]), _ROWS_AT_A_TIME):
+        if not torch.equal(rows_of(index).cpu(), expected[index]):
+            return False
+    return True
+
+
+def _as_float32(files: AdapterFiles, place: TensorPlace, piece: bytes) -> torch.Tensor:
+    # A copy that can be written to, so that torch does not warn.
+    given = torch.frombuffer(bytearray(piece), dtype=_DTYPES[place.dtype]).view(place.shape)
+    if not bool(torch.isfinite(given).all()):
+        raise AdapterRefused(
+            f"{files.weights_path}: {place.name} has NaN or infinity; the adapter is broken, take another one"
+        )
+    return given.float()

@@ -1,0 +1,175 @@
+"""The adapters of a product's rows as the kernels take them (csrc/adapters.inc.h)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from baton.runner.backends.cpu.kernels.call_structs import AdapterPanel, AdapterRows, AdapterWeights
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
+from baton.runner.backends.low_rank import LowRank, RowAdapters
+
+_LANES = 16
+_GROUP_PANELS = 4
+_RANKS = 8
+"""The kernels compute so many ranks together."""
+_STEP = 32
+"""And so many columns of x at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelAdapter:
+    """What one adapter adds to one packed weight."""
+
+    rank: int
+    """The ranks of all its terms, padded."""
+    weights: AdapterWeights
+    kept: tuple[object, ...]
+    """The memory that `weights` points to."""
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.weights)
+
+
+def adapt_part(terms: Sequence[LowRank], n: int, k: int, *, gated: bool, dtype: torch.dtype) -> KernelAdapter | None:
+    """Prepare low-rank terms for a packed weight with `n` outputs of `k` inputs; None without terms.
+
+    A and B are rounded to `dtype`, that of x.
+    """
+    if not terms:
+        return None
+    ranks = [term.rank + any(one.bias is not None for one in term.outputs) for term in terms]
+    rank = -(-sum(ranks) // _RANKS) * _RANKS
+    columns = -(-n // _LANES) * _LANES * (2 if gated else 1)
+    num_panels = -(-columns // (_LANES * _GROUP_PANELS)) * _GROUP_PANELS
+    steps = -(-k // _STEP)
+    rows = torch.zeros(rank, steps * _STEP)
+    factors, constants = torch.zeros(rank), torch.zeros(rank)
+    dense = torch.zeros(rank, num_panels * _LANES)
+    firsts, stops = [sum(ranks)] * num_panels, [0] * num_panels
+    first = 0
+    for term, own in zip(terms, ranks, strict=True):
+        stop = first + term.rank
+        rows[first:stop, :k] = term.a
+        factors[first:stop] = term.factor
+        constants[stop : first + own] = term.factor
+        for outputs in term.outputs:
+            places = _packed_columns(torch.arange(outputs.first, outputs.stop), n, gated)
+            dense[first:stop, places] = outputs.b.T
+            if outputs.bias is not None:
+                dense[stop, places] = outputs.bias
+            for panel in torch.unique(places // _LANES).tolist():
+                firsts[panel], stops[panel] = min(firsts[panel], first), max(stops[panel], first + own)
+        first += own
+    a = zeros_for_reading(rows.numel(), dtype)
+    a.view(-1, steps, _RANKS, _STEP).copy_(rows.view(-1, _RANKS, steps, _STEP).transpose(1, 2))
+    b, panels = _panels_of(dense.view(-1, num_panels, _LANES), firsts, stops, dtype)
+    weights = AdapterWeights(
+        a.data_ptr(),
+        b.data_ptr(),
+        factors.data_ptr(),
+        constants.data_ptr(),
+        ctypes.addressof(panels),
+        rank,
+        k,
+    )
+    return KernelAdapter(rank, weights, (a, b, factors, constants, panels))
+
+
+def _packed_columns(outputs: torch.Tensor, n: int, gated: bool) -> torch.Tensor:
+    """The packed columns of outputs: of a gated weight the panels of gate and up take turns (csrc/kernels.h)."""
+    if not gated:
+        return outputs
+    of_up = (outputs >= n).long()
+    within = outputs - n * of_up
+    return (2 * (within // _LANES) + of_up) * _LANES + within % _LANES
+
+
+def _panels_of(
+    dense: torch.Tensor, firsts: list[int], stops: list[int], dtype: torch.dtype
+) -> tuple[torch.Tensor, ctypes.Array[AdapterPanel]]:
+    """B panel by panel, of each only the ranks that change it, and where each panel's part is."""
+    panels = (AdapterPanel * len(firsts))()
+    size = 0
+    alike: dict[tuple[int, int], list[int]] = {}
+    for index, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
+        count = max(0, stop - first + (stop - first) % 2)
+        panels[index] = AdapterPanel(size, first if count else 0, count)
+        size += count * _LANES
+        if count:
+            alike.setdefault((first, count), []).append(index)
+    b = zeros_for_reading(size, dtype)
+    for (first, count), places in alike.items():
+        offsets = torch.tensor([panels[index].offset for index in places])
+        numbers = dense[first : first + count, places].transpose(0, 1)
+        if dtype == torch.bfloat16:
+            # Pairs of ranks, the first one in the odd place.
+            numbers = numbers.reshape(len(places), count // 2, 2, _LANES).flip(2).transpose(2, 3)
+        numbers = numbers.reshape(len(places), -1)
+        b[offsets[:, None] + torch.arange(numbers.shape[1])] = numbers.to(dtype)
+    return b, panels
+
+
+AdapterTable = Sequence[Sequence[Sequence[KernelAdapter | None] | None]]
+"""By product of the model, then by slot, then by part of the product's weight. It is never changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """The adapters of a step's rows."""
+
+    slots: torch.Tensor
+    """Int32 [T]: places in the table, or -1."""
+    table: AdapterTable
+
+
+class ProductAdapters:
+    """The structure of a call for one product's rows, with what it points to."""
+
+    __slots__ = ("_kept", "call")
+
+    def __init__(self, adapters: RowAdapters, part: int, num_rows: int) -> None:
+        """`part`: the number of the packed weight among those that a product consists of."""
+        slots = adapters.slots
+        if slots.shape != (num_rows,) or slots.dtype != torch.int32 or not slots.is_contiguous():
+            raise KernelArgumentError("adapters", f"must have int32 slots [{num_rows}], contiguous")
+        own = [None if weights is None else weights[part] for weights in adapters.weights]
+        pointers = (ctypes.c_void_p * len(own))(*(None if one is None else one.address for one in own))
+        stride = max((one.rank for one in own if one is not None), default=0)
+        t = torch.empty(num_rows * stride)
+        self.call = AdapterRows(slots.data_ptr(), ctypes.addressof(pointers), t.data_ptr(), len(own), stride)
+        self._kept = (slots, own, pointers, t)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.call)
+
+
+@dataclass(slots=True)
+class ProgramAdapters:
+    """What a program's products have of a table of adapters: pointers [products][slots], and the widest t."""
+
+    weights: AdapterTable = ()
+    """The table from which the pointers are."""
+    num_slots: int = 0
+    stride: int = 0
+    pointers: ctypes.Array[ctypes.c_void_p] = field(default_factory=lambda: (ctypes.c_void_p * 0)())
+
+    @classmethod
+    def of(cls, weights: AdapterTable, products: Sequence[tuple[int, int]]) -> ProgramAdapters:
+        """`products`: of each of the program's products, its number in the model and the part of its weight."""
+        num_slots = len(weights[0]) if weights else 0
+        pointers = (ctypes.c_void_p * (len(products) * num_slots))()
+        stride = 0
+        for index, (product, part) in enumerate(products):
+            for slot, of_slot in enumerate(weights[product]):
+                one = None if of_slot is None else of_slot[part]
+                if one is not None:
+                    pointers[index * num_slots + slot] = one.address
+                    stride = max(stride, one.rank)
+        return cls(weights, num_slots, stride, pointers)

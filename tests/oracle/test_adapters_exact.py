@@ -1,0 +1,68 @@
+"""Greedy tokens with adapters equal those of PEFT on transformers in float32, for every supported architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.engine.request import Request
+from baton.messages.sampling import SamplingParams
+from baton.model_formats.adapters import open_adapter
+from baton.runner.loading import load_runner
+from baton.runner.model.random_model import write_random_model
+from tests.oracle.test_token_exact import BLOCK_SIZE, NEW_TOKENS, make_engine, make_prompts, run_all
+from tests.support.peft_adapters import SETTINGS, generate_with_peft, write_peft_adapter
+from tests.support.tiny_models import TINY_MODELS
+
+TARGETS = {
+    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+}
+"""What adapters change in models whose experts PEFT would change, too."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_greedy_tokens_equal_those_of_peft(tmp_path: Path, name: str) -> None:
+    base = tmp_path / "base"
+    write_random_model(base, TINY_MODELS[name], seed=5)
+    for index, settings in enumerate(SETTINGS):
+        targets = TARGETS.get(name, "all-linear")
+        write_peft_adapter(base, tmp_path / f"{index}", seed=index, target_modules=targets, **settings)
+    runner = load_runner(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
+    digests = [open_adapter(tmp_path / f"{index}").digest() for index in range(len(SETTINGS))]
+    for index, digest in enumerate(digests):
+        runner.load_adapter(tmp_path / f"{index}", digest)
+    prompts = dict(list(make_prompts(runner.model.vocab_size).items())[:6])
+    expected: dict[str, list[int]] = {}
+    for index, digest in enumerate(["", *digests]):
+        of_one = generate_with_peft(base, tmp_path / f"{index - 1}" if digest else None, prompts)
+        expected |= {f"{key}-{index}": tokens for key, tokens in of_one.items()}
+    requests = [
+        Request(f"{key}-{index}", prompt, GREEDY, cache_salt=digest, adapter=digest)
+        for key, prompt in prompts.items()
+        for index, digest in enumerate(["", *digests])
+    ]
+    assert run_all(make_engine(runner), requests) == expected
+    differ = [key for key in prompts if expected[f"{key}-0"] != expected[f"{key}-1"] != expected[f"{key}-2"]]
+    assert len(differ) > len(prompts) / 2
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gemma3_text", "opt"])
+def test_vocabulary_adapters_equal_those_of_peft(tmp_path: Path, name: str) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    write_random_model(base, TINY_MODELS[name], seed=5)
+    targets = ["embed_tokens", "q_proj"] if name == "opt" else ["embed_tokens", "lm_head", "q_proj"]
+    write_peft_adapter(base, adapter, seed=1, r=4, lora_alpha=8, target_modules=targets)
+    runner = load_runner(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
+    digest = open_adapter(adapter).digest()
+    runner.load_adapter(adapter, digest)
+    prompts = dict(list(make_prompts(runner.model.vocab_size).items())[:4])
+    expected = generate_with_peft(base, adapter, prompts)
+    without = generate_with_peft(base, None, prompts)
+    requests = [Request(key, prompt, GREEDY, cache_salt="with", adapter=digest) for key, prompt in prompts.items()]
+    requests += [Request(f"{key}-without", prompt, GREEDY) for key, prompt in prompts.items()]
+    assert run_all(make_engine(runner), requests) == expected | {f"{key}-without": of for key, of in without.items()}
+    assert expected != without

@@ -22,6 +22,7 @@ from tests.support.caller import TokenCount
 from tests.support.given_spans import random_rows, safetensors_of, span_of, with_placeholders
 from tests.support.mini_cluster import BOTH_KINDS, mini_cluster
 from tests.support.tiny_models import TINY_MODELS
+from tests.unit.router.test_prompt_embeds_checks import BAD_FILES
 
 pytestmark = pytest.mark.one_transport
 
@@ -59,15 +60,21 @@ async def test_tokens_behind_rows_are_those_of_transformers_and_of_an_undisturbe
             )
             for name, prompt in prompts.items()
         ]
-        answers = await asyncio.gather(*map(cluster.generate, requests))
+        # Hostile files meanwhile: each is refused, and changes no token.
+        hostile = [
+            replace(requests[1], request_id="", prompt_embeds=[PromptEmbeds(bad)]) for bad, _ in BAD_FILES.values()
+        ]
+        *answers, refusals = await asyncio.gather(
+            *map(cluster.generate, requests),
+            asyncio.gather(*map(cluster.generate, hostile), return_exceptions=True),
+        )
+        assert [type(one) for one in refusals] == [InvalidRequest] * len(hostile)
         for name, answer in zip(prompts, answers, strict=True):
             assert answer.token_ids == expected[name][0], name
             assert (answer.end.path.prefill_node, answer.end.path.attempts) == ("prefill-0", 1)
         again = await cluster.generate(replace(requests[3], request_id="again"))
         assert again.token_ids == expected["soft prompt"][0]
         assert again.end.cached_tokens >= 32
-        with pytest.raises(InvalidRequest, match="prompt_embeds: has numbers that are not finite"):
-            await cluster.generate(replace(requests[1], prompt_embeds=[PromptEmbeds(safetensors_of(rows / 0))]))
 
         async with openai.AsyncOpenAI(base_url=f"http://{cluster.router.http}/v1", api_key="any") as client:
             (card,) = (await client.models.list()).data

@@ -175,9 +175,9 @@ class EngineRig:
         return self.transfer(arrived={request_id: self.next_expected(request_id)})
 
     def submitted(self, request_id: str) -> list[int]:
-        """Return all tokens that a request was submitted with."""
+        """Return all tokens that a request was submitted with, as the runner computes them."""
         request = self.requests[request_id]
-        return request.token_ids(0, request.num_submitted_tokens)
+        return with_spans(request.token_ids(0, request.num_submitted_tokens), request.spans)
 
     def next_expected(self, request_id: str) -> list[int]:
         """Return the token that follows the submitted ones, as a list."""

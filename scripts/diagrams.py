@@ -10,6 +10,7 @@ from markers import names_in, rendered
 from baton.cli.cluster.supervisor.restart import CHILD_TABLE, ChildState
 from baton.engine.request import ENDS_OF_ALL, REQUEST_TABLE, RequestStatus
 from baton.machine import render_mermaid
+from baton.node.adapters.adapter_cache import ADAPTER_TABLE, AdapterState
 from baton.node.attempts.attempts import ATTEMPT_TABLE, AttemptState
 from baton.node.lifecycle import NODE_TABLE, NodeState
 from kv_transfer.mover.merge_values import MERGE_TABLE, MergeState
@@ -32,6 +33,7 @@ DIAGRAMS = {
     "probe": render_mermaid(ProbeState.ASKED, PROBE_TABLE),
     "transfer": render_mermaid(TransferState.PLANNED, TRANSFER_TABLE),
     "divided_read": render_mermaid(MergeState.READING, MERGE_TABLE),
+    "adapter": render_mermaid(AdapterState.QUEUED, ADAPTER_TABLE),
     "node": render_mermaid(NodeState.STARTING, NODE_TABLE),
     "child": render_mermaid(ChildState.STARTING, CHILD_TABLE),
 }

@@ -156,6 +156,7 @@ class EngineDriver:
         """Adapters to unload, each once so many steps are committed: a step in flight may name them."""
         self._adapter_news_due = False
         self._refused_adapters: dict[str, str] = {}
+        self._num_adapter_loads = 0
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._snapshot_due = False
         self._next_kv_event: int | None = None
@@ -323,6 +324,8 @@ class EngineDriver:
         self._adapter_news_due = True
         if refusal:
             self._refused_adapters[digest] = refusal
+        else:
+            self._num_adapter_loads += 1
         return self._perform(self._adapter_cache.finished(digest, refusal))
 
     def _advance_adapters(self) -> dict[int, EngineCoreOutputs]:
@@ -371,7 +374,7 @@ class EngineDriver:
             return None
         refused, self._refused_adapters = self._refused_adapters, {}
         self._adapter_news_due = False
-        return AdapterNews(self._adapter_cache.loaded, refused)
+        return AdapterNews(self._adapter_cache.loaded, refused, self._num_adapter_loads)
 
     def _reset_prefix_cache(self) -> int | CacheInUse:
         scheduler = self._core.scheduler

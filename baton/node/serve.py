@@ -90,6 +90,7 @@ class Node:
         self._crash: BaseException | None = None
         self._watch = BackgroundWatch()
         self._rpc: RpcServer
+        self._service: NodeService
         self._latest: StepNews
         self._computed = ComputedTotals()
 
@@ -206,7 +207,7 @@ class Node:
             address=address,
             link_protocol=role.link_protocol,
         )
-        service = NodeService(
+        self._service = service = NodeService(
             description,
             role,
             driver,
@@ -270,7 +271,8 @@ class Node:
         figures = engine_figures(self._latest.stats, self._latest.step_times)
         computed = self._computed.figures(self._latest.stats)
         ranks = rank_figures(self._runner.rank_reports())
-        return render([*figures, *computed, *self.role.figures(), *ranks, *process_figures()], labels)
+        adapters = self._service.adapter_figures()
+        return render([*figures, *computed, *self.role.figures(), *adapters, *ranks, *process_figures()], labels)
 
     async def _drain(self, service: NodeService, stop: NodeStop) -> None:
         """Refuse new work and wait until the running work has ended.

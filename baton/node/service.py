@@ -62,6 +62,7 @@ from baton.node.reports.reports import handoff_notice, load_report, step_figures
 from baton.node.reports.step_log import StepLog
 from baton.node.role import NodeRole
 from baton.observe.logs import of_attempt
+from baton.observe.metrics import Figure
 
 _log = logging.getLogger(__name__)
 LOAD_EVERY_S = 0.1
@@ -186,6 +187,10 @@ class NodeService:
         """
         self._require_incarnation(incarnation)
         return await self._adapters.inspect(directory)
+
+    def adapter_figures(self) -> Sequence[Figure]:
+        """The metrics of adapters."""
+        return self._adapters.figures()
 
     def trace(self, after: int) -> Sequence[TraceEvent]:
         return self._log.after(after)

@@ -112,9 +112,6 @@ class ClusterAdapters:
 
     def take_desired(self, desired: DesiredState) -> None:
         """Take what operators want."""
-        if desired.adapters == self._desired.adapters and self._desired.adapters:
-            self._desired = desired
-            return
         self._desired = desired
         names = {name: named.source for name, named in desired.named_adapters.items()}
         if names != self._names:

@@ -109,6 +109,8 @@ class AdapterNews:
     loaded: Set[str]
     refused: Mapping[str, str]
     """The reasons, by digest."""
+    num_loads: int = 0
+    """How many adapters were loaded since the engine's start; one that was evicted counts again."""
 
 
 @dataclass(slots=True)

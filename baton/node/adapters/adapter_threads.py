@@ -17,6 +17,7 @@ from baton.model_formats.adapters import AdapterInfo
 from baton.node.adapters.adapter_cache import MAX_LOADING
 from baton.node.adapters.adapter_files import AdapterDirectories
 
+MAX_INSPECTING = 2
 LOAD_S = 60.0
 """After so long the requests that wait for an adapter fail, and an inspection is given up; its thread goes on."""
 _MAX_WAITING = 1024
@@ -35,7 +36,8 @@ class AdapterThreads:
         self._load_s = load_s
         self._loads = FairExecutor("baton-adapters", MAX_LOADING, _MAX_WAITING)
         # A directory that does not answer must not hold up loads.
-        self._inspections = FairExecutor("baton-adapter-checks", 1, _MAX_WAITING)
+        self._inspections = FairExecutor("baton-adapter-checks", MAX_INSPECTING, _MAX_WAITING)
+        self._may_inspect = asyncio.Semaphore(MAX_INSPECTING)
 
     def load(self, digest: str, directory: str, done: Callable[[str], None], too_long: Callable[[], None]) -> None:
         """Load an adapter; then `done` is called, on another thread, with why it failed, or an empty text.
@@ -81,11 +83,13 @@ class AdapterThreads:
         return ""
 
     async def _in_thread(self, work: Callable[..., T], *args: str) -> T:
-        waiting = asyncio.get_running_loop().run_in_executor(self._inspections.of(""), work, *args)
-        try:
-            return await asyncio.wait_for(waiting, self._load_s)
-        except TimeoutError:
-            raise DeadlineExceeded(f"{args[0]} could not be read within {self._load_s:g} s") from None
+        # Its time begins with its turn: a node that starts may have hundreds to inspect.
+        async with self._may_inspect:
+            waiting = asyncio.get_running_loop().run_in_executor(self._inspections.of(""), work, *args)
+            try:
+                return await asyncio.wait_for(waiting, self._load_s)
+            except TimeoutError:
+                raise DeadlineExceeded(f"{args[0]} could not be read within {self._load_s:g} s") from None
 
     def end(self) -> None:
         """End the threads, and wait for what they read. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 
 from baton.background import OnFault, start_background
@@ -13,8 +14,10 @@ from baton.model_formats.adapters import AdapterInfo
 from baton.node.adapters.adapter_book import AdapterBook
 from baton.node.adapters.adapter_cache import AdapterNews
 from baton.node.adapters.adapter_threads import AdapterThreads
+from baton.observe.metrics import Figure, by_label
 
 _log = logging.getLogger(__name__)
+_NO_STATES = dict.fromkeys(("checking", "acknowledged", "loaded", "refused"), 0)
 _NONE = "this node loads no adapters"
 
 
@@ -33,6 +36,7 @@ class NodeAdapters:
         self._keep = keep
         self._book = AdapterBook()
         self._loaded: Set[str] = frozenset()
+        self._num_loads = 0
         self._checks: set[asyncio.Task[None]] = set()
 
     def set_list(self, port: int, adapters: Sequence[AdapterSource]) -> None:
@@ -69,11 +73,19 @@ class NodeAdapters:
 
     def on_news(self, news: AdapterNews) -> None:
         """Take what the engine says of adapters in memory."""
-        self._loaded = news.loaded
+        self._loaded, self._num_loads = news.loaded, news.num_loads
         for digest, reason in news.refused.items():
             _log.warning("adapter %.12s can't be loaded any more: %s", digest, reason)
             self._book.refuse(digest, reason)
             self._tell_all(digest)
+
+    def figures(self) -> Sequence[Figure]:
+        """The metrics of adapters, for the node's metrics page."""
+        states = Counter({row.digest: row.state for row in self.rows()}.values())
+        return [
+            *by_label("lora_adapters", "Adapters that routers want here, by state.", "state", {**_NO_STATES, **states}),
+            Figure("lora_loads_total", "Adapters that were read into memory.", self._num_loads, {}),
+        ]
 
     def rows(self) -> Sequence[NodeAdapter]:
         """All adapters, for operators."""

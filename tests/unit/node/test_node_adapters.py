@@ -66,6 +66,14 @@ async def test_a_request_is_computed_with_its_adapter_once_that_is_loaded() -> N
     rig.driver.run()
     assert tokens(await deltas(port)) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB, adapter=A)
     assert [row.state for row in rig.service.report().adapters] == ["loaded", "acknowledged"]
+    figures = {(figure.name, *figure.labels.values()): figure.value for figure in rig.service.adapter_figures()}
+    assert figures == {
+        ("lora_adapters", "checking"): 0,
+        ("lora_adapters", "acknowledged"): 1,
+        ("lora_adapters", "loaded"): 1,
+        ("lora_adapters", "refused"): 0,
+        ("lora_loads_total",): 1,
+    }
 
 
 async def test_an_adapter_that_the_node_does_not_acknowledge_is_refused_by_name() -> None:

@@ -12,6 +12,8 @@ from random import Random
 
 import pytest
 
+import baton
+from baton import LLM
 from baton.client.operator import OperatorClient
 from baton.errors import UnknownModel
 from baton.messages.adapters import AdapterRow
@@ -19,13 +21,16 @@ from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter
 from baton.runner import SimulatedSpec, StepTime
+from baton.runner.loading import load_runner
+from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner, expected_tokens
-from tests.support.adapter_files import write_simple_adapter
+from tests.support.adapter_files import lora_tensors, write_adapter, write_simple_adapter
 from tests.support.caller import Answer, TokenCount
 from tests.support.mini_cluster import BOTH_KINDS, MiniCluster, mini_cluster, random_prompt, simulated_model_dir
 
 pytestmark = pytest.mark.one_transport
 
+DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
 SPEC = SimulatedSpec(num_blocks=192, vocab_size=256, max_model_len=512, step_time=StepTime(0.004))
 LONG = 400
 """Tokens of a stream that runs while its adapter loses its name and its node dies."""
@@ -74,7 +79,7 @@ async def test_adapters_and_the_base_model_side_by_side_through_reloads_and_dead
         simulated_model_dir(tmp_path, 256, 512),
         decode=2,
         token_ids_only=True,
-        router_settings=BOTH_KINDS | {"lora_modules": f"one={one}"},
+        router_settings={**BOTH_KINDS, "lora_modules": f"one={one}"},
         lora_modules=f"one={one}",
         lora_dir=str(adapters),
         max_loras=2,
@@ -117,3 +122,34 @@ async def test_adapters_and_the_base_model_side_by_side_through_reloads_and_dead
         await operator.unload("two")
         with pytest.raises(UnknownModel):
             await cluster.generate(request("two", 6))
+
+
+async def test_a_computed_model_has_the_tokens_that_it_has_without_a_cluster(tmp_path: Path) -> None:
+    def runner(_: str = "") -> TorchModelRunner:
+        return load_runner(DEMO_MODEL, dtype="float32", block_size=16, num_blocks=64, num_threads=1)
+
+    modules = runner()._transformer.adapters.modules
+    for rank, name in ((4, "one"), (8, "two")):
+        write_adapter(tmp_path / name, lora_tensors(modules, rank, seed=rank, scale=0.3), rank)
+    lora_modules = f"one={tmp_path / 'one'},two={tmp_path / 'two'}"
+    prompts = [random_prompt(Random(seed), 40, 200) for seed in range(2)]
+    names = ["", "one", "two"]
+    with LLM(DEMO_MODEL, dtype="float32", threads=1, lora_modules=lora_modules) as llm:
+        params = baton.SamplingParams(temperature=0.0, seed=3, max_tokens=12, ignore_eos=True)
+        alone = {
+            (name, place): list(llm.generate([prompt], params, adapter=name, use_tqdm=False)[0].outputs[0].token_ids)
+            for name in names
+            for place, prompt in enumerate(prompts)
+        }
+    assert len({tuple(tokens) for tokens in alone.values()}) == len(alone), "adapters change what the model says"
+    async with mini_cluster(
+        runner,
+        DEMO_MODEL,
+        router_settings={**BOTH_KINDS, "lora_modules": lora_modules},
+        lora_modules=lora_modules,
+        dtype="float32",
+    ) as cluster:
+        asked = [request(name, 12, prompts[place]) for name, place in alone]
+        answers = await asyncio.gather(*map(cluster.generate, asked))
+        assert [answer.token_ids for answer in answers] == list(alone.values())
+        assert all(answer.end.path.prefill_node for answer in answers)

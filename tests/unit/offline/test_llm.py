@@ -23,7 +23,7 @@ import baton
 from baton import LLM, RequestOutput, RequestsFailed, SamplingParams
 from baton.config.node import NodeSettings
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.errors import ConfigError, EngineFault, InvalidRequest, RepetitiveOutput
+from baton.errors import AdapterRefused, ConfigError, EngineFault, InvalidRequest, RepetitiveOutput
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import RepetitionDetection
 from baton.models.resolve import find_model
@@ -69,6 +69,15 @@ def test_bad_input_is_refused_before_anything_is_computed(prompts: Any, params: 
             llm.generate(prompts, params)
         assert caught.value.field == field
         assert num_lookups(llm) == 0
+
+
+def test_adapters_that_cannot_be_used_are_refused_before_anything_is_computed(shared: LLM, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="'one' is not served here"):
+        shared.generate("good", SHORT, adapter="one")
+    assert shared.generate("good", SHORT, use_tqdm=False)[0].outputs[0].token_ids
+    os.mkfifo(tmp_path / "adapter_config.json")
+    with pytest.raises(AdapterRefused):
+        LLM(DEMO_MODEL, dtype="float32", threads=1, lora_modules=f"one={tmp_path}")
 
 
 @pytest.mark.parametrize(

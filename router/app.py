@@ -23,6 +23,7 @@ from baton.registry.registry import Registry, with_authority
 from baton.security.binds import check_bind
 from baton.security.matrix import CallerRole
 from baton.text.chat_template import ChatTemplate
+from baton.text.image_prompts import ImagePrompts
 from baton.text.tokenizer import Tokenizer
 from baton.wire.clients.operator_client import OperatorStub
 from baton.wire.credentials import Dialer
@@ -66,6 +67,7 @@ async def run_router(
     is_simulated = config.runner == "simulated"
     codec = None if is_simulated else Tokenizer.load(config.model)
     template = None if is_simulated else ChatTemplate.load(config.model)
+    images = None if is_simulated else ImagePrompts.load(config.model)
     async with contextlib.AsyncExitStack() as stack:
         if membership is None:
             registry_url = with_authority(config.registry, config.tls_ca)
@@ -78,7 +80,8 @@ async def run_router(
         tls = config.tls.read() if config.tls is not None else None
         asks = asks_with(Dialer.to_role(CallerRole.ROUTER, config.cluster, tls))
         await require_free_name(membership, config.router_id, asks)
-        await RouterProcess(config, membership, records, codec, template, card, asks).run(ready, stop, fault)
+        process = RouterProcess(config, membership, records, codec, template, card, asks, images)
+        await process.run(ready, stop, fault)
 
 
 def asks_with(dialer: Dialer) -> Asks:

@@ -28,6 +28,7 @@ from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, 
 from baton.messages.ids import SCOPED_ID_PATTERN, unscoped
 from baton.messages.sampling import Constraint
 from router.admission.bounded_work import BoundedWork
+from router.admission.images import ImageRules
 from router.admission.request import ValidRequest
 from router.admission.validation import validate
 from router.flight.active_request import ActiveRequest
@@ -74,10 +75,13 @@ class Dispatcher:
         placer: Placer | None = None,
         spans: RequestSpans | None = None,
         bounded_work: BoundedWork | None = None,
+        image_rules: ImageRules | None = None,
     ) -> None:
         """Without a journal no other router can continue a flight of this one, nor this one another's. Without
-        a placer the least loaded nodes are chosen; without `spans` nothing is traced.
+        a placer the least loaded nodes are chosen; without `spans` nothing is traced. `image_rules`: None: the model
+        takes no images.
         """
+        self._image_rules = image_rules
         self._limits = limits = limits or DispatchLimits()
         self.requests = LiveRequests(view, links, timers, rng, limits, journal, placer, spans)
         self._journal = journal
@@ -193,8 +197,8 @@ class Dispatcher:
         if len(prompt) != request.num_prompt_tokens:
             raise InvalidRequest("prompt", f"has {len(prompt)} tokens; the request had {request.num_prompt_tokens}")
         if [span.without_rows() for span in valid.spans] != [*request.spans]:
-            raise InvalidRequest("prompt_embeds", "are not those of the request")
-        return replace(request, prompt_token_ids=prompt, prompt_length=0, spans=valid.spans)
+            raise InvalidRequest("prompt", "has other prompt_embeds or images than the request")
+        return replace(request, prompt_token_ids=prompt, prompt_length=0, spans=valid.spans, images=valid.images)
 
     async def _record(self, request_id: str) -> FlightRecord | None:
         if self._journal is None or not SCOPED_ID_PATTERN.match(request_id):
@@ -286,8 +290,11 @@ class Dispatcher:
         codec = self._codec
         encode, encode_part = (codec.encode, codec.encode_rendered) if codec is not None else (None, None)
         limits = self._limits
-        args = (raw, self._card(), encode, self._rng, limits.min_priority, encode_part, limits.prompt_embeds_bytes)
-        num_row_bytes = sum([len(one.data) for one in raw.prompt_embeds])
+        args = (
+            *(raw, self._card(), encode, self._rng, limits.min_priority, encode_part),
+            *(limits.prompt_embeds_bytes, self._image_rules),
+        )
+        num_row_bytes = sum([len(one.data) for one in raw.prompt_embeds]) + sum(map(len, raw.images))
         if len(raw.prompt or ()) + _num_constraint_chars(raw) + num_row_bytes > self._limits.thread_text_chars:
             request = await self.in_thread(raw.tenant, validate, *args)
         else:

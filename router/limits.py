@@ -44,13 +44,15 @@ class DispatchLimits:
     """Requests with a smaller number are refused."""
     prompt_embeds_bytes: int = 0
     """The most bytes of rows that a prompt may have in place of tokens; 0: none are taken."""
+    max_image_bytes: int = 8 << 20
+    """The most bytes of all images of a request."""
     thread_text_chars: int = 4096
     """Longer prompts are checked and tokenized in a thread, so that other requests do not wait."""
 
     @property
-    def held_prompt_embeds_bytes(self) -> int:
-        """The most bytes of such rows that all live requests may have together."""
-        return 16 * self.prompt_embeds_bytes
+    def held_row_bytes(self) -> int:
+        """The most bytes of such rows and of images that all live requests may have together."""
+        return 16 * (self.prompt_embeds_bytes + self.max_image_bytes)
 
 
 def _in_snake_case(name: str) -> str:

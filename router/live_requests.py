@@ -123,7 +123,7 @@ class LiveRequests:
         """Whether a node has less to do than when the queue was served last."""
         self._active: dict[str, ActiveRequest] = {}
         self._num_row_bytes = 0
-        """Bytes of the rows that their prompts have in place of tokens."""
+        """Bytes of the rows and images that their prompts have in place of tokens."""
         self._adopting: dict[str, dict[str, ActiveRequest]] = {}
         """By incarnation and request id: adopted requests whose node may still replay what it has of them."""
         self._aborts_at_cut_nodes: dict[str, list[Abort]] = {}
@@ -198,13 +198,15 @@ class LiveRequests:
 
         `queue` receives its events; `started` is when it arrived, on the router's clock; `timeout_s` counts from then.
         `takeover` is the number of its client's call. Raises DuplicateRequest for an id that is live, DeadlineExceeded
-        if the timeout has passed already, QueueFull if live requests have too many bytes of given rows.
+        if the timeout has passed already, QueueFull if live requests have too many bytes of given rows or images.
         """
         if request.request_id in self._active:
             raise DuplicateRequest(f"request {unscoped(request.request_id)!r} is live")
         num_row_bytes = self._num_row_bytes + request.num_row_bytes
-        if request.num_row_bytes and num_row_bytes > self._limits.held_prompt_embeds_bytes:
-            raise QueueFull("live requests have too many bytes of prompt_embeds", self._rng.uniform(0.75, 1.25))
+        if request.num_row_bytes and num_row_bytes > self._limits.held_row_bytes:
+            raise QueueFull(
+                "live requests have too many bytes of images or prompt_embeds", self._rng.uniform(0.75, 1.25)
+            )
         active = ActiveRequest(request, self._rng.getrandbits(64), answer, queue, started, takeover)
         active.admitted_at = self._timers.monotonic()
         self.set_deadline(active, started, timeout_s)

@@ -18,7 +18,6 @@ from baton.clock import SystemClock
 from baton.config import RouterConfig
 from baton.config.setting import settings_for
 from baton.errors import BackgroundFault
-from baton.messages.capabilities import Capability
 from baton.messages.generation import ModelCard
 from baton.messages.ids import new_incarnation
 from baton.node.name_claim import Asks, require_first, start_number
@@ -34,6 +33,7 @@ from baton.security.pages import PageAuthenticator
 from baton.text.bounded_workers import BoundedWorkers
 from baton.text.chat_template import ChatTemplate
 from baton.text.constraint_checker import ConstraintChecker
+from baton.text.image_prompts import ImagePrompts
 from baton.text.request_template import RequestTemplate
 from baton.text.tokenizer import Tokenizer
 from baton.wire.authenticator import Authenticator
@@ -46,6 +46,7 @@ from baton.wire.services.generation_service import GenerationServicer
 from baton.wire.services.operator_service import OperatorServicer
 from baton.wire.turn_budget import TurnBudget
 from router.admission.bounded_work import BoundedWork
+from router.admission.images import ImageRules
 from router.admission.tenants import Tenants
 from router.cards import CurrentCard
 from router.dispatcher import Dispatcher
@@ -100,8 +101,11 @@ class RouterProcess:
         template: ChatTemplate | None,
         card: ModelCard,
         asks: Asks,
+        images: ImagePrompts | None = None,
     ) -> None:
-        """`asks`: finds out which router answers at an address, if another one of this name starts, too."""
+        """`asks`: finds out which router answers at an address, if another one of this name starts, too. `images`:
+        None: the model takes none.
+        """
         rng, clock = Random(), SystemClock()
         self._config = config
         self._clock = clock
@@ -114,19 +118,20 @@ class RouterProcess:
         keys = KeyRing(config.api_keys) if config.api_keys is not None else None
         connect = partial(NodeClient, dialer=Dialer.to_role(CallerRole.NODE, config.cluster, tls))
         self._links = NodeLinks(connect, config.router_id, self._timers, rng, LinkTimes(), incarnation)
-        takes_rows = config.allow_prompt_embeds == "on"
-        not_allowed = frozenset(() if takes_rows else (Capability.PROMPT_EMBEDS,))
-        cards = CurrentCard(card, self._view, self._timers.monotonic, not_allowed)
+        cards = CurrentCard(card, self._view, self._timers.monotonic)
         journal = FlightJournal(records, incarnation, clock.wall) if records is not None else None
         placer = Placer(placement_settings(config))
         self._tracer = start_tracing(os.environ, "router", config.router_id, incarnation)
         spans = RequestSpans(self._tracer) if self._tracer is not None else None
-        embeds_bytes = config.max_prompt_embeds if takes_rows else 0
+        embeds_bytes = config.max_prompt_embeds if config.allow_prompt_embeds == "on" else 0
+        rules = None
+        if images is not None:
+            rules = ImageRules(images, config.max_images, config.max_image_bytes, config.max_image_pixels)
         limits = DispatchLimits(**settings_for(DispatchLimits, config), prompt_embeds_bytes=embeds_bytes)
         workers = BoundedWorkers()
         work = BoundedWork(ConstraintChecker(workers))
         self._dispatcher = Dispatcher(
-            self._view, self._links, codec, cards, self._timers, rng, limits, journal, placer, spans, work
+            self._view, self._links, codec, cards, self._timers, rng, limits, journal, placer, spans, work, rules
         )
         public, barrier = (generation_service.SERVICE_NAME,), FaultBarrier(authenticator=Authenticator(keys))
         # Shared by all public ports.
@@ -156,7 +161,7 @@ class RouterProcess:
             parsers = AnswerParsers.of(config.tool_call_parser, config.reasoning_parser, template.source)
         front = HttpFront(
             handler,
-            ServedModel(cards, codec, template, datetime.now, request_template, parsers),
+            ServedModel(cards, codec, template, datetime.now, request_template, parsers, rules),
             self._why_not_ready,
             self._metrics,
             clock,
@@ -173,7 +178,7 @@ class RouterProcess:
             config.tls,
             limit=limit,
             budget=budget,
-            more_body_bytes=base64_bytes(embeds_bytes),
+            more_body_bytes=base64_bytes(max(embeds_bytes, rules.most_bytes if rules is not None else 0)),
         )
         host = config.advertise_host or reached_as(config.host)
         self._record = NodeRecord(
@@ -207,7 +212,12 @@ class RouterProcess:
         self._steering.on_desired = self._adapters.take_desired
         requests.on_node, requests.on_adapters = self._adapters.on_node, self._adapters.on_report
         self._operator = OperatorHandler(self._view, self._dispatcher, membership, clock, self._record)
-        servicer = GenerationServicer(handler, takes_traces=spans is not None, prompt_embeds_bytes=embeds_bytes)
+        servicer = GenerationServicer(
+            handler,
+            takes_traces=spans is not None,
+            prompt_embeds_bytes=embeds_bytes,
+            images_bytes=rules.most_bytes if rules is not None else 0,
+        )
         servicer.add_to_server(self._public.server)
         OperatorServicer(self._operator, self._steering, self._adapters).add_to_server(self._private.server)
 

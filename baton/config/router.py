@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ByteSize, Field
 
 from baton.config.cluster import ClusterSettings, ProcessSettings
 from baton.config.kinds import Count, CountOrZero, Name, OnOff, Origins, Port, Seconds
-from baton.messages.request_limits import MAX_PROMPT_EMBEDS_BYTES
+from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGES, MAX_PROMPT_EMBEDS_BYTES
 
 
 class RouterSettings(ClusterSettings):
@@ -65,6 +65,21 @@ class RouterSettings(ClusterSettings):
         le=MAX_PROMPT_EMBEDS_BYTES,
         description="Most bytes of such rows in one prompt, such as 4MiB; at most 12MiB. The requests of a router have "
         "16 times as many together.",
+    )
+    max_images: Annotated[int, Field(ge=0, le=MAX_IMAGES)] = Field(
+        8, description="Most images in one prompt, for a model that takes images; 0: none are taken."
+    )
+    max_image_bytes: ByteSize = Field(
+        ByteSize(8 << 20),
+        gt=0,
+        le=MAX_IMAGE_BYTES,
+        description="Most bytes of all images of a request, as they are sent, such as 4MiB; at most 12MiB. The "
+        "requests of a router have 16 times as many together.",
+    )
+    max_image_pixels: Count = Field(
+        16 << 20,
+        le=1 << 28,
+        description="Most pixels of one image, which are decoded on a node: three bytes each.",
     )
     tool_call_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "mistral-args", "smollm2"] = Field(
         "auto",

@@ -48,7 +48,7 @@ from baton.engine.commit import Commit
 from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
 from baton.engine.counters import EngineCounters
 from baton.engine.decode_set import DecodeSet
-from baton.engine.encoder_cache import EncoderWork
+from baton.engine.encoder_cache import EncoderCache, EncoderWork
 from baton.engine.kv_cache.allocation import AllocationAnswer
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
@@ -116,6 +116,10 @@ class Scheduler:
     @property
     def kv_cache_manager(self) -> KVCacheManager:
         return self._state.kv_cache_manager
+
+    @property
+    def encoder_cache(self) -> EncoderCache:
+        return self._state.encoder_cache
 
     @property
     def max_model_len(self) -> int:

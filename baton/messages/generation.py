@@ -88,6 +88,9 @@ class GenerateRequest:
     """Whether the output's text is parsed as a whole, so that a resumed stream begins with `KnownText`."""
     prompt_embeds: Sequence[PromptEmbeds] = ()
     """Rows in place of parts of the prompt."""
+    images: Sequence[bytes] = ()
+    """Encoded images, in the order of their places in the prompt: a text has the model's image token once for each, a
+    prompt of token ids once for each row of an image."""
     schemas: Mapping[str, str] = field(default_factory=dict)
     """JSON schemas that are checked and otherwise not used, by the field that a refusal names."""
 

@@ -19,4 +19,10 @@ class EncodedImage:
     @classmethod
     def of(cls, data: bytes) -> EncodedImage:
         """The image in a file."""
-        return cls(hashlib.sha256(b"image 1\0" + data).hexdigest(), data)
+        content = hashlib.sha256(b"image 1\0")
+        content.update(data)
+        return cls(content.hexdigest(), data)
+
+    def without_data(self) -> EncodedImage:
+        """The same image without its data, which its digest still names."""
+        return EncodedImage(self.digest)

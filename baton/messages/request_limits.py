@@ -55,7 +55,13 @@ MAX_SALT_BYTES = 256
 MAX_PROMPT_EMBEDS_BYTES = 12 << 20
 """The most that the setting `max_prompt_embeds` may allow: a message to a node has at most 16 MiB."""
 MAX_SPANS = 64
-"""The most parts of a prompt that have rows of their own."""
+"""The most parts of a prompt whose rows are given."""
+MAX_IMAGES = 64
+"""The most that the setting `max_images` may allow in a prompt."""
+MAX_IMAGE_SPANS = 1024
+"""The most parts of a prompt that have rows of images: some models cut an image into tiles."""
+MAX_IMAGE_BYTES = 12 << 20
+"""The most that the setting `max_image_bytes` may allow for all images of a request."""
 
 MAX_SEQUENCES = 128
 """The most sequences of one request (`n`, `best_of`)."""

@@ -8,6 +8,7 @@ from baton import __version__
 from baton.config import NodeConfig
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.runner import ModelRunner
+from baton.messages.capabilities import Capability
 from baton.messages.node import NodeDescription, Role
 
 
@@ -50,6 +51,6 @@ def describe(
         num_threads=config.num_threads if runner.memory.kind == "DRAM" else 0,
         tp=config.tp,
         pp=config.num_stages,
-        capabilities=model.capabilities,
+        capabilities=model.capabilities if config.num_encoder_rows else model.capabilities - {Capability.IMAGE},
         row_width=model.row_width,
     )

@@ -23,6 +23,7 @@ from baton.engine.batch import (
 )
 from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
+from baton.engine.encoder_input import EncoderInput
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher
@@ -38,6 +39,7 @@ from baton.node.adapters.adapter_cache import (
     UnloadAdapter,
 )
 from baton.node.adapters.adapter_threads import AdapterThreads
+from baton.node.attempts.encoder_thread import EncoderThread
 from baton.node.attempts.grammars import NO_GRAMMARS, GrammarCompiler
 
 
@@ -72,6 +74,17 @@ class _GrammarCompiled:
 @dataclass(frozen=True, slots=True)
 class _GrammarFailed:
     request_id: str
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodingFailed:
+    digest: str
     error: BatonError
 
 
@@ -117,6 +130,8 @@ _EngineCommand = (
     _Add
     | _GrammarCompiled
     | _GrammarFailed
+    | _Encoded
+    | _EncodingFailed
     | _Abort
     | KVTransferOutput
     | _WatchKVCache
@@ -158,6 +173,8 @@ class EngineDriver:
         self._refused_adapters: dict[str, str] = {}
         self._num_adapter_loads = 0
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._encoder = EncoderThread(core.runner)
+        core.start_encoding = self._start_encoding
         self._snapshot_due = False
         self._next_kv_event: int | None = None
         """Sequence number of the first event of the prefix cache that is not published; None: nobody watches."""
@@ -171,6 +188,7 @@ class EngineDriver:
         self._inbox.put(_Stop())
         self._thread.join()
         self._grammars.close()
+        self._encoder.close()
 
     def submit(self, request: Request, adapter_directory: str = "") -> None:
         """Add a request; one with an id that is in use is answered by an output that ends it with an error.
@@ -187,6 +205,14 @@ class EngineDriver:
             request,
             lambda matchers: inbox.put(_GrammarCompiled(request_id, matchers)),
             lambda error: inbox.put(_GrammarFailed(request_id, error)),
+        )
+
+    def _start_encoding(self, each: EncoderInput) -> None:
+        inbox = self._inbox
+        self._encoder.encode(
+            each,
+            lambda digest: inbox.put(_Encoded(digest)),
+            lambda digest, error: inbox.put(_EncodingFailed(digest, error)),
         )
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -287,6 +313,12 @@ class EngineDriver:
             is_invalid = isinstance(command.error, InvalidRequest)
             status = RequestStatus.INVALID if is_invalid else RequestStatus.ERROR
             return self._core.finish_requests([command.request_id], status, str(command.error))
+        if isinstance(command, _Encoded):
+            self._core.input_encoded(command.digest)
+            return {}
+        if isinstance(command, _EncodingFailed):
+            self._core.input_failed(command.digest, command.error)
+            return self._core.scheduler.take_refusals()
         if isinstance(command, _Abort):
             return self._core.finish_requests(command.request_ids, RequestStatus.ABORTED)
         if isinstance(command, _WatchKVCache):

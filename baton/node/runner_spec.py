@@ -9,6 +9,7 @@ from baton.config.setting import settings_for
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import ConfigError
+from baton.messages.capabilities import Capability
 from baton.messages.speculation import SpeculationConfig
 from baton.node.draft_spec import draft_spec
 from baton.runner import RunnerSpec, SimulatedSpec, StepTime, TorchSpec
@@ -76,6 +77,8 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
             f"{block_bytes} bytes; give it more, or 0 for no host tier"
         )
     own = settings_for(SchedulerConfig, config) | {"max_model_len": config.max_model_len or longest}
+    if Capability.IMAGE not in runner.model.capabilities:
+        own["num_encoder_rows"] = 0
     return SchedulerConfig(
         num_blocks=runner.memory.num_blocks,
         windows=runner.layout.windows,

@@ -196,8 +196,16 @@ class PromptSpan(_message.Message):
     columns: int
     def __init__(self, start: _Optional[int] = ..., length: _Optional[int] = ..., digest: _Optional[str] = ..., dtype: _Optional[str] = ..., rows: _Optional[bytes] = ..., is_encoded: _Optional[bool] = ..., first_row: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
 
+class PromptImage(_message.Message):
+    __slots__ = ("digest", "data")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    data: bytes
+    def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class Submit(_message.Message):
-    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter", "pooling", "spans")
+    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter", "pooling", "spans", "images")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +220,7 @@ class Submit(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     leg: Leg
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -226,7 +235,8 @@ class Submit(_message.Message):
     adapter: str
     pooling: PoolingParams
     spans: _containers.RepeatedCompositeFieldContainer[PromptSpan]
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ..., adapter: _Optional[str] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[PromptSpan, _Mapping]]] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[PromptImage]
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ..., adapter: _Optional[str] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[PromptSpan, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
 
 class AdapterList(_message.Message):
     __slots__ = ("adapters",)

@@ -41,6 +41,7 @@ from baton.messages.sampling import (
 )
 from baton.text.closed_objects import without_extra_keys
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
+from router.admission.images import ImageRules, read_images
 from router.admission.pooling import check_generates, pooling_params
 from router.admission.prompt_embeds import read_prompt_embeds, with_spans
 from router.admission.request import ValidRequest
@@ -67,13 +68,14 @@ def validate(
     min_priority: int = MIN_PRIORITY,
     encode_part: Callable[[str], list[int]] | None = None,
     max_prompt_embeds: int = 0,
+    image_rules: ImageRules | None = None,
 ) -> ValidRequest:
     """The request within all bounds and with every default filled in; raises InvalidRequest or UnknownModel.
 
     `encode` tokenizes; without it only token ids are accepted. `encode_part` tokenizes a part of a text, without
     special tokens; None: `encode` does. `max_prompt_embeds`: most bytes of rows in place of tokens; 0: none are taken.
-    May be run in a thread, as tokenizing a long text takes a while. The JSON schema is checked elsewhere, since that
-    takes longer (see schemas.py).
+    `image_rules`: None: the model takes no images. May be run in a thread, as tokenizing a long text takes a while. The
+    JSON schema is checked elsewhere, since that takes longer (see schemas.py).
     """
     request_id = _request_id(raw.request_id, rng)
     check_model(raw.model, card)
@@ -88,6 +90,7 @@ def validate(
         return _for_pooling(raw, raw.pooling, card, encode, request_id)
     check_generates(card)
     embeds = read_prompt_embeds(raw, card, max_prompt_embeds) if raw.prompt_embeds else ()
+    images = read_images(raw, card, image_rules) if raw.images else ()
     stop = _stop(raw.stop, encode is not None)
     sampling = _sampling(_with_defaults(raw, card), card, rng)
     sampling = replace(sampling, bad_words_token_ids=_bad_words(raw.bad_words, card, encode_part or encode))
@@ -98,8 +101,14 @@ def validate(
     if best_of > n and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # the sequences are compared by them
     sampling = _with_beams(replace(sampling, n=best_of), raw, n)
-    prompt = _prompt(raw.prompt, card, encode, card.max_model_len - 1) if raw.prompt or not embeds else ()
+    text_or_ids = raw.prompt
+    if images and image_rules is not None and isinstance(text_or_ids, str):
+        check_text("prompt", text_or_ids, MAX_PROMPT_BYTES)
+        text_or_ids = image_rules.prompts.expanded(text_or_ids, images)
+    prompt = _prompt(text_or_ids, card, encode, card.max_model_len - 1) if raw.prompt or not embeds else ()
     prompt, spans = with_spans(prompt, embeds, raw, card) if embeds else (prompt, ())
+    if images and image_rules is not None:
+        prompt, spans = image_rules.prompts.with_spans(prompt, images)
     check_prompt_logprobs(len(prompt), sampling.prompt_logprobs, MAX_PROMPT_LOGPROB_VALUES)
     sampling = _with_lengths(sampling, raw, card.max_model_len - len(prompt))
     check_output_size(sampling.n, sampling.max_tokens, raw.logprobs)
@@ -120,6 +129,7 @@ def validate(
         ttft_slo_ms=ttft_slo_ms,
         tpot_slo_ms=tpot_slo_ms,
         spans=spans,
+        images=tuple({image.content.digest: image.content for image in images}.values()),
     )
     return _with_adapter(valid, raw.model, card)
 

@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from baton.messages.adapters import is_adapter_digest
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
-from baton.messages.request_limits import MAX_SPANS
+from baton.messages.request_limits import MAX_IMAGE_SPANS, MAX_IMAGES, MAX_SPANS
 from router.admission.request import ValidRequest
 
 MAX_TRACEPARENT = 64
@@ -78,7 +78,8 @@ def read_record(data: bytes, request_id: str, card: ModelCard) -> FlightRecord |
         and request.prompt_length + params.max_tokens <= card.max_model_len
         and 1 <= request.num_returned <= params.n
         and (not request.adapter or is_adapter_digest(request.adapter))
-        and len(request.spans) <= MAX_SPANS
+        and len(request.spans) <= MAX_SPANS + MAX_IMAGE_SPANS
+        and len(request.images) <= MAX_IMAGES
     )
     if not fits:
         return None
@@ -88,6 +89,7 @@ def read_record(data: bytes, request_id: str, card: ModelCard) -> FlightRecord |
         stop=tuple(request.stop),
         shown_tokens=tuple(request.shown_tokens),
         spans=tuple([span.without_rows() for span in request.spans]),
+        images=tuple([image.without_data() for image in request.images]),
     )
     return replace(record, request=read)
 

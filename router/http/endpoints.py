@@ -368,6 +368,10 @@ class ChatCompletions(_OpenAiEndpoint):
         "max_tokens": ("max_completion_tokens", "max_tokens"),
     }
 
+    def __init__(self, handler: Handler, model: ServedModel, clock: Clock, keep_alive_s: float) -> None:
+        super().__init__(handler, model, clock, keep_alive_s)
+        self.max_body_bytes = MAX_BODY_BYTES + base64_bytes(model.most_image_bytes)
+
     def _parse(
         self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
     ) -> OptionsRequest:
@@ -380,7 +384,8 @@ class ChatCompletions(_OpenAiEndpoint):
         prompt = truncated(plan.prompt, body.truncate_prompt_tokens, _longest(card, max_tokens))
         if max_tokens is None:
             max_tokens = longest_answer(card, len(prompt), body.num_generated, body.num_logprobs)
-        request = plan.applied(replace(body.request(prompt, request_id, body.num_logprobs), max_tokens=max_tokens))
+        request = body.request(prompt, request_id, body.num_logprobs)
+        request = plan.applied(replace(request, max_tokens=max_tokens, images=body.images))
         parsed = _with_options(body, request_id, [request], timeout_s, logprobs=bool(body.logprobs))
         return replace(parsed, parsing=plan.parsing)
 

@@ -10,12 +10,14 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import ModelCard
 from baton.messages.request_limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_VARIABLE_BYTES
 from baton.text.chat_template import FIELD, MAX_RENDERED_BYTES, ChatTemplate
+from baton.text.image_prompts import PromptImage
+from router.admission.images import ImageRules, check_takes_images
 from router.admission.validation import check_text
 from router.http.bodies.chats import ChatPrompt
 from router.http.bodies.tools import ToolBody
 from router.http.logprobs import as_token_id
 from router.http.parsed_text import AnswerParsers
-from router.http.template_messages import template_message
+from router.http.template_messages import template_message, with_parts
 
 _NOT_TRUSTED = "is not taken from requests here; an operator allows it with --trust-request-chat-template on"
 
@@ -66,10 +68,13 @@ class ServedModel:
         now: Callable[[], datetime],
         request_template: Callable[[str], Template] | None = None,
         answer_parsers: AnswerParsers | None = None,
+        image_rules: ImageRules | None = None,
     ) -> None:
         """`request_template` makes a template of the source that a request has; None: such requests are refused.
-        `answer_parsers`: by default those that fit the model's template.
+        `answer_parsers`: by default those that fit the model's template. `image_rules`: None: the model takes no
+        images.
         """
+        self._image_rules = image_rules
         self._card = card
         self._vocabulary = vocabulary
         self._template = template
@@ -87,6 +92,11 @@ class ServedModel:
     def vocabulary(self) -> Vocabulary | None:
         """The tokenizer; None: the model is served without one."""
         return self._vocabulary
+
+    @property
+    def most_image_bytes(self) -> int:
+        """The most bytes of a chat's images together; 0: the model takes none."""
+        return 0 if self._image_rules is None else self._image_rules.most_bytes
 
     @property
     def has_chat_template(self) -> bool:
@@ -127,13 +137,20 @@ class ServedModel:
 
         `tools`: those that the model gets to know. `variables`: for the template, where the body has none of the name.
         """
-        return self._render(
+        # Before the template is rendered, so that nothing is done for images that are refused.
+        images = self._read(body.images)
+        text = self._render(
             [template_message(message, place) for place, message in enumerate(body.messages)],
             {**(variables or {}), **_checked_variables(body.chat_template_kwargs)},
             [tool.for_template() for tool in tools],
             template=self._template_of(body.chat_template),
             add_generation_prompt=body.add_generation_prompt is not False,
         )
+        return self._image_rules.prompts.expanded(text, images) if images and self._image_rules is not None else text
+
+    def _read(self, images: Sequence[bytes]) -> Sequence[PromptImage]:
+        """The images of a chat; raises InvalidRequest or UnsupportedRequest for those that are not taken."""
+        return check_takes_images(self.card, self._image_rules).read(images) if images else ()
 
     def text_of(
         self,
@@ -170,6 +187,8 @@ class ServedModel:
         if self._vocabulary is None or template is None:
             message = "this model is served without a tokenizer; send token ids to /v1/completions"
             raise InvalidRequest("messages", message)
+        if self._image_rules is not None:
+            messages = with_parts(messages)
         text = template.render(messages, self._now(), variables, tools, **options)
         check_text("messages", text, MAX_RENDERED_BYTES)
         return text

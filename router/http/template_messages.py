@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import InvalidRequest
 from router.http.bodies.chats import Message
+from router.http.bodies.content_parts import ImagePart
 from router.http.json_body import parse_json
 
 
@@ -16,7 +17,7 @@ class TemplateMessage:
     """A message for the template, which may be made of several parts of a conversation."""
 
     role: str
-    texts: list[str] = field(default_factory=list)
+    texts: list[str | ImagePart] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[Mapping[str, Any]] = field(default_factory=list)
     call_id: str | None = None
@@ -26,7 +27,7 @@ class TemplateMessage:
 
     def as_message(self) -> dict[str, Any]:
         """The message, with the fields that it has. Parts are joined by newlines, as are those of a chat's message."""
-        message: dict[str, Any] = {"role": self.role, "content": "\n".join(self.texts)}
+        message: dict[str, Any] = {"role": self.role, "content": _for_template(self.texts)}
         if self.name is not None:
             message["name"] = self.name
         if self.call_id is not None:
@@ -36,6 +37,23 @@ class TemplateMessage:
         if self.calls:
             message["tool_calls"] = self.calls
         return message
+
+
+def _for_template(parts: Sequence[str | ImagePart]) -> str | list[dict[str, str]]:
+    """The content as a text, or as parts where there is an image: templates of models that take images know both."""
+    if all(isinstance(part, str) for part in parts):
+        return "\n".join(part for part in parts if isinstance(part, str))
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+
+
+def with_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages whose contents are all lists of parts, as some templates of models that take images need them."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
 
 
 def template_call(call_id: str | None, name: str, arguments: Any) -> Mapping[str, Any]:
@@ -68,5 +86,7 @@ def template_message(message: Message, place: int) -> Mapping[str, Any]:
         for call in message.tool_calls or ()
     ]
     reasoning = [] if message.reasoning_content is None else [message.reasoning_content]
-    made = TemplateMessage(message.role, [message.content], reasoning, calls, message.tool_call_id, message.name)
+    content = message.content
+    texts: list[str | ImagePart] = [content] if isinstance(content, str) else list(content)
+    made = TemplateMessage(message.role, texts, reasoning, calls, message.tool_call_id, message.name)
     return made.as_message()

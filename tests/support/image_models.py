@@ -20,7 +20,7 @@ _TEXT: Mapping[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 256,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 2048,
     "initializer_range": 0.15,
     "pad_token_id": None,
 }
@@ -100,3 +100,30 @@ def random_image(seed: int, width: int, height: int) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
+
+
+def add_image_tokens(directory: Path) -> None:
+    """Give the model's tokenizer the tokens that stand for images, with the ids that its config.json has for them."""
+    from tokenizers import Tokenizer
+
+    path = str(directory / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    ids = {IMAGE_TOKEN_ID: "<image>", 252: "<|vision_start|>", 253: "<|vision_end|>"}
+    if "qwen" in json.loads((directory / "config.json").read_text())["model_type"]:
+        ids[IMAGE_TOKEN_ID] = "<|image_pad|>"
+    spec = json.loads(tokenizer.to_str())
+    vocabulary = {token: token_id for token, token_id in spec["model"]["vocab"].items() if token_id not in ids}
+    spec["model"]["vocab"] = {**vocabulary, **{text: token_id for token_id, text in ids.items()}}
+    spec["added_tokens"] = [
+        {
+            "id": token_id,
+            "content": text,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for token_id, text in ids.items()
+    ]
+    Path(path).write_text(json.dumps(spec))

@@ -13,6 +13,7 @@ from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.messages.adapters import is_adapter_digest
 from baton.messages.capabilities import Capability
 from baton.messages.ids import SCOPED_ID_PATTERN
+from baton.messages.images import EncodedImage
 from baton.messages.kv_format import block_sizes_fit
 from baton.messages.node import Leg, NodeDescription, Role, Submit
 from baton.messages.pooling import PoolingParams
@@ -22,6 +23,8 @@ from baton.messages.request_limits import (
     MAX_BAD_WORD_TOKENS,
     MAX_CHOICES,
     MAX_GRAMMAR_SEQUENCES,
+    MAX_IMAGE_SPANS,
+    MAX_IMAGES,
     MAX_LOGPROBS,
     MAX_SEQUENCES,
     MAX_SPANS,
@@ -62,7 +65,7 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     return (
         _sampling_objection(submit.sampling_params, vocab)
         or _output_objection(submit, node)
-        or (_span_objection(submit, node) if submit.spans else None)
+        or (_span_objection(submit, node) if submit.spans or submit.images else None)
     )
 
 
@@ -80,10 +83,13 @@ def _embedding_objection(submit: Submit, node: NodeDescription) -> str | None:
 
 def _span_objection(submit: Submit, node: NodeDescription) -> str | None:
     """Why the spans of the prompt can't be computed; None if they can."""
-    if Capability.PROMPT_EMBEDS not in node.can:
+    num_given = sum([not span.is_encoded for span in submit.spans])
+    if num_given and Capability.PROMPT_EMBEDS not in node.can:
         return f"spans: the model of {node.node_id} can't {Capability.PROMPT_EMBEDS}"
-    if len(submit.spans) > MAX_SPANS:
-        return f"spans: there are {len(submit.spans)}; at most {MAX_SPANS} are taken"
+    if num_given > MAX_SPANS:
+        return f"spans: there are {num_given}; at most {MAX_SPANS} are taken"
+    if wrong := _image_objection(submit, node):
+        return wrong
     if submit.sampling_params.prompt_logprobs is not None:
         return "spans: go with no prompt_logprobs"
     ids, width, stop = submit.prompt_token_ids, node.row_width, 0
@@ -93,6 +99,8 @@ def _span_objection(submit: Submit, node: NodeDescription) -> str | None:
         stop = span.stop
         if any(ids[span.start : span.stop]):
             return f"spans: there are tokens at the positions of the one from {span.start} on"
+        if span.is_encoded:
+            continue
         if not has_rows(span, width):
             return f"spans: {len(span.rows)} bytes are not {span.length} rows of {width} numbers of {span.dtype:.20}"
         if not are_finite(span.dtype, span.rows):
@@ -100,6 +108,30 @@ def _span_objection(submit: Submit, node: NodeDescription) -> str | None:
         # Blocks are found by digests: a wrong one would give others this prompt's keys and values.
         if span.digest != digest_of_rows(span.dtype, span.length, width, span.rows):
             return f"spans: the digest of the one from {span.start} on is not that of its rows"
+    return None
+
+
+def _image_objection(submit: Submit, node: NodeDescription) -> str | None:
+    """Why the images of the prompt, and the spans that have their rows, can't be computed; None if they can."""
+    encoded = [span for span in submit.spans if span.is_encoded]
+    if not encoded and not submit.images:
+        return None
+    if Capability.IMAGE not in node.can:
+        return f"images: the model of {node.node_id} can't {Capability.IMAGE}"
+    if len(encoded) > MAX_IMAGE_SPANS or len(submit.images) > MAX_IMAGES:
+        return f"images: there are {len(submit.images)} in {len(encoded)} spans; {MAX_IMAGES} in {MAX_IMAGE_SPANS} go"
+    # Rows are kept, and blocks found, by digests: a wrong one would give others this image's.
+    if any(image != EncodedImage.of(image.data) for image in submit.images):
+        return "images: the digest of one is not that of its data"
+    here = {image.digest for image in submit.images}
+    digest, num_rows = "", 0
+    for span in encoded:
+        goes_on = span.digest == digest and span.first_row == num_rows
+        if span.digest not in here or span.rows or not (goes_on or span.first_row == 0):
+            return f"images: the span from {span.start} on has no row of an image that begins or goes on there"
+        if span.columns and (span.length % span.columns or span.first_row):
+            return f"images: the {span.length} positions from {span.start} on are no grid of {span.columns} columns"
+        digest, num_rows = span.digest, span.first_row + span.length
     return None
 
 

@@ -77,6 +77,8 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
         pb.prompt_embeds.extend(
             generation.PromptEmbeds(safetensors=given.data, start=given.start) for given in request.prompt_embeds
         )
+    with _field_errors("images"):
+        pb.images.extend(request.images)
     with _field_errors("prompt"):
         if isinstance(request.prompt, str):
             pb.text = request.prompt
@@ -127,6 +129,7 @@ def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
                 for given in pb.prompt_embeds
             ]
         ),
+        images=tuple(pb.images),
         **present,
     )
 

@@ -17,6 +17,7 @@ from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_CHOICES,
+    MAX_IMAGES,
     MAX_LOGIT_BIAS,
     MAX_REQUEST_BYTES,
     MAX_SEQUENCES,
@@ -84,10 +85,18 @@ class GenerationHandler(Protocol):
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """Calls the handler for each RPC. `FaultBarrier` handles the exceptions."""
 
-    def __init__(self, handler: GenerationHandler, *, takes_traces: bool = False, prompt_embeds_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        handler: GenerationHandler,
+        *,
+        takes_traces: bool = False,
+        prompt_embeds_bytes: int = 0,
+        images_bytes: int = 0,
+    ) -> None:
         """`takes_traces`: pass on the clients' W3C trace contexts. `prompt_embeds_bytes`: the most bytes of a request's
-        `prompt_embeds`, beside its others; 0: none are taken.
+        `prompt_embeds`, and `images_bytes` of its images, beside its others; 0: none are taken.
         """
+        self._images_bytes = images_bytes
         self._handler = handler
         self._prompt_embeds_bytes = prompt_embeds_bytes
         self._takes_traces = takes_traces
@@ -112,7 +121,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                     yield stream.response(event)
 
     def _checked_rows_bytes(self, request: generation.GenerateRequest) -> int:
-        """The size of a request's rows, for which there is a bound of their own. Raises InvalidRequest."""
+        """The size of a request's rows or images, for which there are bounds of their own. Raises InvalidRequest."""
+        if request.images:
+            check_count("images", request.images, MAX_IMAGES)
+            num_image_bytes, most = sum(map(len, request.images)), self._images_bytes
+            if num_image_bytes > most > 0:
+                raise InvalidRequest("images", f"have {num_image_bytes} bytes; at most {most} are taken here")
+            return num_image_bytes if most else 0
         if not request.prompt_embeds:
             return 0
         check_count("prompt_embeds", request.prompt_embeds, MAX_SPANS)
@@ -214,7 +229,7 @@ def _traceparent(context: _Context) -> str:
 def _check_message(request: Message, num_row_bytes: int = 0) -> None:
     """Check the size of a request, and refuse fields that this version does not know, as for JSON.
 
-    `num_row_bytes`: how many of its bytes are rows, which don't count.
+    `num_row_bytes`: how many of its bytes are rows or images, which don't count.
 
     Raises InvalidRequest. An unknown field must not be ignored silently: the client relies on it.
     """

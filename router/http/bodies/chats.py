@@ -8,25 +8,11 @@ from pydantic import BeforeValidator, Field, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_MESSAGES, MAX_TEMPLATE_BYTES, MAX_TEMPLATE_VARIABLES, MAX_WORDS
+from router.http.bodies.content_parts import Content, content_of, images_in
 from router.http.bodies.fields import NotServed
 from router.http.bodies.generation import GenerationBody
 from router.http.bodies.strict import Bounded, Strict
 from router.http.bodies.tools import CallId, Calls, ToolChoice, Tools
-
-
-def _content(value: Any) -> str:
-    """The text of a message; parts are joined by newlines, as in vLLM."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of text parts")
-    texts = []
-    for place, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str) or len(part) != 2:
-            raise ValueError(f"part {place} must be {{'type': 'text', 'text': ...}}: only text is served")
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def _template_variables(value: Any) -> Any:
@@ -42,14 +28,14 @@ def _template(value: Any) -> Any:
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict[str, str]])]
+MessageContent = Annotated[Content, PlainValidator(content_of, json_schema_input_type=str | list[dict[str, Any]])]
 
 
 class Message(Strict):
     """One message of a chat. Fields of our own answers are accepted while they are empty: clients send them back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = ""
+    content: MessageContent = ""
     name: str | None = None
     refusal: NotServed = None
     annotations: NotServed = None
@@ -80,6 +66,11 @@ class ChatPrompt(Strict):
     documents: NotServed = None
     mm_processor_kwargs: NotServed = None
     tools: Tools = None
+
+    @property
+    def images(self) -> list[bytes]:
+        """The images of all messages, in order."""
+        return images_in([message.content for message in self.messages])
 
 
 class ChatBody(ChatPrompt, GenerationBody):

@@ -243,13 +243,16 @@ def test_a_routers_settings_are_the_limits_of_its_dispatcher_and_its_placement()
 
 
 def test_a_nodes_scheduler_has_the_defaults_of_the_settings() -> None:
-    """A scheduler that is made without settings, as in tests and benchmarks, has larger steps than that of a node."""
+    """A scheduler that is made without settings, as in tests and benchmarks, has larger steps than that of a node, and
+    keeps no rows of images.
+    """
     node = NodeConfig.model_validate({"role": "decode", "node_id": "n", "registry": "r"})
     alone, settings = SchedulerConfig(65), settings_for(SchedulerConfig, node)
     assert {key for key, value in settings.items() if getattr(alone, key) != value} == {
         "max_num_batched_tokens",
         "max_num_seqs",
         "max_model_len",
+        "num_encoder_rows",
     }
     assert alone.policy == node.scheduling_policy
     assert node.kv_unclaimed_s == LeaseTimes().unclaimed_s

@@ -25,7 +25,7 @@ CAN = GENERATES | {Capability.PROMPT_EMBEDS}
 ROWS = random_rows(3, 8, seed=1)
 FILE = safetensors_of(ROWS)
 SPAN = span_of(ROWS)
-LIMITS = DispatchLimits(prompt_embeds_bytes=len(FILE))
+LIMITS = DispatchLimits(prompt_embeds_bytes=len(FILE), max_image_bytes=0)
 ASKED: dict[str, Any] = {"prompt": [9], "prompt_embeds": (PromptEmbeds(FILE),), "max_tokens": 6, "seed": 5}
 
 
@@ -80,7 +80,7 @@ async def test_a_request_that_comes_again_after_its_routers_death_has_the_spans_
         gone = Placement(prefill("p1"), decode("d1"), "because")
         rig.journal("router-0.a").write(recorded, AttemptKey("r", 2, 99), gone, takeover=1)
         others = {**ASKED, "prompt_embeds": (PromptEmbeds(safetensors_of(random_rows(3, 8, seed=2))),)}
-        with pytest.raises(InvalidRequest, match="prompt_embeds: are not those of the request"):
+        with pytest.raises(InvalidRequest, match="prompt: has other prompt_embeds or images"):
             await rig.resume("r", 1, **others).finished()
         reader = rig.resume("r", 1, **ASKED)
         submits: list[Submit] = [await rig.next_submit("p2"), await rig.next_submit("d2")]
@@ -94,11 +94,11 @@ async def test_a_request_that_comes_again_after_its_routers_death_has_the_spans_
 async def test_all_rows_of_live_requests_have_a_bound_together() -> None:
     async with router_rig(able(decode("d1")), limits=LIMITS) as rig:
         knows_rows(rig)
-        room = LIMITS.held_prompt_embeds_bytes // len(SPAN.rows)
+        room = LIMITS.held_row_bytes // len(SPAN.rows)
         readers = [rig.ask(request_id=f"r{number}", **ASKED) for number in range(room)]
         for reader in readers:
             await reader.wait_until_accepted()
-        with pytest.raises(QueueFull, match="too many bytes of prompt_embeds"):
+        with pytest.raises(QueueFull, match="too many bytes of images or prompt_embeds"):
             await rig.ask(request_id="more", **ASKED).finished()
         text = rig.ask(request_id="text")
         await text.wait_until_accepted()

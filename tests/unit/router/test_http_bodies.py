@@ -78,6 +78,8 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
         "call": 0,
         # Read by the endpoint, which knows how many bytes are taken.
         "prompt_embeds": (),
+        # Parts of chats alone.
+        "images": (),
         # Asked for at a path of its own.
         "pooling": None,
         # Of chats with tools, or with reasoning, alone.

@@ -1,0 +1,87 @@
+"""Parts of a message's content, as OpenAI's API has them: text and images."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_DATA_URL = "data:image/"
+_ENCODING = ";base64,"
+_DETAILS = (None, "auto", "low", "high")
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image in a message."""
+
+    data: bytes
+    """The encoded image; nothing of it was looked at."""
+
+
+Content = str | tuple[str | ImagePart, ...]
+"""The content of a message: a text, or parts of which at least one is an image."""
+
+
+def content_of(value: Any) -> Content:
+    """The content that a message has; texts are joined by newlines, as in vLLM. Raises ValueError."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of parts")
+    parts = [_part(part, place) for place, part in enumerate(value)]
+    if any(isinstance(part, ImagePart) for part in parts):
+        return tuple(parts)
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def _part(part: Any, place: int) -> str | ImagePart:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str) and len(part) == 2:
+        text: str = part["text"]
+        return text
+    if kind == "image_url" and len(part) == 2:
+        return ImagePart(_image_of(part.get("image_url"), f"part {place}"))
+    raise ValueError(
+        f"part {place} must be {{'type': 'text', 'text': ...}} or {{'type': 'image_url', 'image_url': {{'url': ...}}}}"
+    )
+
+
+def _image_of(value: Any, name: str) -> bytes:
+    if isinstance(value, str):
+        return image_of_url(value, name)
+    if not isinstance(value, dict) or not value.keys() <= {"url", "detail"} or not isinstance(value.get("url"), str):
+        raise ValueError(f"{name}: image_url must be {{'url': ...}}, with 'detail' if wanted")
+    if value.get("detail") not in _DETAILS:
+        raise ValueError(f"{name}: detail must be auto, low or high; it changes nothing")
+    return image_of_url(value["url"], name)
+
+
+def image_of_url(url: str, name: str) -> bytes:
+    """The image in a data URL (RFC 2397). Raises ValueError, also for other URLs: nothing is fetched."""
+    if not url.startswith(_DATA_URL):
+        raise ValueError(f"{name}: url must be data:image/TYPE;base64,...: images are not fetched from elsewhere")
+    head, encoding, data = url.partition(_ENCODING)
+    if not encoding or len(head) > 64:
+        raise ValueError(f"{name}: url must be data:image/TYPE;base64,...")
+    return image_of_base64(data, name)
+
+
+def image_of_base64(data: str, name: str) -> bytes:
+    """The image in base64 (RFC 4648, section 4). Raises ValueError."""
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        raise ValueError(f"{name}: the image is not base64") from None
+
+
+def images_in(contents: Sequence[Content]) -> list[bytes]:
+    """All images of messages, in order."""
+    return [
+        part.data
+        for content in contents
+        if not isinstance(content, str)
+        for part in content
+        if isinstance(part, ImagePart)
+    ]

@@ -98,7 +98,7 @@ class Stage:
 @contextmanager
 def _stage(home: Path, mode: str, *flags: str, keys: dict[str, str], certs: Path | None) -> Iterator[Stage]:
     first = first_free_port(2)
-    known = ("--metrics-port", str(first), "--threads", "1", *flags)
+    known = ("--metrics-port", str(first), "--threads", "1", "--allow-prompt-embeds", "on", *flags)
     with process_cluster(home / "run", MODEL, *known) as cluster:
         router = cluster.process("router-0")
         tls, access, operator = None, Access(), Access()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -52,6 +54,14 @@ def _schema(schema: Mapping[str, Any]) -> Attack:
 
 def _prompt(**fields: Any) -> Callable[[], bytes]:
     return lambda: json.dumps({"prompt": "go", "max_tokens": 2, **fields}, separators=(",", ":")).encode()
+
+
+def _rows(num_rows: int, width: int) -> Callable[[], bytes]:
+    """Rows of zeros, and of one NaN at the end."""
+    size = 4 * num_rows * width
+    header = json.dumps({"x": {"dtype": "F32", "shape": [num_rows, width], "data_offsets": [0, size]}}).encode()
+    content = struct.pack("<Q", len(header)) + header + bytes(size - 4) + struct.pack("<f", float("nan"))
+    return _prompt(prompt_embeds=base64.b64encode(content).decode())
 
 
 def _patterns(patterns: list[str]) -> list[dict[str, str]]:
@@ -105,5 +115,7 @@ ATTACKS: Mapping[str, Attack] = {
     "50,000 embeddings": _again(_EMBEDDINGS, lambda: json.dumps({"input": ["a"] * 50_000}).encode(), 4),
     "100,000 unknown fields": _again(_COMPLETIONS, _prompt(**{f"k{n}": 1 for n in range(80_000)}), 4),
     "JSON of 100,000 levels": _again(_COMPLETIONS, lambda: b'{"prompt":' + b"[" * 400_000 + b"]" * 400_000 + b"}", 4),
+    "8 MB of rows with one NaN": _again(_COMPLETIONS, _rows(8_190, 256), 16),
+    "8 MB of rows as one row": _again(_COMPLETIONS, _rows(1, 8_190 * 256), 16),
     "control characters": _again(_COMPLETIONS, _prompt(prompt="\x00\x01\x1b[2J" * 1000, user="\r\n\x00"), 4),
 }

@@ -14,6 +14,7 @@ from typing import Literal
 
 from baton.config import RouterConfig
 from baton.messages.adapters import AdapterSource
+from baton.messages.capabilities import Capability
 from baton.messages.generation import ModelCard
 from baton.messages.node import NodeDescription
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling
@@ -27,8 +28,15 @@ from router.placement.view import ClusterView
 class CurrentCard:
     """A router's card: `known` until nodes of this model are attached, then made of their descriptions."""
 
-    def __init__(self, known: ModelCard, view: ClusterView, now: Callable[[], float]) -> None:
-        """`now`: seconds on the view's clock."""
+    def __init__(
+        self,
+        known: ModelCard,
+        view: ClusterView,
+        now: Callable[[], float],
+        not_allowed: frozenset[Capability] = frozenset(),
+    ) -> None:
+        """`now`: seconds on the view's clock. `not_allowed`: what this router takes no requests for."""
+        self._not_allowed = not_allowed
         self._view = view
         self._now = now
         self._known = known
@@ -48,7 +56,8 @@ class CurrentCard:
             card = card_of_nodes(
                 nodes, longest, known.defaults, permits_extra_keys=known.permits_extra_keys, pooling=known.pooling
             )
-            self._known = replace(card, adapters=known.adapters)
+            allowed = card.capabilities - self._not_allowed
+            self._known = replace(card, adapters=known.adapters, capabilities=allowed)
         return self._known
 
     def set_adapters(self, adapters: Mapping[str, AdapterSource]) -> None:

@@ -18,6 +18,7 @@ from baton.clock import SystemClock
 from baton.config import RouterConfig
 from baton.config.setting import settings_for
 from baton.errors import BackgroundFault
+from baton.messages.capabilities import Capability
 from baton.messages.generation import ModelCard
 from baton.messages.ids import new_incarnation
 from baton.node.name_claim import Asks, require_first, start_number
@@ -118,12 +119,16 @@ class RouterProcess:
         keys = KeyRing(config.api_keys) if config.api_keys is not None else None
         connect = partial(NodeClient, dialer=Dialer.to_role(CallerRole.NODE, config.cluster, tls))
         self._links = NodeLinks(connect, config.router_id, self._timers, rng, LinkTimes(), incarnation)
-        cards = CurrentCard(card, self._view, self._timers.monotonic)
+        takes_rows = config.allow_prompt_embeds == "on"
+        takes_images = images is not None and config.max_images > 0
+        allowed = {Capability.PROMPT_EMBEDS: takes_rows, Capability.IMAGE: takes_images}
+        not_allowed = frozenset(one for one, is_allowed in allowed.items() if not is_allowed)
+        cards = CurrentCard(card, self._view, self._timers.monotonic, not_allowed)
         journal = FlightJournal(records, incarnation, clock.wall) if records is not None else None
         placer = Placer(placement_settings(config))
         self._tracer = start_tracing(os.environ, "router", config.router_id, incarnation)
         spans = RequestSpans(self._tracer) if self._tracer is not None else None
-        embeds_bytes = config.max_prompt_embeds if config.allow_prompt_embeds == "on" else 0
+        embeds_bytes = config.max_prompt_embeds if takes_rows else 0
         rules = None
         if images is not None:
             rules = ImageRules(images, config.max_images, config.max_image_bytes, config.max_image_pixels)

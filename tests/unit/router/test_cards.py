@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.messages.capabilities import GENERATES_AND_EMBEDS
+from baton.messages.capabilities import GENERATES, GENERATES_AND_EMBEDS, Capability
 from baton.messages.generation import ModelCard
 from baton.messages.sampling import SamplingDefaults
 from router.cards import CurrentCard, card_of_nodes
@@ -29,6 +29,8 @@ def test_the_card_is_the_known_one_until_a_node_of_the_model_is_attached() -> No
     fingerprint = card_of_nodes([node], 64, DEFAULTS).fingerprint
     expected = ModelCard(MODEL, 64, 300, True, 8, fingerprint, DEFAULTS, capabilities=GENERATES_AND_EMBEDS)
     assert card() == replace(expected, permits_extra_keys=True)
+    restricted = CurrentCard(KNOWN, view, lambda: 0.0, frozenset((Capability.EMBED,)))
+    assert restricted().capabilities == GENERATES, "what this router does not take is not offered"
 
 
 def test_the_length_of_a_node_that_has_just_left_still_counts() -> None:

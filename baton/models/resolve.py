@@ -23,7 +23,7 @@ from baton.models.conversion import add_sampling, convert_in_child
 from baton.models.hub import HubName, fetched_directory
 from baton.models.known_digests import FileState, KnownDigests
 from baton.models.model_cache import ModelCache, default_cache_dir
-from baton.models.named_models import NAMED_MODELS, recommended_sampling, source_of
+from baton.models.named_models import NAMED_MODELS, copy_directory, directory_of, recommended_sampling, source_of
 
 C = TypeVar("C", bound=ClusterSettings)
 
@@ -92,6 +92,12 @@ def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
         directory = cache.directory_of(sha256, lambda _scratch: _while_unchanged(source, state), state.size)
         return FoundModel(directory, _client_name(source.stem))
     model = NAMED_MODELS.get(str(named))
+    if model is not None and model.beside:
+        cache = ModelCache(default_cache_dir(environ), lambda source, directory: copy_directory(model, source, directory))
+        directory = cache.directory_of(
+            model.sha256, lambda scratch: directory_of(model, scratch), model.num_bytes_to_make
+        )
+        return FoundModel(directory, _client_name(str(named)))
     if model is not None:
         cache = _cache(environ, model.sha256)
         directory = cache.directory_of(model.sha256, lambda scratch: source_of(model, scratch), model.num_bytes_to_make)

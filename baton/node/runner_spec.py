@@ -79,6 +79,14 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
     own = settings_for(SchedulerConfig, config) | {"max_model_len": config.max_model_len or longest}
     if Capability.IMAGE not in runner.model.capabilities:
         own["num_encoder_rows"] = 0
+    if runner.model.pooling.is_encoder:
+        # A text is computed by one step, and its blocks hold nothing that a later one could use.
+        own |= {
+            "enable_chunked_prefill": False,
+            "enable_prefix_caching": False,
+            "long_prefill_token_threshold": 0,
+            "max_num_batched_tokens": max(config.max_num_batched_tokens, own["max_model_len"]),
+        }
     return SchedulerConfig(
         num_blocks=runner.memory.num_blocks,
         windows=runner.layout.windows,

@@ -25,6 +25,12 @@ def load(spec: RunnerSpec, stages: StageLeader | None = None) -> ModelRunner:
         from baton.runner.simulated import SimulatedRunner
 
         return SimulatedRunner(spec)
+    from baton.runner.model.pooling_files import is_encoder_directory
+
+    if is_encoder_directory(spec.model_dir):
+        from baton.runner.encoder.loading import load_encoder
+
+        return load_encoder(spec)
     from baton.runner.loading import load_runner
 
     return load_runner(

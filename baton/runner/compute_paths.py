@@ -20,7 +20,7 @@ def compute_paths(
         operations = operations.timed
     return (
         ComputePath("weights", f"{weights.description or dtype}, {weights.num_bytes >> 20} MiB"),
-        _products(operations),
+        products_path(operations),
         _attention(operations),
         ComputePath(
             "decoder",
@@ -31,7 +31,8 @@ def compute_paths(
     )
 
 
-def _products(operations: Operations) -> ComputePath:
+def products_path(operations: Operations) -> ComputePath:
+    """What computes the products."""
     if isinstance(operations, CudaOperations):
         return ComputePath("products", f"torch on {operations.device_name}")
     info = kernels.available()
@@ -46,7 +47,7 @@ def _products(operations: Operations) -> ComputePath:
 def _attention(operations: Operations) -> ComputePath:
     if isinstance(operations, CudaOperations):
         return ComputePath("attention", " and ".join(sorted(operations.ways)), operations.why_plain)
-    products = _products(operations)
+    products = products_path(operations)
     return ComputePath("attention", f"{products.runs} on the paged cache", products.why_not_faster)
 
 

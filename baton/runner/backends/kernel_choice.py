@@ -94,6 +94,7 @@ class CompiledOperations:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         sharing: torch.Tensor | None = None,
+        ahead: int = 0,
     ) -> torch.Tensor:
         return kernels.paged_attention(
             query,
@@ -105,6 +106,7 @@ class CompiledOperations:
             window=window,
             softcap=softcap,
             sinks=sinks,
+            ahead=ahead,
             threads=self.num_threads,
         )
 

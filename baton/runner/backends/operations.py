@@ -129,12 +129,15 @@ class Operations(Protocol):
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         sharing: torch.Tensor | None = None,
+        ahead: int = 0,
     ) -> torch.Tensor:
-        """Causal attention of query [T, H, KD] over the cache; returns [T, H, VD], zero in rows of no sequence.
+        """Attention of query [T, H, KD] over the cache; returns [T, H, VD], zero in rows of no sequence.
 
         The rows query_start[b] to query_start[b + 1], which may be none, are the last of the seq_lens[b] tokens of
         sequence b, whose keys and values are in the blocks block_tables[b]. With a window, a query attends to that many
-        keys at most, its own included. `sinks` [H]: one more score for each head, which has no value. `sharing`: which
-        sequences share leading blocks (cuda/shared_splits.py), for operations that do not find out themselves.
+        keys at most, its own included. It is causal, unless a query attends to `ahead` keys behind its own, too, as far
+        as its sequence has them; then all tokens of a sequence are in the same call. `sinks` [H]: one more score for
+        each head, which has no value. `sharing`: which sequences share leading blocks (cuda/shared_splits.py), for
+        operations that do not find out themselves.
         """
         ...

@@ -197,6 +197,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     sharing: torch.Tensor | None = None,
+    ahead: int = 0,
 ) -> torch.Tensor:
     out = torch.zeros(*query.shape[:2], cache.value_dim, dtype=query.dtype)
     starts: list[Any] = query_start.tolist()
@@ -208,7 +209,7 @@ def paged_attention(
         keys, values = (_array(rows) for rows in read_blocks(cache, blocks, query.dtype))
         for row in range(first, last):
             stop = length - (last - 1 - row)
-            seen = slice(max(0, stop - window) if window else 0, stop)
+            seen = slice(max(0, stop - window) if window else 0, min(stop + ahead, length))
             attended = _attend(_array(query[row]), keys[:, seen], values[:, seen], scale, softcap, sinks)
             out[row] = torch.from_numpy(attended).to(query.dtype)
     return out

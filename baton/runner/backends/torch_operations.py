@@ -7,6 +7,7 @@ row by row. The check at start finds the number that suffices (self_check.py). W
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -210,6 +211,7 @@ class TorchOperations:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         sharing: torch.Tensor | None = None,
+        ahead: int = 0,
     ) -> torch.Tensor:
         out = query.new_zeros(*query.shape[:2], cache.value_dim)
         extra = None if sinks is None else sinks.float().view(cache.num_kv_heads, -1, 1)
@@ -220,6 +222,10 @@ class TorchOperations:
                 continue
             blocks = block_tables[sequence, : -(-length // cache.block_size)].long()
             keys, values = (rows.float() for rows in read_blocks(cache, blocks, query.dtype))
+            if ahead:
+                rows = slice(first, last)
+                out[rows] = _attend_both_ways(query[rows], keys[:, :length], values[:, :length], scale, window, ahead)
+                continue
             for row in range(first, last):
                 stop = length - (last - 1 - row)
                 start = max(0, stop - window) if window else 0
@@ -268,3 +274,24 @@ class TorchOperations:
         with _disable_current_modes():
             parts = [compute(padded[row : row + size]) for row in range(0, max(rows, 1), size)]
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[:rows]
+
+
+def _attend_both_ways(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int | None, ahead: int
+) -> torch.Tensor:
+    """Attention of all rows [n, H, KD] of a sequence to float32 keys [KH, n, KD] and values [KH, n, VD]: [n, H, VD].
+
+    The bits depend on the sequence alone, which is computed by products of its own.
+    """
+    num_rows, heads, length = query.shape[0], keys.shape[0], keys.shape[1]
+    grouped = query.float().view(num_rows, heads, -1, keys.shape[2]).permute(1, 2, 0, 3)
+    scores = torch.bmm(grouped.reshape(heads, -1, keys.shape[2]), keys.contiguous().transpose(1, 2)) * scale
+    at = torch.arange(length, device=query.device)
+    own = at[length - num_rows :, None]
+    seen = at <= own + ahead
+    if window:
+        seen &= at > own - window
+    scores = scores.view(heads, -1, num_rows, length).masked_fill(~seen, -math.inf)
+    weights = torch.softmax(scores, dim=-1).view(heads, -1, length)
+    attended = torch.bmm(weights, values.contiguous()).view(heads, -1, num_rows, values.shape[2])
+    return attended.permute(2, 0, 1, 3).reshape(num_rows, -1, values.shape[2]).to(query.dtype)

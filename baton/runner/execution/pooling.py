@@ -8,20 +8,29 @@ to clients.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.messages.pooling import Activation, Pooling, PoolingParams
 
+Head = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
+"""A pooled hidden state to the outputs of a classification head."""
+
 
 class Pooler:
     """The vector of one request, of which some hidden states are known."""
 
-    __slots__ = ("_num_taken", "_pooled", "params")
+    __slots__ = ("_head", "_kind", "_num_taken", "_pooled", "params")
 
-    def __init__(self, params: PoolingParams) -> None:
+    def __init__(self, params: PoolingParams, head_pooling: Pooling | None = None, head: Head | None = None) -> None:
+        """`head_pooling` and `head`: of a classification head that reads pooled hidden states, what it reads, and
+        the head itself. Without them a classification is made of the outputs of the model's head at the last token.
+        """
         self.params = params
+        self._head = head
+        self._kind = head_pooling if params.kind is Pooling.CLASSIFY and head_pooling is not None else params.kind
         self._pooled: npt.NDArray[np.float64] | None = None
         """The sum of the hidden states taken so far, or the one that is wanted."""
         self._num_taken = 0
@@ -30,11 +39,11 @@ class Pooler:
     @property
     def takes_logits(self) -> bool:
         """Whether the vector is made of the head's outputs, and not of hidden states."""
-        return self.params.kind is Pooling.CLASSIFY
+        return self._kind is Pooling.CLASSIFY
 
     def places(self, start: int, stop: int, num_tokens: int) -> range:
         """Which of the positions [start, stop) of a prompt of `num_tokens` are wanted."""
-        match self.params.kind:
+        match self._kind:
             case Pooling.MEAN:
                 return range(start, stop)
             case Pooling.CLS:
@@ -50,7 +59,7 @@ class Pooler:
         """
         if not rows.shape[0]:
             return
-        if self.params.kind is not Pooling.MEAN:
+        if self._kind is not Pooling.MEAN:
             self._pooled = rows[-1].astype(np.float64)
             return
         if start == 0 or self._pooled is None:
@@ -67,10 +76,13 @@ class Pooler:
             raise ArithmeticError("the hidden states of the prompt are missing")
         if not np.isfinite(pooled).all():
             raise ArithmeticError("the model produced a non-finite vector")
-        if params.kind is Pooling.CLASSIFY:
-            return _as_bytes(activated(pooled, activation) if params.activate else pooled)
-        if params.kind is Pooling.MEAN:
+        if self._kind is Pooling.MEAN:
             pooled = pooled / self._num_taken
+        if params.kind is Pooling.CLASSIFY:
+            outputs = pooled if self._head is None else self._head(pooled)
+            if not np.isfinite(outputs).all():
+                raise ArithmeticError("the classification head produced non-finite numbers")
+            return _as_bytes(activated(outputs, activation) if params.activate else outputs)
         if params.dimensions:
             pooled = pooled[: params.dimensions]
         return _as_bytes(normalized(pooled) if params.normalize else pooled)

@@ -141,9 +141,9 @@ class PagedAttention:
         if layout is None:
             raise RuntimeError("attention was called outside of a step")
         cache, group = self._caches[layer], self._groups[layer]
-        self._operations.store_kv(_dense_rows(key), _dense_rows(value), cache, layout.slots[group])
+        self._operations.store_kv(dense_rows(key), dense_rows(value), cache, layout.slots[group])
         return self._operations.paged_attention(
-            _dense_rows(query),
+            dense_rows(query),
             cache,
             layout.sample_start if sampling else layout.query_start,
             layout.seq_lens,
@@ -173,7 +173,7 @@ class PagedAttention:
         )
 
 
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
     """x [T, H, D] itself if each row is contiguous, as the kernels need it; otherwise a contiguous copy."""
     strides, width = x.stride(), x.shape[2]
     return x if strides[2] == 1 and strides[1] == width else x.contiguous()

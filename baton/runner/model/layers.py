@@ -271,18 +271,23 @@ def head_of(module: Any) -> nn.Module | None:
 
 
 def replace_products(
-    module: nn.Module, operations: Operations, row_quantum: int, release: Callable[[nn.Module], None]
+    module: nn.Module,
+    operations: Operations,
+    row_quantum: int,
+    release: Callable[[nn.Module], None],
+    head: nn.Module | None = None,
 ) -> None:
     """Replace every product in place. `release` is called with each module whose weights have been packed.
 
-    The head's product is float32: rounded to bfloat16, the two best logits would be equal in about 2 % of all steps.
+    `head`: the last layer, if that is not the head of a causal language model. Its product is float32: rounded to
+    bfloat16, the two best logits would be equal in about 2 % of all steps.
 
     An embedding that shares its weight with the head reads the head's packed weight (`PackedEmbedding`).
     """
     from transformers.pytorch_utils import Conv1D
 
     embeddings = _embeddings(module)
-    head = head_of(module)
+    head = head or head_of(module)
     for parent, name, child in children_of(module):
         out_dtype = torch.float32 if child is head else None
         if isinstance(child, StoredLinear):

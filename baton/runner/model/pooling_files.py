@@ -33,24 +33,41 @@ _FILES = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json")
 def read_pooling(directory: Path) -> ModelPooling:
     """What the files of a model directory say; raises ConfigError for what is not understood."""
     config = _read(directory / "config.json")
-    is_encoder = config.get("model_type") in ENCODER_TYPES and not config.get("is_decoder")
-    is_classifier = any(str(name).endswith(_CLASSIFIER) for name in _list(config.get("architectures")))
-    labels = _labels(config, directory) if is_classifier else ()
-    default, normalizes = _sentence_modules(directory) or (Pooling.CLS if is_encoder else Pooling.LAST, True)
+    labels = classifier_labels(config, directory) if is_classifier(config) else ()
+    encodes = is_encoder(config)
+    default, normalizes = _sentence_modules(directory) or (Pooling.CLS if encodes else Pooling.LAST, True)
     dimensions = config.get("matryoshka_dimensions")
     return ModelPooling(
         default=default,
         normalizes=normalizes,
         is_matryoshka=bool(config.get("is_matryoshka") or dimensions),
         matryoshka_dimensions=_dimensions(dimensions, directory),
-        is_encoder=is_encoder,
-        generates=not (is_encoder or is_classifier),
+        is_encoder=encodes,
+        generates=not (encodes or labels),
         labels=labels,
         activation=_activation(config, len(labels)),
-        has_token_types=is_encoder and _number(config.get("type_vocab_size")) > 1,
-        first_position=first_position(config) if is_encoder else 0,
-        max_length=_max_length(config, directory) if is_encoder else 0,
+        has_token_types=encodes and _number(config.get("type_vocab_size")) > 1,
+        first_position=first_position(config) if encodes else 0,
+        max_length=_max_length(config, directory) if encodes else 0,
     )
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether a model with this config.json is computed as an encoder."""
+    return config.get("model_type") in ENCODER_TYPES and not config.get("is_decoder")
+
+
+def is_encoder_directory(directory: Path) -> bool:
+    """Whether a model directory is of an encoder; False also for one that can't be read, which others refuse."""
+    try:
+        return is_encoder(_read(directory / "config.json"))
+    except ConfigError:
+        return False
+
+
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether a model with this config.json has a head for labels."""
+    return any(str(name).endswith(_CLASSIFIER) for name in _list(config.get("architectures")))
 
 
 def pooling_fields(directory: Path) -> list[bytes]:
@@ -111,7 +128,8 @@ def _pooling_mode(config: Mapping[str, Any], directory: Path) -> Pooling:
     return found[0]
 
 
-def _labels(config: Mapping[str, Any], directory: Path) -> tuple[str, ...]:
+def classifier_labels(config: Mapping[str, Any], directory: Path) -> tuple[str, ...]:
+    """The labels of a classification head; raises ConfigError for too many, or too long ones."""
     named = config.get("id2label")
     if isinstance(named, dict):
         labels = [str(named.get(str(place), f"LABEL_{place}")) for place in range(len(named))]

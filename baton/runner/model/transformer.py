@@ -125,7 +125,7 @@ class Transformer:
         self.width: int = getattr(model.config, "hidden_size", 0)
         """The width of the rows between layers."""
         # The widths are those of the whole model, since all stages compute the same rows.
-        self.row_quantum = row_quantum(_widths(model), num_threads)
+        self.row_quantum = row_quantum(row_widths(model), num_threads)
         self.stage = stages.stage
         self.has_own_cache = stages.has_own_cache
         """Whether the cache holds this stage's layers only, and other stages have caches of their own."""
@@ -571,7 +571,7 @@ def _cache_memory(elements: int, dtype: torch.dtype, device: torch.device, ranks
         ) from error
 
 
-def _widths(model: LoadedModel) -> list[int]:
+def row_widths(model: LoadedModel) -> list[int]:
     """Every row width that an elementwise function may be called with."""
     config = model.config
     widths = {parameter.shape[-2] for parameter in model.module.parameters() if parameter.dim() >= 2}

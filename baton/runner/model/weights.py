@@ -26,6 +26,8 @@ from baton.runner.model.image_parts import divide_image_model, takes_images
 from baton.runner.model.layers import EXPERTS_NAME
 from baton.runner.model.mapped_files import DuplicateTensor, TensorOnFile, tensors_on_file
 from baton.runner.model.plain_on_file import dequantized_on_file, weights_on_file
+from baton.runner.model.pooling_files import is_classifier, is_encoder
+from baton.runner.model.pooling_models import classifier_class, encoder_class, is_unused, with_head_renamed
 from baton.runner.model.quantization.formats import format_of
 from baton.runner.model.quantization.quantize import GROUP, Quantization
 from baton.runner.model.quantization.stored_weight import StoredWeight, UnusableWeight, WeightFormat, stored_weights
@@ -169,7 +171,8 @@ def load_model(
     model_class = _model_class(checkpoint, config)
     check_numbers(checkpoint, config.get_text_config())
     try:
-        with _ONE_AT_A_TIME, tensors_on_file(checkpoint.weight_files) as tensors:
+        with _ONE_AT_A_TIME, tensors_on_file(checkpoint.weight_files) as on_file:
+            tensors = with_head_renamed(_skeleton(model_class, config), on_file)
             num_layers = config.get_text_config().num_hidden_layers
             if not 0 < num_layers <= len(tensors):
                 raise UnusableWeight(f"{num_layers} layers can't be made of {len(tensors)} tensors")
@@ -196,7 +199,7 @@ def load_model(
         raise ConfigError(f"the weights in {directory} can't be used: {error}") from error
     except Exception as error:
         raise ConfigError(f"the weights in {directory} don't fit its config.json ({_first_line(error)})") from error
-    missing = sorted(info["missing_keys"])
+    missing = sorted(name for name in info["missing_keys"] if not is_unused(name, model_class))
     if missing:
         raise ConfigError(
             f"the weights in {directory} lack {len(missing)} tensors that its config.json asks for, first {missing[0]}"
@@ -380,6 +383,8 @@ def _model_class(checkpoint: Checkpoint, config: Any) -> Any:
 
     refusal = f"{checkpoint.directory} is of type {config.model_type!r}, which is not supported: "
     known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    if is_encoder(checkpoint.config):
+        return encoder_class(checkpoint.directory, config, checkpoint.config)
     if config.is_encoder_decoder or type(config) not in known:
         raise ConfigError(refusal + "only decoder-only text models are, and some that take images")
     model_class = known[type(config)]
@@ -391,6 +396,8 @@ def _model_class(checkpoint: Checkpoint, config: Any) -> Any:
     kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ConfigError(refusal + f"it has layers of type {', '.join(sorted(kinds))}")
+    if is_classifier(checkpoint.config) and not takes_images(config):
+        return classifier_class(model_class, config, checkpoint.config, checkpoint.directory)
     return model_class
 
 

@@ -101,7 +101,9 @@ class Paged:
         starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
         return cls(cache, tables, starts, torch.tensor(lengths, dtype=torch.int32), torch.cat(queries), keys, values)
 
-    def attend(self, window: int | None = None, softcap: float | None = None, threads: int = 2) -> torch.Tensor:
+    def attend(
+        self, window: int | None = None, softcap: float | None = None, threads: int = 2, ahead: int = 0
+    ) -> torch.Tensor:
         return kernels.paged_attention(
             self.query,
             self.cache,
@@ -112,10 +114,11 @@ class Paged:
             window=window,
             softcap=softcap,
             sinks=self.sinks,
+            ahead=ahead,
             threads=threads,
         )
 
-    def expected(self, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
+    def expected(self, window: int | None = None, softcap: float | None = None, ahead: int = 0) -> torch.Tensor:
         out = []
         for i, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
             query = self.query[int(self.query_start[i]) : int(self.query_start[i + 1])].double()
@@ -125,7 +128,7 @@ class Paged:
                 scores = softcap * torch.tanh(scores / softcap)
             at = torch.arange(len(key) - len(query), len(key))[:, None]
             key_at = torch.arange(len(key))[None]
-            seen = key_at <= at
+            seen = key_at <= at + ahead
             if window is not None:
                 seen &= key_at > at - window
             scores = scores.masked_fill(~seen, float("-inf"))
@@ -146,6 +149,21 @@ def test_attention_equals_softmax_attention_in_float64(
     kernels.use_isa(isa)
     paged = Paged.make(dtype, lengths=[1, 64, 90, 200], query_lens=[1, 64, 1, 77], head_dim=40)
     assert _relative_error(paged.attend(window, softcap), paged.expected(window, softcap)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "ahead"), [(None, 1 << 30), (9, 8), (70, 69), (None, 3), (65, 200)])
+def test_rows_attend_to_keys_behind_their_own(isa: str, dtype: torch.dtype, window: int | None, ahead: int) -> None:
+    kernels.use_isa(isa)
+    lengths = [1, 64, 90, 200, 7, 128]
+    paged = Paged.make(dtype, lengths=lengths, query_lens=lengths, head_dim=40)
+    together = paged.attend(window, ahead=ahead)
+    assert _relative_error(together, paged.expected(window, ahead=ahead)) < TOLERANCE[dtype]
+    assert torch.equal(together, paged.attend(window, threads=1, ahead=ahead))
+    for place, (length, start) in enumerate(zip(lengths, paged.query_start.tolist(), strict=False)):
+        alone = Paged.make(dtype, lengths=[length], query_lens=[length], head_dim=40, seed=place, block_size=7)
+        assert torch.equal(alone.attend(window, ahead=ahead), together[start : start + length])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,6 +14,7 @@ from baton.errors import ConfigError
 from baton.registry.registry import require_registry, with_authority
 from baton.runner.backends.cpu import kernel_file
 from baton.runner.model.checkpoint import check_model_dir
+from baton.runner.model.pooling_files import is_classifier, is_encoder, read_pooling
 from baton.security.binds import check_bind
 from baton.security.tls_files import certificate_files
 from baton.text.model_files import read_model_files
@@ -35,14 +36,19 @@ def check_up(config: UpConfig) -> None:
 
 
 def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless config.json names a decoder-only language model. The node checks the details."""
+    """Raise ConfigError unless config.json names a decoder-only language model, a classifier or an encoder.
+
+    The node checks the details.
+    """
     named = config.get("architectures") or []
+    if is_encoder(config) or is_classifier(config):
+        return
     causal = [name for name in named if str(name).endswith(("ForCausalLM", "LMHeadModel"))]
     if not causal or config.get("is_encoder_decoder"):
         architectures = ", ".join(map(str, named)) or "no architecture"
         raise ConfigError(
             f"model directory {directory} holds {architectures}, which is not supported: "
-            "choose a decoder-only language model (…ForCausalLM)"
+            "choose a decoder-only language model (…ForCausalLM), a classifier, or an encoder such as BERT"
         )
 
 
@@ -82,6 +88,13 @@ def check_port_free(host: str, port: int, flag: str) -> None:
         raise ConfigError(
             f"can't listen on {host}:{port} ({error.strerror}): choose another with --host or {flag}"
         ) from None
+
+
+def without_decode_nodes(config: UpConfig) -> UpConfig:
+    """The settings, with prefill nodes in place of decode nodes for a model that generates nothing."""
+    if config.runner != "torch" or not config.decode or read_pooling(config.model).generates:
+        return config
+    return config.model_copy(update={"prefill": config.prefill + config.decode, "decode": 0})
 
 
 def why_slow(config: UpConfig) -> str:

@@ -13,7 +13,7 @@ from baton.cli.cluster.state import ClusterState
 from baton.cli.cluster.supervisor.cluster import ClusterPlan, ClusterSupervisor
 from baton.cli.cluster.supervisor.daemon import serve_detached
 from baton.cli.cluster.supervisor.plan import plan_nodes, plan_redis
-from baton.cli.cluster.supervisor.preflight import check_up, why_slow
+from baton.cli.cluster.supervisor.preflight import check_up, why_slow, without_decode_nodes
 from baton.cli.output import print_note
 from baton.clock import SystemClock
 from baton.config import UpConfig
@@ -34,6 +34,13 @@ def run_cluster(
         check_up(config)
         if slow := why_slow(config):
             print_note(f"baton: {slow}")
+        pooling = without_decode_nodes(config)
+        if pooling is not config:
+            print_note(
+                f"baton: {config.served_model_name} generates nothing, so it has no decode nodes: "
+                f"{pooling.prefill} prefill {'node' if pooling.prefill == 1 else 'nodes'} make its vectors"
+            )
+            config = pooling
         redis = None if config.registry else embedded_redis(directory.path)
         plan = _plan(config, redis, file)
         directory.clear_logs()

@@ -201,7 +201,22 @@ class CudaOperations(TorchOperations):
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         sharing: torch.Tensor | None = None,
+        ahead: int = 0,
     ) -> torch.Tensor:
+        if ahead:
+            # Only encoders look ahead, and Triton's kernel is causal.
+            return super().paged_attention(
+                query,
+                cache,
+                query_start,
+                seq_lens,
+                block_tables,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                ahead=ahead,
+            )
         heads = query.shape[1]
         kind = _Kind(
             query.dtype,

@@ -1,0 +1,1 @@
+"""Encoders (BERT and its kin): models whose tokens attend to their whole text, which is computed in one step."""

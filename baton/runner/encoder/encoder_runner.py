@@ -1,0 +1,125 @@
+"""Executes steps on an encoder: the implementation of `ModelRunner` for models that generate nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
+from baton.engine.runner import KVLayout, KVMemory, ModelInfo, RemotePart
+from baton.errors import AdapterRefused
+from baton.messages.node_report import RankReport
+from baton.messages.pooling import PoolingParams
+from baton.runner.encoder.encoder import Encoder
+from baton.runner.execution.input_batch import RequestTable, Scheduled, flatten
+from baton.runner.execution.pooling import Pooler
+
+
+class EncoderRunner:
+    """One encoder on one device of this machine. Called from one thread.
+
+    Each prompt is computed by one step. Its blocks hold keys and values during the step alone.
+    """
+
+    def __init__(self, model: ModelInfo, encoder: Encoder) -> None:
+        self._model = model
+        self._encoder = encoder
+        self._memory = encoder.memory
+        self._requests = RequestTable(
+            encoder.layout, encoder.num_blocks, model.vocab_size, model.max_model_len, adapters=(), row_width=0
+        )
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._encoder.layout
+
+    @property
+    def memory(self) -> KVMemory:
+        return self._memory
+
+    @property
+    def remote_parts(self) -> Sequence[RemotePart]:
+        return ()
+
+    @property
+    def num_host_blocks(self) -> int:
+        return 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that the runner has not forgotten."""
+        return len(self._requests)
+
+    def load_adapter(self, directory: Path, digest: str) -> None:
+        """Raises AdapterRefused: an encoder takes no adapters."""
+        raise AdapterRefused(f"{directory}: {self._model.name} is an encoder, which takes no adapters")
+
+    def unload_adapter(self, digest: str) -> None:
+        """No adapter is ever loaded."""
+
+    def rank_reports(self) -> Sequence[RankReport]:
+        return ()
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Nothing computes beside this process."""
+
+    def close(self) -> None:
+        """Nothing computes beside this process."""
+
+    def expect(self, scheduler_output: SchedulerOutput) -> None:
+        """Steps are begun when they are executed."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step. A failure of one request is reported in `failed`, never raised."""
+        started = time.perf_counter()
+        self._requests.update(scheduler_output)
+        begun, failed = self._requests.begin(scheduler_output.num_scheduled_tokens.items(), {})
+        scheduled = []
+        for share in begun:
+            if share.start == 0 and share.samples and share.state.pooler is not None:
+                scheduled.append(share)
+            else:
+                failed[share.state.request_id] = "an encoder computes whole prompts, and makes vectors of them"
+        vectors: dict[str, bytes] = {}
+        if scheduled:
+            batch = flatten(scheduled, self.layout, self._encoder.row_quantum)
+            hidden = self._encoder.compute(batch, _token_types(scheduled, batch.token_ids.size))
+            first = 0
+            for share in scheduled:
+                try:
+                    vectors[share.state.request_id] = self._vector(share, hidden[first : first + share.count])
+                except ArithmeticError as error:
+                    failed[share.state.request_id] = str(error)
+                first += share.count
+        return ModelRunnerOutput({}, failed=failed, embeddings=vectors, compute_seconds=time.perf_counter() - started)
+
+    def _vector(self, share: Scheduled, rows: npt.NDArray[np.float32]) -> bytes:
+        assert share.state.pooler is not None
+        return vector_of(share.state.pooler.params, rows, self._encoder, self._model)
+
+
+def vector_of(params: PoolingParams, rows: npt.NDArray[np.float32], encoder: Encoder, model: ModelInfo) -> bytes:
+    """The vector of a text's hidden states [tokens, size]; raises ArithmeticError for numbers that are not finite."""
+    pooler = Pooler(params, encoder.head_pooling, encoder.classify)
+    wanted = pooler.places(0, len(rows), len(rows))
+    pooler.take(wanted.start, rows[wanted.start : wanted.stop])
+    return pooler.vector(model.pooling.activation)
+
+
+def _token_types(scheduled: Sequence[Scheduled], num_rows: int) -> npt.NDArray[np.int64]:
+    """The token type of each row: 1 for those of the second text of a pair."""
+    types, first = np.zeros(num_rows, dtype=np.int64), 0
+    for share in scheduled:
+        second = share.state.pooler.params.second_start if share.state.pooler is not None else 0
+        if second:
+            types[first + second : first + share.count] = 1
+        first += share.count
+    return types

@@ -25,7 +25,7 @@ from baton.errors import (
 )
 from baton.fair_executor import FairExecutor
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
-from baton.messages.ids import SCOPED_ID_PATTERN, unscoped
+from baton.messages.ids import SCOPED_ID_PATTERN, new_request_id, unscoped
 from baton.messages.sampling import Constraint
 from router.admission.bounded_work import BoundedWork
 from router.admission.images import ImageRules
@@ -251,6 +251,10 @@ class Dispatcher:
         if active.flight.is_over:
             active.queue.end(before.error)
         return active
+
+    def new_request_id(self) -> str:
+        """An id for a call whose client sent none."""
+        return new_request_id(self._rng)
 
     def cancel(self, request_id: str) -> None:
         """End a live request; its generator raises Cancelled. Raises RequestNotFound."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 from baton.clock import Clock
 from baton.errors import InvalidRequest, RequestNotFound
 from baton.messages.cluster import ClusterStatus, NodeStatus
+from baton.messages.embedding import EmbedRequest, EmbedResponse
 from baton.messages.explanations import PlacementDecision
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.ids import scoped
@@ -22,6 +23,7 @@ from baton.security.callers import current_caller
 from router.admission.tenants import Tenants
 from router.admission.validation import check_model, check_text, check_token_ids
 from router.dispatcher import Dispatcher
+from router.embed_call import embed
 from router.flight.text_stream import TextCodec
 from router.flight.timeline import timeline
 from router.operations.explained import explained
@@ -114,6 +116,11 @@ class GenerationHandler:
     async def in_waiting_thread(self, work: Callable[..., T], *args: object) -> T:
         """Do work that waits for a child process, in a thread; raises Overloaded if too much of it waits."""
         return await self._dispatcher.in_waiting_thread(current_caller.get().tenant, work, *args)
+
+    async def embed(self, request: EmbedRequest, timeout_s: float | None) -> EmbedResponse:
+        """The vectors, labels or scores of all inputs; raises BatonErrors. Cancelling it ends all of them."""
+        named = replace(request, request_id=request.request_id or self._dispatcher.new_request_id())
+        return await embed(named, self, self._codec, self._card(), timeout_s)
 
     def list_models(self) -> Sequence[ModelCard]:
         return self._card().with_adapters()

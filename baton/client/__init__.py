@@ -3,6 +3,7 @@
 from baton.client.async_generation import AsyncGenerationClient
 from baton.client.generation import GenerationClient
 from baton.client.operator import OperatorClient
+from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -13,6 +14,7 @@ from baton.messages.generation import (
     PromptLogprobs,
     SequenceFinished,
 )
+from baton.messages.pooling import Pooling
 from baton.security.access import Access
 
 __all__ = [
@@ -20,11 +22,17 @@ __all__ = [
     "Access",
     "AsyncGenerationClient",
     "Chunk",
+    "EmbedInput",
+    "EmbedRequest",
+    "EmbedResponse",
+    "EmbedResult",
+    "EmbedTask",
     "Finished",
     "GenerateEvent",
     "GenerateRequest",
     "GenerationClient",
     "OperatorClient",
+    "Pooling",
     "PromptEmbeds",
     "PromptLogprobs",
     "SequenceFinished",

@@ -14,6 +14,7 @@ from baton.client.continuation import Call, CallKind, Continuation, with_id_and_
 from baton.client.endpoint_rotation import EndpointRotation
 from baton.client.generation import RETRY_BUDGET_S, SILENCE_S, error_to_report, remaining_s
 from baton.errors import BatonError, RequestNotFound, Unreachable
+from baton.messages.embedding import EmbedRequest, EmbedResponse
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.security.access import Access, default_access
 from baton.wire.clients.async_generation_client import AsyncGenerationStub
@@ -94,6 +95,13 @@ class AsyncGenerationClient:
     async def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
         """The text of token ids."""
         return await self._call_any_router(lambda stub: stub.detokenize(model, token_ids))
+
+    async def embed(self, request: EmbedRequest, timeout_s: float | None = None) -> EmbedResponse:
+        """The vectors, labels or scores of up to 256 inputs; raises BatonErrors.
+
+        They are functions of the inputs alone, so the call may go to another router if one is lost.
+        """
+        return await self._call_any_router(lambda stub: stub.embed(request, timeout_s))
 
     async def list_models(self) -> Sequence[ModelCard]:
         """The models that the cluster serves."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 from baton.client.continuation import Call, CallKind, Continuation, with_id_and_seed
 from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import BatonError, DeadlineExceeded, RequestNotFound, Unreachable
+from baton.messages.embedding import EmbedRequest, EmbedResponse
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.security.access import Access, default_access
 from baton.wire.clients.generation_client import GenerationStub
@@ -110,6 +111,13 @@ class GenerationClient:
     def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
         """The text of token ids."""
         return self._call_any_router(lambda stub: stub.detokenize(model, token_ids))
+
+    def embed(self, request: EmbedRequest, timeout_s: float | None = None) -> EmbedResponse:
+        """The vectors, labels or scores of up to 256 inputs; raises BatonErrors.
+
+        They are functions of the inputs alone, so the call may go to another router if one is lost.
+        """
+        return self._call_any_router(lambda stub: stub.embed(request, timeout_s))
 
     def list_models(self) -> Sequence[ModelCard]:
         """The models that the cluster serves."""

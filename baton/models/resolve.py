@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -93,7 +94,7 @@ def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
         return FoundModel(directory, _client_name(source.stem))
     model = NAMED_MODELS.get(str(named))
     if model is not None and model.beside:
-        cache = ModelCache(default_cache_dir(environ), lambda source, directory: copy_directory(model, source, directory))
+        cache = ModelCache(default_cache_dir(environ), partial(copy_directory, model))
         directory = cache.directory_of(
             model.sha256, lambda scratch: directory_of(model, scratch), model.num_bytes_to_make
         )

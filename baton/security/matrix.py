@@ -62,6 +62,10 @@ PAGES: Mapping[str, frozenset[CallerRole]] = {
     "/v1": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
     "/tokenize": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
     "/detokenize": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
+    "/score": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
+    "/rerank": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
+    "/classify": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
+    "/v2": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
 }
 """The roles for each first segment of a path. A path with another first segment is not served: see `is_page`."""
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from baton.messages.cluster import ClusterStatus
+from baton.messages.embedding import EmbedRequest, EmbedResponse, EmbedResult
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -91,6 +92,13 @@ class FakeGenerationHandler:
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         self._maybe_raise()
         return str(list(token_ids))
+
+    async def embed(self, request: EmbedRequest, timeout_s: float | None) -> EmbedResponse:
+        """The length of each input, as its vector."""
+        self._maybe_raise()
+        self.requests.append(request)
+        results = [EmbedResult([float(len(one.prompt or ""))], request.task.value) for one in request.inputs]
+        return EmbedResponse(request.request_id, results, len(results))
 
     def list_models(self) -> Sequence[ModelCard]:
         self._maybe_raise()

@@ -60,6 +60,11 @@ class GenerationStub:
                 request_serializer=baton_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/baton.v1.Generation/Embed',
+                request_serializer=baton_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/baton.v1.Generation/ListModels',
                 request_serializer=baton_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
@@ -110,6 +115,13 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Embed makes vectors, labels or scores of up to 256 inputs. Cancelling the call ends all of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """ListModels names what can be asked for.
         """
@@ -144,6 +156,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=baton_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=baton_dot_v1_dot_generation__pb2.EmbedRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_generation__pb2.EmbedResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -287,6 +304,33 @@ class Generation:
             '/baton.v1.Generation/Detokenize',
             baton_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
             baton_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Generation/Embed',
+            baton_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
+            baton_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

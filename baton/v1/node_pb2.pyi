@@ -22,14 +22,6 @@ class Leg(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEG_DECODE: _ClassVar[Leg]
     LEG_EMBED: _ClassVar[Leg]
 
-class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    POOLING_UNSPECIFIED: _ClassVar[Pooling]
-    POOLING_LAST: _ClassVar[Pooling]
-    POOLING_CLS: _ClassVar[Pooling]
-    POOLING_MEAN: _ClassVar[Pooling]
-    POOLING_CLASSIFY: _ClassVar[Pooling]
-
 class KVCacheTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     KV_CACHE_TIER_UNSPECIFIED: _ClassVar[KVCacheTier]
@@ -86,11 +78,6 @@ LEG_WHOLE: Leg
 LEG_PREFILL: Leg
 LEG_DECODE: Leg
 LEG_EMBED: Leg
-POOLING_UNSPECIFIED: Pooling
-POOLING_LAST: Pooling
-POOLING_CLS: Pooling
-POOLING_MEAN: Pooling
-POOLING_CLASSIFY: Pooling
 KV_CACHE_TIER_UNSPECIFIED: KVCacheTier
 KV_CACHE_TIER_DEVICE: KVCacheTier
 KV_CACHE_TIER_HOST: KVCacheTier
@@ -261,12 +248,12 @@ class PoolingParams(_message.Message):
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     ACTIVATE_FIELD_NUMBER: _ClassVar[int]
     SECOND_START_FIELD_NUMBER: _ClassVar[int]
-    kind: Pooling
+    kind: _generation_pb2.Pooling
     normalize: bool
     dimensions: int
     activate: bool
     second_start: int
-    def __init__(self, kind: _Optional[_Union[Pooling, str]] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., activate: _Optional[bool] = ..., second_start: _Optional[int] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[_generation_pb2.Pooling, str]] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., activate: _Optional[bool] = ..., second_start: _Optional[int] = ...) -> None: ...
 
 class Adopt(_message.Message):
     __slots__ = ("attempt", "takeover", "num_tokens")

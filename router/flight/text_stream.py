@@ -20,6 +20,18 @@ class TextCodec(Protocol):
         """Token ids without special tokens."""
         ...
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens."""
+        ...
+
+    def num_special_tokens(self, *, pair: bool) -> int:
+        """How many special tokens are put around a text, or a pair of texts."""
+        ...
+
+    def with_special_tokens(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], int]:
+        """The tokens of a text or a pair with special ones, and where those of the second type begin, or 0."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def detokenizer(self, shown_tokens: Sequence[int] = ()) -> Detokenizer:

@@ -28,6 +28,7 @@ from router.http.model import ServedModel
 from router.http.responses.endpoint import ResponsesEndpoint
 from router.http.responses.store import ResponseStore
 from router.http.responses.stored import stored_routes
+from router.http.scores import Classify, Rerank, Score
 from router.http.status_routes import status_routes
 from router.http.tokens import Detokenize, Tokenize
 from router.http.unserved_paths import use_instead
@@ -64,6 +65,7 @@ class HttpFront:
         completions = Completions(handler, model, clock, keep_alive_s, prompt_embeds_bytes)
         chats = ChatCompletions(handler, model, clock, keep_alive_s)
         responses = ResponsesEndpoint(handler, model, clock, keep_alive_s, rng, store)
+        score, rerank = Score(handler, model, clock), Rerank(handler, model, clock)
         self._routes = Router(
             [
                 Route("/v1/completions", completions, methods=["POST"]),
@@ -73,6 +75,9 @@ class HttpFront:
                 Route("/v1/responses", responses, methods=["POST"]),
                 *stored_routes(store),
                 Route("/v1/embeddings", Embeddings(handler, model), methods=["POST"]),
+                *(Route(path, score, methods=["POST"]) for path in ("/v1/score", "/score")),
+                *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
+                Route("/classify", Classify(handler, model, clock), methods=["POST"]),
                 Route("/tokenize", Tokenize(handler, model), methods=["POST"]),
                 Route("/detokenize", Detokenize(handler, model), methods=["POST"]),
                 *html_pages(),

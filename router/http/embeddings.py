@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from baton.messages.generation import Finished
 from router.http.bodies.embeddings import EmbeddingBody
 from router.http.pooling_endpoint import PoolingEndpoint, as_json, usage_of
-from router.pooling import numbers_of
+from router.pooling import PoolingCall, numbers_of
 
 
 class Embeddings(PoolingEndpoint[EmbeddingBody]):
@@ -16,7 +16,7 @@ class Embeddings(PoolingEndpoint[EmbeddingBody]):
 
     body = EmbeddingBody
 
-    def _answer(self, body: EmbeddingBody, request_id: str, results: Sequence[Finished]) -> bytes:
+    def _answer(self, body: EmbeddingBody, call: PoolingCall, results: Sequence[Finished]) -> bytes:
         write = _as_base64 if body.encoding_format == "base64" else numbers_of
         return as_json(
             {

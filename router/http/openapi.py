@@ -19,6 +19,7 @@ from router.http.api_fields import FIELDS
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.completions import CompletionBody
 from router.http.bodies.embeddings import EmbeddingBody
+from router.http.bodies.scores import ClassifyBody, RerankBody, ScoreBody
 from router.http.bodies.strict import Strict, read_as
 from router.http.messages.bodies import CountBody, MessagesBody
 from router.http.messages.errors import error_object
@@ -235,6 +236,55 @@ OPERATIONS: Sequence[Operation] = (
         (EmbeddingBody,),
         {"input": ["a text", "another"]},
         about="Vectors have length 1 unless normalize is false. base64 is of float32, little-endian.",
+    ),
+    *(
+        Operation(
+            *("POST", path, _EMBEDDING, "Scores pairs of texts, as vLLM does"),
+            {
+                "id": f"score-{_ID}",
+                "object": "list",
+                "created": 1795492692,
+                "model": _MODEL,
+                "data": [{"index": 0, "object": "score", "score": 0.87}],
+                "usage": {"prompt_tokens": 9, "total_tokens": 9},
+            },
+            (ScoreBody,),
+            {"text_1": "a question", "text_2": ["a text", "another"]},
+            about="A classifier with one label reads each pair; of other models it is the cosine of both embeddings.",
+        )
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        Operation(
+            *(
+                "POST",
+                path,
+                _EMBEDDING,
+                "Sorts documents by how well they fit a query, as Jina and Cohere do",
+            ),
+            {
+                "id": f"rerank-{_ID}",
+                "model": _MODEL,
+                "results": [{"index": 1, "relevance_score": 0.87, "document": {"text": "another"}}],
+                "usage": {"prompt_tokens": 9, "total_tokens": 9},
+            },
+            (RerankBody,),
+            {"query": "a question", "documents": ["a text", "another"], "top_n": 1},
+        )
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    ),
+    Operation(
+        *("POST", "/classify", _EMBEDDING, "Labels texts, as vLLM does, with a model that has a classification head"),
+        {
+            "id": f"classify-{_ID}",
+            "object": "list",
+            "created": 1795492692,
+            "model": _MODEL,
+            "data": [{"index": 0, "label": "spam", "probs": [0.98, 0.02], "num_classes": 2}],
+            "usage": {"prompt_tokens": 9, "total_tokens": 9},
+        },
+        (ClassifyBody,),
+        {"input": ["a text", "another"]},
     ),
     Operation(
         *("POST", "/tokenize", _TOKENS, "Returns the tokens of a text or of a chat, as vLLM does"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -19,6 +19,16 @@ from router.http.model import ServedModel
 from router.pooling import PoolingCall, pool_all
 
 B = TypeVar("B", bound=PoolingBody)
+
+
+class Response(NamedTuple):
+    """The answer to a client."""
+
+    json: bytes
+    first: Finished
+    """The end of the first request to the core, for headers."""
+
+
 _NAMES: Mapping[str, Sequence[str]] = {"request_id": ("request_id", "x-request-id")}
 _MANY = 16
 """An answer of more results than this is written in a thread: hundreds of vectors would hold the event loop."""
@@ -43,27 +53,25 @@ class PoolingEndpoint(Generic[B]):
             body = await in_thread_if_large(self._handler, content, read_as, self.body, found)
             check_request_id(body.request_id, request_id)
             async with Client(receive, send) as client:
-                results = await self._results(body, request_id, traceparent, timeout_s)
-                arguments = body, request_id, results
-                if len(results) > _MANY:
-                    answer = await self._handler.in_thread(self._answer, *arguments)
-                else:
-                    answer = self._answer(*arguments)
+                call = body.call(request_id, traceparent)
+                answer, first = await self._respond(body, call, timeout_s)
                 answer_headers = [
                     (b"content-type", b"application/json"),
                     (b"x-request-id", request_id.encode()),
-                    *path_headers(results[0]),
+                    *path_headers(first),
                 ]
                 await client.answer(200, answer_headers, answer)
 
-    async def _results(self, body: B, request_id: str, traceparent: str, timeout_s: float | None) -> Sequence[Finished]:
-        """The results of the body's inputs; raises BatonError."""
-        return await self._pool(body.call(request_id, traceparent), timeout_s)
+    async def _respond(self, body: B, call: PoolingCall, timeout_s: float | None) -> Response:
+        """The answer to a body; raises BatonError."""
+        results = await pool_all(call, self._handler, self._model.vocabulary, self._model.card, timeout_s)
+        return Response(await self._written(len(results), self._answer, body, call, results), results[0])
 
-    async def _pool(self, call: PoolingCall, timeout_s: float | None) -> list[Finished]:
-        return await pool_all(call, self._handler, self._model.vocabulary, self._model.card, timeout_s)
+    async def _written(self, num_results: int, write: Callable[..., bytes], *arguments: object) -> bytes:
+        """What `write` makes of an answer's results, in a thread if there are many."""
+        return await self._handler.in_thread(write, *arguments) if num_results > _MANY else write(*arguments)
 
-    def _answer(self, body: B, request_id: str, results: Sequence[Finished]) -> bytes:
+    def _answer(self, body: B, call: PoolingCall, results: Sequence[Finished]) -> bytes:
         """The JSON of the answer. May be called in a thread."""
         raise NotImplementedError
 

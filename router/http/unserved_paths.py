@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _TEXT_ONLY = "models of text alone are served here: send text to /v1/chat/completions"
-_EMBEDDINGS = "get vectors from /v1/embeddings and compare them: their norm is 1, so a dot product is the similarity"
+_EMBEDDINGS = "get vectors from /v1/embeddings, scores from /score, rankings from /rerank and labels from /classify"
 _NO_STORE = "files are not stored here: send the requests themselves, as many at once as you like, with a low priority"
 _NO_MESSAGE_BATCHES = (
     "batches are not stored here: send each message to /v1/messages, as many at once as you like, with a low priority"
@@ -50,26 +50,20 @@ INSTEAD: Mapping[str, str] = {
     "/v1/complete": _COMPLETION,
     "/v1/messages/batches": _NO_MESSAGE_BATCHES,
     # vLLM
-    "/classify": _EMBEDDINGS,
     "/is_sleeping": _SLEEP,
     "/load": "/metrics has the load of this router",
     "/ping": "/health says whether requests are served",
     "/pooling": _EMBEDDINGS,
-    "/rerank": _EMBEDDINGS,
     "/reset_mm_cache": _TEXT_ONLY,
     "/reset_prefix_cache": "baton cache reset empties the prefix caches of the nodes",
     "/scale_elastic_ep": "baton node starts one more node of a cluster, baton drain NODE takes one out of service",
-    "/score": _EMBEDDINGS,
     "/server_info": "baton config view has the settings, baton get nodes -o wide the nodes",
     "/sleep": _SLEEP,
     "/start_profile": _PROFILE,
     "/stop_profile": _PROFILE,
     "/tokenizer_info": "/tokenize has the tokens of a text, /v1/models the model",
-    "/v1/rerank": _EMBEDDINGS,
-    "/v1/score": _EMBEDDINGS,
     "/v1/tokenize": "send it to /tokenize",
     "/v1/detokenize": "send it to /detokenize",
-    "/v2/rerank": _EMBEDDINGS,
     "/wake_up": _SLEEP,
     # SGLang
     "/encode": _EMBEDDINGS,

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from baton.messages.embedding import EmbedRequest, EmbedResponse
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.security.callers import current_caller
 from baton.security.keys import KeyRing, new_key, write_keys
@@ -54,6 +55,9 @@ class EchoCaller:
         return [TENANTS.index(current_caller.get().tenant)]
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        raise NotImplementedError
+
+    async def embed(self, request: EmbedRequest, timeout_s: float | None) -> EmbedResponse:
         raise NotImplementedError
 
     def list_models(self) -> Sequence[ModelCard]:

@@ -23,6 +23,7 @@ from baton.errors import (
     RequestNotFound,
     Unreachable,
 )
+from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -100,6 +101,9 @@ class Router:
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         return str(list(token_ids))
+
+    async def embed(self, request: EmbedRequest, timeout_s: float | None) -> EmbedResponse:
+        return EmbedResponse(request.request_id, [EmbedResult([0.5, float(len(request.inputs))])], 3)
 
     def list_models(self) -> Sequence[ModelCard]:
         return [ModelCard("m", 64, 300)]
@@ -280,6 +284,7 @@ async def test_closing_a_stream_cancels_its_call_and_other_calls_go_to_any_route
         async with AsyncGenerationClient(nobody, *addresses, rng=AlwaysFirst()) as client:
             assert await client.tokenize("four") == [4]
             assert await client.detokenize([4]) == "[4]"
+            assert (await client.embed(EmbedRequest([EmbedInput("a")]))).results == (EmbedResult((0.5, 1.0)),)
             assert [card.name for card in await client.list_models()] == ["m"]
             with pytest.raises(Unreachable):
                 await client.cancel("r")

@@ -34,6 +34,7 @@ from baton.errors import (
     TransferFailed,
     Unreachable,
 )
+from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -131,6 +132,9 @@ async def test_a_stream_arrives_as_it_was_sent() -> None:
         assert handler.requests == [GenerateRequest([1, 2, 3]), "r"]
         assert await asyncio.to_thread(stub.tokenize, "", "four") == [4]
         assert await asyncio.to_thread(stub.detokenize, "", [4, 5]) == "[4, 5]"
+        call = EmbedRequest([EmbedInput("four"), EmbedInput([1])], EmbedTask.SCORE, request_id="e")
+        embedded = await asyncio.to_thread(stub.embed, call, 5.0)
+        assert embedded == EmbedResponse("e", (EmbedResult((4.0,), "score"), EmbedResult((1.0,), "score")), 2)
         assert await asyncio.to_thread(stub.list_models) == [ModelCard("m", 64, 300)]
 
 
@@ -246,11 +250,18 @@ async def test_fields_beyond_their_bounds_are_refused_by_name_before_the_handler
         ("Generate", pb.GenerateRequest(text="x" * 100_000).SerializeToString() + unknown_field, "2047"),
         ("Resume", pb.ResumeRequest(next_token_index=[0] * 129).SerializeToString(), "next_token_index"),
         ("Detokenize", pb.DetokenizeRequest(token_ids=[1] * 262_145).SerializeToString(), "token_ids"),
+        ("Embed", pb.EmbedRequest(inputs=[pb.EmbedInput()] * 257).SerializeToString(), "inputs"),
+        (
+            "Embed",
+            pb.EmbedRequest(inputs=[pb.EmbedInput(token_ids=pb.TokenIds(ids=[1] * 262_145))]).SerializeToString(),
+            "inputs[0]",
+        ),
+        ("Embed", b"\x1a\x04\x0a\x00\x78\x01", "inputs[0].15"),
     ]
     async with served(handler) as (address, _), grpc.aio.insecure_channel(address) as channel:
         for method, message, field in cases:
             path = f"/{generation_service.SERVICE_NAME}/{method}"
-            is_unary = method == "Detokenize"
+            is_unary = method in ("Detokenize", "Embed")
             answer: Awaitable[object] = (
                 channel.unary_unary(path, None, None)(message)
                 if is_unary

@@ -176,4 +176,4 @@ def test_what_an_encoder_can_not_have_is_refused(tmp_path: Path) -> None:
     write_encoder(tmp_path, "bert")
     for settings in ({"tensor_parallel": 2}, {"quantization": "int8"}, {"cache_dtype": "int8"}):
         with pytest.raises(ConfigError, match="is an encoder, which is computed plainly: leave --"):
-            load_encoder(TorchSpec(tmp_path, num_blocks=64, **settings))  # type: ignore[arg-type]
+            load_encoder(TorchSpec(tmp_path, num_blocks=64, **settings))

@@ -176,7 +176,8 @@ class Encoder:
         assert self._head is not None
         with on_device(self.device), torch.inference_mode():
             row = torch.from_numpy(pooled).to(self.device, self.dtype)[None]
-            return on_host(self._head.outputs(row))[0].astype(np.float64)
+            outputs: npt.NDArray[np.float64] = on_host(self._head.outputs(row))[0].astype(np.float64)
+            return outputs
 
     def set_rows_per_call(self, rows: int) -> None:
         """Make torch's products take so many rows in one call, before anything is computed that counts."""

@@ -28,7 +28,7 @@ class ClassificationHead:
     def of(cls, module: Any, config: Any) -> ClassificationHead:
         """The head of a loaded module; raises ConfigError for one of another build."""
         base = getattr(module, module.base_model_prefix)
-        classifier = getattr(module, "classifier", None)
+        classifier: Any = getattr(module, "classifier", None)
         if isinstance(getattr(classifier, "out_proj", None), nn.Linear):
             # Roberta, Electra: the classifier takes hidden states [n, tokens, size], and the first token of each.
             return cls(Pooling.CLS, classifier.out_proj, lambda rows: module.classifier(rows[:, None]))

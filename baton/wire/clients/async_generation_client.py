@@ -9,11 +9,13 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import Unreachable
+from baton.messages.embedding import EmbedRequest, EmbedResponse
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 from baton.wire import status
 from baton.wire.clients.liveness import PROBE_TIMEOUT_S, LivenessTimer, is_answer
+from baton.wire.codec.embedding import EMBED_RESPONSE, embed_request_to_pb
 from baton.wire.codec.generation import (
     call_number_to_metadata,
     event_from_pb,
@@ -75,6 +77,11 @@ class AsyncGenerationStub:
         with status.translated(self._address):
             request = generation.DetokenizeRequest(model=model, token_ids=token_ids)
             return str((await self._stub.Detokenize(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)).text)
+
+    async def embed(self, request: EmbedRequest, timeout_s: float | None) -> EmbedResponse:
+        with status.translated(self._address):
+            found = await self._stub.Embed(embed_request_to_pb(request), timeout=timeout_s, metadata=self._metadata)
+            return EMBED_RESPONSE.from_pb(found)
 
     async def list_models(self) -> list[ModelCard]:
         with status.translated(self._address):

@@ -12,12 +12,14 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import BatonError, InvalidRequest
+from baton.messages.embedding import EmbedRequest, EmbedResponse
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_IMAGES,
+    MAX_INPUTS,
     MAX_LOGIT_BIAS,
     MAX_REQUEST_BYTES,
     MAX_SEQUENCES,
@@ -28,6 +30,7 @@ from baton.messages.request_limits import (
 )
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
+from baton.wire.codec.embedding import EMBED_RESPONSE, embed_request_from_pb
 from baton.wire.codec.generation import (
     call_number_from_metadata,
     chunk_to_pb,
@@ -78,6 +81,10 @@ class GenerationHandler(Protocol):
     async def tokenize(self, model: str, text: str) -> Sequence[int]: ...
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str: ...
+
+    async def embed(self, request: EmbedRequest, timeout_s: float | None) -> EmbedResponse:
+        """The vectors, labels or scores of all inputs. Cancelling it ends all of them."""
+        ...
 
     def list_models(self) -> Sequence[ModelCard]: ...
 
@@ -168,6 +175,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         _check_message(request)
         text = await self._handler.detokenize(request.model, list(request.token_ids))
         return generation.DetokenizeResponse(text=text)
+
+    async def Embed(self, request: generation.EmbedRequest, context: _Context) -> generation.EmbedResponse:
+        check_count("inputs", request.inputs, MAX_INPUTS)
+        for place, one in enumerate(request.inputs):
+            check_count(f"inputs[{place}]", one.token_ids.ids, MAX_TOKEN_IDS)
+        _check_message(request)
+        decoded = embed_request_from_pb(request)
+        if self._takes_traces:
+            decoded = replace(decoded, traceparent=_traceparent(context))
+        return EMBED_RESPONSE.to_pb(await self._handler.embed(decoded, context.time_remaining()))
 
     async def ListModels(
         self, request: generation.ListModelsRequest, context: _Context
@@ -281,3 +298,6 @@ def _refuse_unknown_fields(message: Message, path: str) -> None:
     for field, value in message.ListFields():
         if isinstance(value, Message):
             _refuse_unknown_fields(value, f"{path}{field.name}.")
+        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            for place, one in enumerate(value):
+                _refuse_unknown_fields(one, f"{path}{field.name}[{place}].")

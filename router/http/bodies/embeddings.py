@@ -32,6 +32,12 @@ def _inputs(value: Any) -> Sequence[str | Sequence[int]]:
 Inputs = Annotated[Sequence[str | Sequence[int]], PlainValidator(_inputs, json_schema_input_type=TextsOrIds)]
 
 
+def inputs_of(inputs: Sequence[str | Sequence[int]]) -> Sequence[PoolingInput]:
+    """The inputs of a call, each with the name of its field."""
+    alone = len(inputs) == 1
+    return [PoolingInput(one, field="input" if alone else f"input[{place}]") for place, one in enumerate(inputs)]
+
+
 class EmbeddingBody(PoolingBody):
     """POST /v1/embeddings"""
 
@@ -42,10 +48,7 @@ class EmbeddingBody(PoolingBody):
     normalize: bool | None = None
 
     def pooling_inputs(self) -> Sequence[PoolingInput]:
-        alone = len(self.inputs) == 1
-        return [
-            PoolingInput(one, field="input" if alone else f"input[{place}]") for place, one in enumerate(self.inputs)
-        ]
+        return inputs_of(self.inputs)
 
     def pooling(self) -> PoolingRequest:
         kind = None if self.pooling_type is None else Pooling(self.pooling_type)

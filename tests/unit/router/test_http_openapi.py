@@ -12,6 +12,7 @@ import pytest
 from starlette.requests import Request
 from starlette.routing import Route
 
+from baton.messages.pooling import ModelPooling
 from baton.messages.sampling import SamplingDefaults
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.http.api_fields import FIELDS
@@ -105,7 +106,8 @@ def shape_of(value: Any) -> Any:
     return [shape_of(value[0])] if isinstance(value, list) and value else None
 
 
-GENERATING = {operation.path for operation in OPERATIONS if operation.event} | {"/v1/embeddings"}
+POOLING = {operation.path for operation in OPERATIONS if operation.tag == "Embeddings"}
+GENERATING = {operation.path for operation in OPERATIONS if operation.event} | POOLING
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,8 @@ GENERATING = {operation.path for operation in OPERATIONS if operation.event} | {
 )
 async def test_an_example_of_an_answer_has_the_fields_of_an_answer(operation: Operation) -> None:
     own = SamplingDefaults(temperature=0.7, top_k=40)
-    rig = HttpRig(card=replace(CARD, name="demo_model", vocab_size=400, defaults=own))
+    labels = ModelPooling(labels=("spam", "ham") if operation.path == "/classify" else ())
+    rig = HttpRig(card=replace(CARD, name="demo_model", vocab_size=400, defaults=own, pooling=labels))
     if not operation.bodies:
         path = operation.path.replace("{name}", rig.card.name)
         if "{id}" in path:
@@ -124,13 +127,16 @@ async def test_an_example_of_an_answer_has_the_fields_of_an_answer(operation: Op
             path = path.replace("{id}", (await made.end()).json["id"])
         exchange = rig.request(operation.method, path, b"", {})
     else:
-        # One input is one call.
-        body = {**(operation.example or {}), **({"input": "a"} if operation.path == "/v1/embeddings" else {})}
+        # One input is one call, and a pair of equal texts.
+        example = dict(operation.example or {})
+        single = {"input": "a", "text_1": "a", "text_2": "a", "query": "a", "documents": ["a"]}
+        body = {
+            name: single[name] if operation.path in POOLING and name in single else example[name] for name in example
+        }
         exchange = rig.post(operation.path, body)
         if operation.path in GENERATING:
             end = replace(finished("stop"), embedding=b"\0" * 8)
-            is_embedding = operation.path == "/v1/embeddings"
-            (await rig.next_call()).tell(*([] if is_embedding else [chunk(0, "b")]), end)
+            (await rig.next_call()).tell(*([] if operation.path in POOLING else [chunk(0, "b")]), end)
     await exchange.end()
     assert exchange.status == operation.status, exchange.body
     assert shape_of(exchange.json) == shape_of(operation.answer)

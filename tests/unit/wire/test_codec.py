@@ -7,6 +7,7 @@ import pytest
 from baton.errors import BatonError, InvalidRequest, TransferCause
 from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.draft_counts import DraftCounts
+from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedTask
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -49,9 +50,11 @@ from baton.messages.node_report import (
     RefusedLink,
     TraceEvent,
 )
+from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.sampling import RepetitionDetection, SamplingParams, TokenLogprobs
 from baton.messages.spans import Span
 from baton.v1 import generation_pb2, node_pb2
+from baton.wire.codec import embedding as codec_embedding
 from baton.wire.codec import generation as codec_generation
 from baton.wire.codec import node as codec_node
 from baton.wire.codec import node_report as codec_node_report
@@ -115,11 +118,38 @@ def test_absent_log_probabilities_stay_absent() -> None:
             PARAMS,
             spans=(Span(0, 1, "ab", "float16", b"\0\1"), Span(1, 1, "cd", is_encoded=True, first_row=3, columns=2)),
         ),
+        *(Submit(KEY, Leg.EMBED, [1], PARAMS, pooling=PoolingParams(kind)) for kind in Pooling),
+        Submit(KEY, Leg.EMBED, [1], PARAMS, pooling=PoolingParams(Pooling.CLASSIFY, False, 7, False, 3)),
         Submit(KEY, Leg.WHOLE, [1], PARAMS, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
     ],
 )
 def test_router_messages_are_decoded_with_every_field(message: RouterMessage) -> None:
     assert codec_node.router_message_from_pb(codec_node.router_message_to_pb(message)) == message
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        EmbedRequest([EmbedInput("a", "b"), EmbedInput([1, 2]), EmbedInput(None)]),
+        EmbedRequest([], EmbedTask.SCORE, Pooling.CLS, False, 5, False, -1, "id", "m", -2, "s"),
+        EmbedRequest([EmbedInput("")], EmbedTask.CLASSIFY, Pooling.MEAN, True, 0, True, 9),
+    ],
+)
+def test_calls_for_vectors_are_decoded_with_every_field(request_: EmbedRequest) -> None:
+    pb = codec_embedding.embed_request_to_pb(request_)
+    assert codec_embedding.embed_request_from_pb(type(pb).FromString(pb.SerializeToString())) == request_
+
+
+def test_unknown_tasks_and_values_that_do_not_fit_are_refused_by_name() -> None:
+    for pb, field in (
+        (generation_pb2.EmbedRequest(task=9), "task"),  # type: ignore[arg-type]
+        (generation_pb2.EmbedRequest(pooling=9), "pooling"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidRequest, match=f"{field}: this version knows no"):
+            codec_embedding.embed_request_from_pb(pb)
+    for wrong in (EmbedRequest([EmbedInput([-1])]), EmbedRequest([], dimensions=-1)):
+        with pytest.raises(InvalidRequest):
+            codec_embedding.embed_request_to_pb(wrong)
 
 
 def test_an_unknown_router_message_is_refused_by_name() -> None:

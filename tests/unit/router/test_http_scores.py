@@ -1,0 +1,185 @@
+"""/classify, /score and /rerank over a scripted request handler: requests, answers and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.errors import EngineFault, InvalidRequest
+from baton.messages.generation import Finished
+from baton.messages.pooling import ModelPooling, Pooling, PoolingRequest
+from baton.messages.request_limits import MAX_POOLED_TOKENS
+from tests.support.http_rig import CARD, HttpRig, finished
+from tests.support.router_parts import MODEL
+
+CROSS = replace(CARD, pooling=ModelPooling(labels=("LABEL_0",), is_encoder=True, has_token_types=True))
+LABELS = replace(CARD, pooling=ModelPooling(labels=("spam", "ham"), generates=False))
+
+
+def vector(*numbers: float) -> Finished:
+    return replace(finished("stop", 0), embedding=struct.pack(f"<{len(numbers)}f", *numbers))
+
+
+async def answered(rig: HttpRig, path: str, body: dict[str, Any], *vectors: Finished) -> Any:
+    """The answer to a body whose requests get these vectors."""
+    exchange = rig.post(path, body, {"x-request-id": "mine"})
+    for one in vectors:
+        (await rig.next_call()).tell(one)
+    await exchange.end()
+    assert exchange.status == 200, exchange.error
+    return exchange.json
+
+
+async def test_texts_are_labelled() -> None:
+    answer = await answered(HttpRig(card=LABELS), "/classify", {"input": ["a", "b"]}, vector(0.25, 0.75), vector(1, 0))
+    assert answer == {
+        "id": "classify-mine",
+        "object": "list",
+        "created": 5,
+        "model": MODEL,
+        "data": [
+            {"index": 0, "label": "ham", "probs": [0.25, 0.75], "num_classes": 2},
+            {"index": 1, "label": "spam", "probs": [1, 0], "num_classes": 2},
+        ],
+        "usage": {"prompt_tokens": 6, "total_tokens": 6},
+    }
+
+
+async def test_a_classifier_is_asked_for_raw_outputs() -> None:
+    for body, activate in (({}, True), ({"use_activation": False}, False), ({"activation": False}, False)):
+        rig = HttpRig(card=LABELS)
+        exchange = rig.post("/classify", {"input": [7, 8], **body})
+        call = await rig.next_call()
+        assert call.request is not None
+        assert (call.request.prompt, call.request.pooling) == (
+            [7, 8],
+            PoolingRequest(Pooling.CLASSIFY, activate=activate),
+        )
+        call.tell(vector(1, 2))
+        await exchange.end()
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+async def test_a_cross_encoder_reads_pairs(path: str) -> None:
+    rig = HttpRig(card=CROSS)
+    exchange = rig.post(path, {"text_1": "a", "text_2": ["xy", "z"]}, {"x-request-id": "mine"})
+    calls = [await rig.next_call() for _ in range(2)]
+    requests = [call.request for call in calls if call.request]
+    assert [(one.prompt, one.pooling and one.pooling.second_start) for one in requests] == [
+        ([97, 0, 120, 121], 2),
+        ([97, 0, 122], 2),
+    ]
+    for call, score in zip(calls, (0.5, 0.25), strict=True):
+        call.tell(vector(score))
+    data = (await exchange.end()).json["data"]
+    assert data == [{"index": 0, "object": "score", "score": 0.5}, {"index": 1, "object": "score", "score": 0.25}]
+
+
+async def test_models_that_embed_score_by_cosine_and_each_text_is_embedded_once() -> None:
+    body = {"text_1": ["a", "b"], "text_2": ["b", "a"]}
+    answer = await answered(HttpRig(), "/v1/score", body, vector(1, 0), vector(0.6, 0.8))
+    scores = [one["score"] for one in answer["data"]]
+    assert scores == [pytest.approx(0.6), pytest.approx(0.6)]
+    assert answer["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+async def test_documents_are_sorted_by_score_and_equal_ones_by_place(path: str) -> None:
+    body = {"query": "q", "documents": ["a", {"text": "b"}, "c", "d"], "top_n": 3}
+    ends = [vector(0.5), vector(0.75), vector(0.5), vector(0.25)]
+    answer = await answered(HttpRig(card=CROSS), path, body, *ends)
+    assert answer == {
+        "id": "rerank-mine",
+        "model": MODEL,
+        "results": [
+            {"index": 1, "relevance_score": 0.75, "document": {"text": "b"}},
+            {"index": 0, "relevance_score": 0.5, "document": {"text": "a"}},
+            {"index": 2, "relevance_score": 0.5, "document": {"text": "c"}},
+        ],
+        "usage": {"prompt_tokens": 12, "total_tokens": 12},
+    }
+    bare = await answered(HttpRig(card=CROSS), path, {**body, "return_documents": False}, *ends)
+    assert "document" not in json.dumps(bare)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "story"),
+    [
+        ("/score", {"text_1": "a"}, "text_2", "required"),
+        ("/score", {"text_1": [], "text_2": "a"}, "text_1", "is empty"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_2", "needs as many"),
+        ("/score", {"text_1": "a", "text_2": ["b"] * 257}, "text_2", "at most 256"),
+        ("/score", {"text_1": "a", "text_2": ["b", ""]}, "text_2[1]", "has no tokens"),
+        ("/score", {"text_1": "a" * 65, "text_2": ["b"]}, "text_1", "at most 64"),
+        ("/score", {"text_1": 5, "text_2": "a"}, "text_1", "must be"),
+        ("/rerank", {"query": "a"}, "documents", "required"),
+        ("/rerank", {"query": "a", "documents": "b"}, "documents", "must be a list"),
+        ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents", "must be"),
+        ("/rerank", {"query": "a", "documents": ["b"] * 257}, "documents", "at most 256"),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "0"),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_k": 1}, "top_k", "did you mean top_n"),
+        ("/classify", {"input": "a"}, "model", "has no classification head"),
+    ],
+)
+async def test_an_invalid_body_is_refused_by_name(path: str, body: dict[str, Any], param: str, story: str) -> None:
+    rig = HttpRig()
+    exchange = await rig.post(path, body).end()
+    assert (exchange.status, exchange.error["param"]) == (400, param), exchange.error
+    assert story in exchange.error["message"]
+    assert rig.handler.calls.empty()
+
+
+async def test_pairs_are_bounded_before_any_is_sent() -> None:
+    rig = HttpRig(card=replace(CROSS, max_model_len=10_000))
+    exchange = await rig.post("/rerank", {"query": "q" * 9000, "documents": ["d" * 999] * 150}).end()
+    assert (exchange.status, exchange.error["param"]) == (400, f"documents[{MAX_POOLED_TOKENS // 10_000}]")
+    assert "divide it" in exchange.error["message"]
+    exchange = await rig.post("/rerank", {"query": "q" * 9000, "documents": ["d", "e" * 1000]}).end()
+    assert (exchange.error["param"], "10001 tokens" in exchange.error["message"]) == ("documents[1]", True)
+    assert rig.handler.calls.empty()
+
+
+async def test_the_longer_text_of_a_pair_is_cut_first() -> None:
+    for first, second, kept in (("aaaaaa", "bb", (4, 2)), ("aa", "bbbbbb", (2, 4)), ("aaaaaa", "bbbbb", (3, 3))):
+        rig = HttpRig(card=CROSS)
+        body = {"text_1": first, "text_2": second, "truncate_prompt_tokens": 7}
+        exchange = rig.post("/score", body)
+        call = await rig.next_call()
+        assert call.request is not None
+        assert call.request.prompt == [97] * kept[0] + [0] + [98] * kept[1]
+        call.tell(vector(1))
+        assert (await exchange.end()).status == 200
+
+
+async def test_a_classifier_with_several_labels_gives_no_score() -> None:
+    exchange = await HttpRig(card=LABELS).post("/score", {"text_1": "a", "text_2": "b"}).end()
+    assert (exchange.status, exchange.error["param"]) == (400, "model")
+    assert "use /classify" in exchange.error["message"]
+
+
+async def test_one_failed_pair_fails_the_call_and_ends_the_others() -> None:
+    for error, status, param in (
+        (InvalidRequest("prompt", "is bad"), 400, "documents[1]"),
+        (EngineFault("broken"), 500, None),
+    ):
+        rig = HttpRig(card=CROSS)
+        exchange = rig.post("/rerank", {"query": "q", "documents": ["a", "b", "c"]})
+        first, second, third = [await rig.next_call() for _ in range(3)]
+        first.tell(vector(1))
+        second.tell(error)
+        await exchange.end()
+        assert (exchange.status, exchange.error["param"]) == (status, param)
+        await third.is_closed.wait()
+
+
+async def test_a_client_that_leaves_ends_all_pairs() -> None:
+    rig = HttpRig(card=CROSS)
+    exchange = rig.post("/rerank", {"query": "q", "documents": ["a", "b"]})
+    calls = [await rig.next_call() for _ in range(2)]
+    exchange.disconnect()
+    await asyncio.gather(*(call.is_closed.wait() for call in calls))

@@ -11,9 +11,11 @@ import numpy.typing as npt
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, RemotePart
-from baton.errors import AdapterRefused
+from baton.errors import AdapterRefused, InvalidRequest
+from baton.messages.images import EncodedImage
 from baton.messages.node_report import RankReport
 from baton.messages.pooling import PoolingParams
+from baton.model_formats.adapters import AdapterInfo
 from baton.runner.encoder.encoder import Encoder
 from baton.runner.execution.input_batch import RequestTable, Scheduled, flatten
 from baton.runner.execution.pooling import Pooler
@@ -58,12 +60,23 @@ class EncoderRunner:
         """Requests that the runner has not forgotten."""
         return len(self._requests)
 
+    def check_adapter(self, directory: Path) -> AdapterInfo:
+        """Raises AdapterRefused: an encoder takes no adapters."""
+        raise AdapterRefused(f"{directory}: {self._model.name} is an encoder, which takes no adapters")
+
     def load_adapter(self, directory: Path, digest: str) -> None:
         """Raises AdapterRefused: an encoder takes no adapters."""
         raise AdapterRefused(f"{directory}: {self._model.name} is an encoder, which takes no adapters")
 
     def unload_adapter(self, digest: str) -> None:
         """No adapter is ever loaded."""
+
+    def encode(self, image: EncodedImage, num_rows: int) -> None:
+        """Raises InvalidRequest: only texts are taken."""
+        raise InvalidRequest("images", f"are not taken by {self._model.name}")
+
+    def forget_encoded(self, digests: Sequence[str]) -> None:
+        """No image is ever encoded."""
 
     def rank_reports(self) -> Sequence[RankReport]:
         return ()

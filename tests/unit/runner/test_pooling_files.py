@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.cli.cluster.supervisor.preflight import check_architecture, without_decode_nodes
-from baton.config import UpConfig
+from baton.config import UpConfig, load
 from baton.errors import ConfigError
 from baton.messages.capabilities import Capability
 from baton.messages.pooling import ModelPooling, Pooling
@@ -100,7 +100,8 @@ def test_labels_and_what_makes_probabilities_of_their_outputs(tmp_path: Path) ->
         ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "identity"),
     ):
         assert read_pooling(directory(tmp_path, {**config, **named})).activation == activation
-    for wrong in ({"num_labels": 0}, {"num_labels": 1 << 30}, {"id2label": {"0": "x" * 300}}, {"id2label": {}}):
+    wrongs: list[dict[str, Any]] = [{"num_labels": 0}, {"num_labels": 1 << 30}, {"id2label": {"0": "x" * 300}}]
+    for wrong in (*wrongs, {"id2label": {}}):
         with pytest.raises(ConfigError, match="label"):
             read_pooling(directory(tmp_path, {**config, **wrong}))
 
@@ -119,7 +120,8 @@ def test_lengths_of_matryoshka_models(tmp_path: Path) -> None:
 def test_a_cluster_of_a_model_that_generates_nothing_has_no_decode_nodes(tmp_path: Path) -> None:
     check_architecture(tmp_path, BERT)
     for config, nodes in ((BERT, (3, 0)), (QWEN, (1, 2))):
-        found = without_decode_nodes(UpConfig(model=directory(tmp_path, config), prefill=1, decode=2))
+        given = {"model": str(directory(tmp_path, config)), "prefill": 1, "decode": 2}
+        found = without_decode_nodes(load(UpConfig, given, {}).config)
         assert (found.prefill, found.decode) == nodes
     with pytest.raises(ConfigError, match="or an encoder"):
         check_architecture(tmp_path, {"model_type": "t5", "architectures": ["T5Model"]})

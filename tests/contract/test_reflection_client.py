@@ -80,6 +80,9 @@ def call_every_method(address: str) -> None:
         assert (by_text[0].request_id, by_text[0].accepted.prompt_tokens) == ("mine", len(ids))
         assert by_text[-1].finished.usage.completion_tokens == len(tokens_of(by_text)) == 6
         assert (text_of(by_text) + "x").startswith(client.call("Detokenize", token_ids=tokens_of(by_text)).text[:1])
+        embedded = client.call("Embed", inputs=[{"text": PROMPT}, {"token_ids": {"ids": ids}}])
+        assert embedded.prompt_tokens == 2 * len(ids)
+        assert embedded.results[0].values == embedded.results[1].values
         with refused("NOT_FOUND"):
             client.call("Cancel", request_id="nobody")
         with refused("NOT_FOUND"):

@@ -131,6 +131,8 @@ class Endpoint(Generic[P]):
     """Sent in a stream while there is nothing else to send."""
     max_body_bytes = MAX_BODY_BYTES
     """The most bytes of a body."""
+    takes_images = False
+    """Whether a body may have images, by which it may be larger."""
     can_resume = False
     """Whether a client may continue a stream with `Last-Event-ID`."""
 
@@ -140,6 +142,8 @@ class Endpoint(Generic[P]):
         self._clock = clock
         self._keep_alive_s = keep_alive_s
         self._large_bodies = LargeBodies()
+        if self.takes_images:
+            self.max_body_bytes = MAX_BODY_BYTES + base64_bytes(model.most_image_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._large_bodies.place() as place:
@@ -361,16 +365,13 @@ class ChatCompletions(_OpenAiEndpoint):
     """POST /v1/chat/completions"""
 
     answer_format = CHAT
+    takes_images = True
     names = {  # noqa: RUF012
         **Completions.names,
         "prompt": ("messages",),
         "logprobs": ("top_logprobs", "logprobs"),
         "max_tokens": ("max_completion_tokens", "max_tokens"),
     }
-
-    def __init__(self, handler: Handler, model: ServedModel, clock: Clock, keep_alive_s: float) -> None:
-        super().__init__(handler, model, clock, keep_alive_s)
-        self.max_body_bytes = MAX_BODY_BYTES + base64_bytes(model.most_image_bytes)
 
     def _parse(
         self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard

@@ -146,6 +146,9 @@ class ServedModel:
             template=self._template_of(body.chat_template),
             add_generation_prompt=body.add_generation_prompt is not False,
         )
+        return self._expanded(text, images)
+
+    def _expanded(self, text: str, images: Sequence[PromptImage]) -> str:
         return self._image_rules.prompts.expanded(text, images) if images and self._image_rules is not None else text
 
     def _read(self, images: Sequence[bytes]) -> Sequence[PromptImage]:
@@ -157,14 +160,18 @@ class ServedModel:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[ToolBody],
         variables: Mapping[str, Any] | None = None,
+        images: Sequence[bytes] = (),
         **options: bool,
     ) -> str:
         """The text that the template makes of messages; raises InvalidRequest for `messages`.
 
-        `tools`: those that the model gets to know; `variables` and `options`: those of `ChatTemplate.render`. May be
-        called in a thread.
+        `tools`: those that the model gets to know; `images`: those of the messages, in order; `variables` and
+        `options`: those of `ChatTemplate.render`. May be called in a thread.
         """
-        return self._render(messages, variables, [tool.for_template() for tool in tools], None, **options)
+        # Before the template is rendered, so that nothing is done for images that are refused.
+        read = self._read(images)
+        text = self._render(messages, variables, [tool.for_template() for tool in tools], None, **options)
+        return self._expanded(text, read)
 
     def rendered_ids(self, text: str) -> list[int]:
         """The token ids of a text that a chat template made. May be called in a thread."""

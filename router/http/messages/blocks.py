@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
+from router.http.bodies.content_parts import ImagePart, image_of_base64
 from router.http.bodies.fields import NotServed
 from router.http.bodies.strict import Strict, read_part
 from router.http.bodies.tools import CallId, ToolName
@@ -24,6 +26,27 @@ class TextBlock(_CachedBlock):
     type: Literal["text"]
     text: str
     citations: NotServed = None
+
+
+def _data(value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise ValueError("must be a string")
+    return image_of_base64(value, "data")
+
+
+class ImageSource(Strict):
+    """The data of an image; URLs are refused, since nothing is fetched."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: Annotated[bytes, PlainValidator(_data, json_schema_input_type=str)]
+
+
+class ImageBlock(_CachedBlock):
+    """An image."""
+
+    type: Literal["image"]
+    source: ImageSource
 
 
 class DirectCaller(Strict):
@@ -83,9 +106,13 @@ class ToolResult(_CachedBlock):
         return f"error: {text}" if self.is_error else text
 
 
-Block = TextBlock | ToolUse | ToolResult | Thinking | RedactedThinking
+Block = TextBlock | ImageBlock | ToolUse | ToolResult | Thinking | RedactedThinking
 _TEXT: Mapping[str, type[TextBlock]] = {"text": TextBlock}
-_OF_USERS: Mapping[str, type[TextBlock] | type[ToolResult]] = {**_TEXT, "tool_result": ToolResult}
+_OF_USERS: Mapping[str, type[TextBlock] | type[ImageBlock] | type[ToolResult]] = {
+    **_TEXT,
+    "image": ImageBlock,
+    "tool_result": ToolResult,
+}
 _OF_ASSISTANTS: Mapping[str, type[Block]] = {
     **_TEXT,
     "tool_use": ToolUse,
@@ -115,6 +142,17 @@ def check_role(role: str, blocks: Sequence[Block]) -> None:
 def text_of(blocks: Sequence[Block]) -> str:
     """The text of those that are text, joined by newlines, as are the parts of a chat's message."""
     return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+def parts_of(blocks: Sequence[Block]) -> list[str | ImagePart]:
+    """Those that are text or images, in order; texts that follow each other are joined by newlines."""
+    parts: list[str | ImagePart] = []
+    for is_text, group in groupby(blocks, lambda block: not isinstance(block, ImageBlock)):
+        if is_text:
+            parts += filter(None, [text_of(list(group))])
+        else:
+            parts += [ImagePart(block.source.data) for block in group if isinstance(block, ImageBlock)]
+    return parts
 
 
 def _blocks(value: Any, kinds: Mapping[str, type[Any]]) -> Sequence[Any]:

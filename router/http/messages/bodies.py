@@ -17,7 +17,7 @@ from baton.messages.request_limits import MAX_MESSAGES
 from router.http.bodies.fields import NotServed, Stop
 from router.http.bodies.strict import Bounded, Strict
 from router.http.chat_plan import ToolOffer
-from router.http.messages.blocks import Content, TextContent, check_role, text_of
+from router.http.messages.blocks import Content, ImageBlock, TextContent, check_role, text_of
 from router.http.messages.conversation import template_messages
 from router.http.messages.tools import (
     TOOL_FIELDS,
@@ -90,6 +90,11 @@ class CountBody(Strict):
     def format(self) -> OutputFormat | None:
         """What the text of the answer must fit; None: it may be any text."""
         return self.output_config.format if self.output_config is not None else None
+
+    @property
+    def images(self) -> list[bytes]:
+        """The images of all messages, in order."""
+        return [block.source.data for turn in self.messages for block in turn.content if isinstance(block, ImageBlock)]
 
     def conversation(self) -> Sequence[Mapping[str, Any]]:
         """The messages for the model's template; raises InvalidRequest for a last one that can't be continued."""

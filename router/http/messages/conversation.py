@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_MESSAGES, MAX_TOOLS
-from router.http.messages.blocks import Block, Thinking, ToolResult, ToolUse, text_of
+from router.http.messages.blocks import Block, Thinking, ToolResult, ToolUse, parts_of, text_of
 from router.http.template_messages import TemplateMessage, template_call
 
 
@@ -57,16 +57,16 @@ def _of_assistant(blocks: Sequence[Block]) -> Iterator[TemplateMessage]:
 
 
 def _of_user(role: str, blocks: Sequence[Block]) -> Iterator[TemplateMessage]:
-    """Results of calls and the texts between them, in their order."""
+    """Results of calls, and the texts and images between them, in their order."""
     begin, has_results = 0, False
     for place, block in enumerate(blocks):
         if not isinstance(block, ToolResult):
             continue
-        if text := text_of(blocks[begin:place]):
-            yield TemplateMessage(role, [text])
+        if parts := parts_of(blocks[begin:place]):
+            yield TemplateMessage(role, parts)
         yield TemplateMessage("tool", [block.text], call_id=block.tool_use_id)
         begin, has_results = place + 1, True
-    if text := text_of(blocks[begin:]):
-        yield TemplateMessage(role, [text])
+    if parts := parts_of(blocks[begin:]):
+        yield TemplateMessage(role, parts)
     elif not has_results:
         yield TemplateMessage(role)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -19,7 +19,7 @@ from router.http.chat_plan import ChatPlan, plan_offer
 from router.http.client import Client
 from router.http.endpoints import Endpoint, EndpointRequest, Handler, in_thread_if_large, with_client_names
 from router.http.errors import Headers
-from router.http.json_body import parse_json, read_body
+from router.http.json_body import MAX_BODY_BYTES, base64_bytes, parse_json, read_body
 from router.http.messages.bodies import CountBody, MessagesBody
 from router.http.messages.content import WholeContent
 from router.http.messages.events import PING, MessageLabel, MessageWriter, usage_of
@@ -54,6 +54,7 @@ class MessagesEndpoint(Endpoint[MessagesRequest]):
     """POST /v1/messages"""
 
     names = _NAMES
+    takes_images = True
     keep_alive = PING
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,7 +68,8 @@ class MessagesEndpoint(Endpoint[MessagesRequest]):
         plan = _planned(self._model, body, card)
         # A client that has to send max_tokens can't know what its prompt leaves, so more is no error.
         left = longest_answer(card, len(plan.prompt))
-        request = plan.applied(body.request(plan.prompt, request_id, min(body.max_tokens, left)))
+        request = body.request(plan.prompt, request_id, min(body.max_tokens, left))
+        request = plan.applied(replace(request, images=body.images))
         label = MessageLabel(request_id, body.model or card.name, body.max_tokens > left)
         is_stream, shows_thinking = bool(body.stream), body.shows_thinking
         return MessagesRequest(request_id, [request], is_stream, 1, timeout_s, label, plan.parsing, shows_thinking)
@@ -100,7 +102,7 @@ class CountTokens:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _check_version(scope)
-        content = await read_body(scope, receive)
+        content = await read_body(scope, receive, MAX_BODY_BYTES + base64_bytes(self._model.most_image_bytes))
         found = await in_thread_if_large(self._handler, content, parse_json, content)
         async with Client(receive, send) as client:
             with with_client_names(_NAMES, found):
@@ -137,6 +139,7 @@ def _planned(model: ServedModel, body: CountBody, card: ModelCard) -> ChatPlan:
             body.variables(),
             add_generation_prompt=not is_prefilled,
             continue_final_message=is_prefilled,
+            images=body.images,
         )
 
     return plan_offer(body.offer(), text_with, model, card)

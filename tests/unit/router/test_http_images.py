@@ -17,6 +17,8 @@ from baton.model_formats.images.encoded import ImageLimits
 from baton.text.image_prompts import ImagePrompts
 from router.admission.images import ImageRules, check_takes_images
 from router.http.bodies.content_parts import ImagePart, content_of
+from router.http.bodies.strict import read_as
+from router.http.messages.bodies import CountBody
 from tests.support.image_models import IMAGE_TOKEN_ID, random_image, write_image_model
 
 PNG = random_image(1, 8, 8)
@@ -126,3 +128,44 @@ def test_an_image_is_named_by_its_content() -> None:
     assert EncodedImage.of(b"a") == EncodedImage.of(b"a")
     assert EncodedImage.of(b"a").digest != EncodedImage.of(b"b").digest
     assert EncodedImage.of(b"a").without_data() == EncodedImage(EncodedImage.of(b"a").digest)
+
+
+def test_images_in_messages_of_anthropic_are_parts_of_the_conversation() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PNG).decode()}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "42"}
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    image = {"type": "image", "source": source}
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}, image]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, image, {"type": "text", "text": "c"}]},
+    ]
+    body = read_as(CountBody, {"model": "m", "messages": turns})
+    assert body.images == [PNG, PNG]
+    first, _, tool, last = body.conversation()
+    assert first["content"] == [{"type": "text", "text": "a\nb"}, {"type": "image"}]
+    assert tool["content"] == "42"
+    assert last["content"] == [{"type": "image"}, {"type": "text", "text": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ({"type": "url", "url": "https://example.org/a.png"}, "source"),
+        ({"type": "base64", "media_type": "image/tiff", "data": ""}, "media_type"),
+        ({"type": "base64", "media_type": "image/png", "data": "%"}, "not base64"),
+        ({"type": "base64", "media_type": "image/png", "data": 1}, "must be a string"),
+        (None, "source"),
+    ],
+)
+def test_other_sources_are_refused(source: Any, reason: str) -> None:
+    turns = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    with pytest.raises(InvalidRequest, match=reason):
+        read_as(CountBody, {"model": "m", "messages": turns})
+
+
+def test_only_users_send_images() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    turns = [{"role": "assistant", "content": [image]}]
+    with pytest.raises(InvalidRequest, match="no message of the role assistant"):
+        read_as(CountBody, {"model": "m", "messages": turns})

@@ -64,11 +64,9 @@ async def test_tokens_behind_rows_are_those_of_transformers_and_of_an_undisturbe
         hostile = [
             replace(requests[1], request_id="", prompt_embeds=[PromptEmbeds(bad)]) for bad, _ in BAD_FILES.values()
         ]
-        *answers, refusals = await asyncio.gather(
-            *map(cluster.generate, requests),
-            asyncio.gather(*map(cluster.generate, hostile), return_exceptions=True),
-        )
-        assert [type(one) for one in refusals] == [InvalidRequest] * len(hostile)
+        refusing = asyncio.gather(*(cluster.generate(request) for request in hostile), return_exceptions=True)
+        answers = await asyncio.gather(*(cluster.generate(request) for request in requests))
+        assert [type(one) for one in await refusing] == [InvalidRequest] * len(hostile)
         for name, answer in zip(prompts, answers, strict=True):
             assert answer.token_ids == expected[name][0], name
             assert (answer.end.path.prefill_node, answer.end.path.attempts) == ("prefill-0", 1)

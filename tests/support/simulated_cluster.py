@@ -32,6 +32,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import KVSource, NodeDescription, Role, RouterMessage, StepReport
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.messages.sampling import TokenLogprobs
+from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.outbox import Outbox
 from baton.node.reports.event_log import EventLog
@@ -102,6 +103,10 @@ class SimulatedLimits:
     meets_senders: bool = True
     """Whether decode nodes open links to prefill nodes as these join, and not before the first request."""
     num_layers: int = 1
+    max_loras: int = 8
+    """How many different adapters a step may have."""
+    max_cpu_loras: int = 1
+    """How many adapters a node may have in memory."""
 
     def spec_for(self, role: Role) -> SimulatedSpec:
         """The model and cache of a node of this role."""
@@ -350,7 +355,17 @@ class SimulatedNode:
         self.scheduler = self._new_scheduler(limits, clock, connector)
         core = EngineCore(self.scheduler, self.runner, executor_for(limits.ahead))
         self.crashes: list[BaseException] = []
-        self.driver = _Driver(self.machine, core, lambda news: post(self._on_step, news), self._crashed, outbox.flush)
+        adapters = cluster.make_adapter_threads(self)
+        self.driver = _Driver(
+            self.machine,
+            core,
+            lambda news: post(self._on_step, news),
+            self._crashed,
+            outbox.flush,
+            None,
+            adapters,
+            limits.max_cpu_loras,
+        )
         self.description = self._describe(address)
         role = _Role(self.half, connector)
         self.service = NodeService(
@@ -361,6 +376,7 @@ class SimulatedNode:
             clock,
             lambda: None,
             limits.orphan_grace_s,
+            adapters=adapters,
         )
         self._heartbeat: asyncio.Task[None] | None = None
 
@@ -385,6 +401,7 @@ class SimulatedNode:
             num_host_blocks=limits.num_host_blocks,
             preemption_mode=limits.preemption_mode,
             on_transfer_failure=limits.on_transfer_failure,
+            max_loras=limits.max_loras,
         )
         fields = CacheKeyFields.of(self.runner.model, self.runner.layout)
         return Scheduler(config, fields, clock, connector=connector)
@@ -411,6 +428,7 @@ class SimulatedNode:
             on_transfer_failure=self._cluster.limits.on_transfer_failure,
             embedding_size=model.embedding_size,
             link_protocol=PROTOCOL_VERSION,
+            capabilities=model.capabilities,
         )
 
     @property
@@ -639,6 +657,7 @@ class SimulatedCluster:
     make_handoff: Callable[..., HandOff] = HandOff
     make_intake: Callable[..., Intake] = Intake
     make_node: Callable[..., SimulatedNode] = SimulatedNode
+    make_adapter_threads: Callable[..., AdapterThreads | None] = staticmethod(lambda node: None)
     has_faults_in_probes = False
 
     def __init__(self, limits: SimulatedLimits, rng: Random, faults: Callable[[], Faults]) -> None:
@@ -658,9 +677,9 @@ class SimulatedCluster:
             lambda address: _Client(self, address), ROUTER, timers, rng, router_incarnation=f"{ROUTER}.1"
         )
         spec = limits.spec
-        card = ModelCard(spec.name, spec.max_model_len, spec.vocab_size)
+        self.card = ModelCard(spec.name, spec.max_model_len, spec.vocab_size)
         patience = DispatchLimits(capacity_wait_s=20.0, recovery_wait_s=60.0)
-        self.dispatcher = Dispatcher(self.view, self._links, None, lambda: card, timers, rng, patience)
+        self.dispatcher = Dispatcher(self.view, self._links, None, lambda: self.card, timers, rng, patience)
 
     def streams_of(self, router_id: str) -> list[_Stream]:
         """Return the streams of one router."""

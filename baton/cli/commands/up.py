@@ -82,6 +82,7 @@ def _up(
     from baton.cli.cluster.supervisor.run import run_cluster
     from baton.config.cluster import bundled_model_dir
     from baton.observe import logs
+    from baton.runner.model.pooling_files import read_pooling
     from baton.text.chat_template import has_chat_template
 
     level, form = logs.log_level(verbose, os.environ, "info"), logs.log_format(log_format, os.environ)
@@ -94,12 +95,15 @@ def _up(
             # The bundled model has a chat template, but writes Python whatever it is asked.
             is_bundled = config.model == bundled_model_dir()
             chats = config.runner == "torch" and not is_bundled and has_chat_template(config.model)
-            _show(state, directory, output, detached=detach, chats=chats)
+            generates = config.runner != "torch" or read_pooling(config.model).generates
+            _show(state, directory, output, detached=detach, chats=chats, generates=generates)
 
         run_cluster(config, file, directory, show, detach=detach)
 
 
-def _show(state: ClusterState, directory: RunDir, output: Format, *, detached: bool, chats: bool) -> None:
+def _show(
+    state: ClusterState, directory: RunDir, output: Format, *, detached: bool, chats: bool, generates: bool
+) -> None:
     if output is not Format.TEXT:
         print_document(output, state.to_json())
     else:
@@ -109,21 +113,30 @@ def _show(state: ClusterState, directory: RunDir, output: Format, *, detached: b
         ]
         print_table(["NAME", "ROLE", "STATUS", "PID", "ADDRESS"], rows)
         print_text()
-        for line in _lines_to_paste(state, directory, detached=detached, chats=chats):
+        for line in _lines_to_paste(state, directory, detached=detached, chats=chats, generates=generates):
             print_text(line)
     sys.stdout.flush()
 
 
-def _lines_to_paste(state: ClusterState, directory: RunDir, *, detached: bool, chats: bool) -> list[str]:
-    """The lines that say where the model is served, and what to try; `chats`: the model was trained to chat."""
+def _lines_to_paste(
+    state: ClusterState, directory: RunDir, *, detached: bool, chats: bool, generates: bool
+) -> list[str]:
+    """The lines that say where the model is served, and what to try.
+
+    `chats`: the model was trained to chat. `generates`: it generates at all.
+    """
     baton = shlex.quote(_baton())
     where = directory.flag
     prompt = "The capital of France is" if chats else "def fibonacci(n):"
     body = f'{{"text": "{prompt}", "samplingParams": {{"maxTokens": 32}}}}'
+    method = "Generate"
     path, json_body = "completions", f'{{"prompt": "{prompt}", "max_tokens": 32}}'
-    if chats:
+    if chats and generates:
         path = "chat/completions"
         json_body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    if not generates:
+        path, method, json_body = "embeddings", "Embed", '{"input": "a text"}'
+        body = '{"inputs": [{"text": "a text"}]}'
     stop = f"{baton} down{where}" if detached else "Ctrl-C"
     authority = shlex.quote(str(Path(state.certs) / "ca.crt"))
     scheme, curl, grpcurl = "http", "curl", "grpcurl -plaintext"
@@ -136,11 +149,11 @@ def _lines_to_paste(state: ClusterState, directory: RunDir, *, detached: bool, c
         f"{state.model} is served on {', '.join(state.grpc_addresses)} (gRPC) and "
         f"{', '.join(f'{scheme}://{address}/v1' for address in state.http_addresses)} (OpenAI); "
         f"operators: {', '.join(state.operator_addresses)}",
-        *([f"  {baton} chat{where}"] if chats else []),
-        f"  {baton} generate '{prompt}'{where}",
+        *([f"  {baton} chat{where}"] if chats and generates else []),
+        *([f"  {baton} generate '{prompt}'{where}"] if generates else []),
         f"  {baton} get nodes{where}",
         f"  {curl} {scheme}://{state.http_address}/v1/{path} -H 'content-type: application/json' -d '{json_body}'",
-        f"  {grpcurl} -d '{body}' {state.grpc_address} baton.v1.Generation/Generate",
+        f"  {grpcurl} -d '{body}' {state.grpc_address} baton.v1.Generation/{method}",
         f"Logs are in {directory.logs}. {stop} stops it.",
     ]
 

@@ -42,6 +42,9 @@ def test_rows_are_added_in_the_order_of_positions() -> None:
     for row in ROWS:
         total = total + row
     assert add_in_order(np.zeros(24), ROWS).tobytes() == total.tobytes()
+    for cut in (1, 7, 30):
+        in_chunks = add_in_order(add_in_order(np.zeros(24), ROWS[:cut]), ROWS[cut:])
+        assert in_chunks.tobytes() == total.tobytes(), cut
     assert add_in_order(np.zeros(24), ROWS[::-1]).tobytes() != total.tobytes(), "another order gives other bits"
 
 

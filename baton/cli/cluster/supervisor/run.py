@@ -38,7 +38,7 @@ def run_cluster(
         if pooling is not config:
             print_note(
                 f"baton: {config.served_model_name} generates nothing, so it has no decode nodes: "
-                f"{pooling.prefill} prefill {'node' if pooling.prefill == 1 else 'nodes'} make its vectors"
+                f"its vectors come from {pooling.prefill} prefill {'node' if pooling.prefill == 1 else 'nodes'}"
             )
             config = pooling
         redis = None if config.registry else embedded_redis(directory.path)

@@ -69,3 +69,17 @@ def write_sentence_files(directory: Path, modes: Mapping[str, bool], *, normaliz
     (directory / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **modes}))
     if max_length:
         (directory / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_length}))
+
+
+def write_pair_tokenizer(directory: Path) -> None:
+    """Write a tokenizer with a token for each byte, and special tokens around texts and pairs as BERT has them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    cls, sep = alphabet[:2]
+    tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{cls} $A {sep}", pair=f"{cls} $A {sep} $B:1 {sep}:1", special_tokens=[(cls, 0), (sep, 1)]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))

@@ -24,9 +24,9 @@ from baton.messages.request_limits import MAX_INPUTS, MAX_POOLED_TOKENS, MAX_PRO
 from router.admission.pooling import check_dimensions, check_pooling
 from router.admission.validation import check_model, check_text
 
-_MOST_AT_ONCE = 32
-"""The most inputs of one call that are sent to the core at once. The others wait here, and not in the queue of all
-clients."""
+_LEAST_AT_ONCE, _MOST_AT_ONCE, _TOKENS_AT_ONCE = 32, 128, 4096
+"""How many inputs of one call are sent to the core at once: so many that nodes have the tokens of a step, within these
+bounds. The others wait here, and not in the queue of all clients."""
 _SMALL_CHARS = 16 << 10
 """Texts that are together no longer than this are tokenized on the event loop."""
 
@@ -112,8 +112,9 @@ async def pool_all(
         tokenized = tokenize(*arguments)
     else:
         tokenized = await handler.in_thread(tokenize, *arguments)
-    most = handler.most_at_once() or _MOST_AT_ONCE
-    room = asyncio.Semaphore(min(_MOST_AT_ONCE, most))
+    longest = max(len(one.token_ids) for one in tokenized)
+    at_once = min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, _TOKENS_AT_ONCE // longest))
+    room = asyncio.Semaphore(min(at_once, handler.most_at_once() or at_once))
     loop = asyncio.get_running_loop()
     due = None if timeout_s is None else loop.time() + timeout_s
 

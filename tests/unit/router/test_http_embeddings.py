@@ -62,19 +62,21 @@ async def test_several_inputs_are_answered_in_order_as_base64() -> None:
     assert exchange.json["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
 
 
-@pytest.mark.parametrize(("most", "at_once"), [(None, 32), (3, 3), (100, 32)])
-async def test_a_bounded_number_of_inputs_runs_at_once(most: int | None, at_once: int) -> None:
-    rig = HttpRig()
+@pytest.mark.parametrize(
+    ("length", "most", "at_once"), [(1000, None, 32), (1, 3, 3), (1000, 100, 32), (64, None, 64), (1, None, 128)]
+)
+async def test_a_bounded_number_of_inputs_runs_at_once(length: int, most: int | None, at_once: int) -> None:
+    rig = HttpRig(card=replace(CARD, max_model_len=1000))
     rig.handler.most = most
-    exchange = rig.post(PATH, {"input": [[number] for number in range(1, 41)]})
+    exchange = rig.post(PATH, {"input": [[number] * length for number in range(1, 131)]})
     calls: list[FakeCall] = [await rig.next_call() for _ in range(at_once)]
-    for number in range(40):
+    for number in range(130):
         assert rig.handler.calls.empty(), f"{number} are done"
         calls[number].tell(embedded(number, 0))
-        if len(calls) < 40:
+        if len(calls) < 130:
             calls.append(await rig.next_call())
     data = (await exchange.end()).json["data"]
-    assert [one["embedding"][0] for one in data] == list(range(40))
+    assert [one["embedding"][0] for one in data] == list(range(130))
 
 
 async def test_one_failed_input_fails_the_call_and_ends_the_others() -> None:

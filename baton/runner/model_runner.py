@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +97,11 @@ class TorchModelRunner:
     @property
     def num_host_blocks(self) -> int:
         return self._host.num_blocks
+
+    @property
+    def adaptable_modules(self) -> Mapping[str, tuple[int, int]]:
+        """Numbers of outputs and inputs of the modules that adapters may change, the embedding apart, by name."""
+        return self._adapters.modules
 
     def check_adapter(self, directory: Path) -> AdapterInfo:
         """Read an adapter's files and check that they fit the model; nothing is loaded. Raises AdapterRefused."""

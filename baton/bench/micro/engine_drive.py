@@ -14,6 +14,7 @@ from baton.engine.runner import ModelRunner, StepExecutor
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import BatonError
+from baton.messages.adapters import NO_ADAPTER
 from baton.messages.sampling import SamplingParams
 
 
@@ -32,19 +33,20 @@ class EngineDrive:
             # At most the last block of a prompt is missing in the prefix cache.
             max_num_batched_tokens=max(prompt_tokens, max_batch * runner.layout.block_size),
             max_num_seqs=max_batch,
+            max_loras=max_batch,
             max_model_len=runner.model.max_model_len,
         )
         key_fields = CacheKeyFields.of(runner.model, runner.layout)
         self._core = EngineCore(Scheduler(config, key_fields, SystemClock()), runner, executor)
         self._count = 0
 
-    def prefill(self, *prompts: Sequence[int]) -> float:
+    def prefill(self, *prompts: Sequence[int], adapters: Sequence[str] = ()) -> float:
         """Computes prompts and their first tokens; returns the seconds of all. Their blocks stay in the prefix cache.
 
-        A step computes one of them.
+        A step computes one of them. `adapters`: the digest of each one's adapter; empty: none has any.
         """
-        for prompt in prompts:
-            self._add(prompt, 1)
+        for prompt, adapter in zip(prompts, adapters or [NO_ADAPTER] * len(prompts), strict=True):
+            self._add(prompt, 1, adapter)
         seconds = sum([self._step(1) for _ in prompts])
         self._finish_requests()
         return seconds
@@ -54,15 +56,19 @@ class EngineDrive:
         self._core.close()
 
     def decode(
-        self, prompts: Sequence[Sequence[int]], steps: int, after_step: Callable[[], None] = lambda: None
+        self,
+        prompts: Sequence[Sequence[int]],
+        steps: int,
+        after_step: Callable[[], None] = lambda: None,
+        adapters: Sequence[str] = (),
     ) -> list[float]:
         """Decodes requests with these prompts, which were computed before, as one batch; returns each step's seconds.
 
         `after_step` is called after each measured step. The first two steps are not measured: they compute the parts of
-        the prompts that are not cached, and warm up.
+        the prompts that are not cached, and warm up. `adapters`: as in `prefill`.
         """
-        for prompt in prompts:
-            self._add(prompt, steps + 2)
+        for prompt, adapter in zip(prompts, adapters or [NO_ADAPTER] * len(prompts), strict=True):
+            self._add(prompt, steps + 2, adapter)
         batch = len(prompts)
         self._step(batch)
         self._step(batch)
@@ -73,10 +79,10 @@ class EngineDrive:
         self._finish_requests()
         return seconds
 
-    def _add(self, prompt: Sequence[int], max_tokens: int) -> None:
+    def _add(self, prompt: Sequence[int], max_tokens: int, adapter: str) -> None:
         self._count += 1
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self._core.add_request(Request(f"bench-{self._count}", prompt, params))
+        self._core.add_request(Request(f"bench-{self._count}", prompt, params, adapter=adapter))
 
     def _step(self, expected_tokens: int) -> float:
         started = time.perf_counter()

@@ -13,6 +13,7 @@ from baton.cli.output import Format, OutputOption, print_json, print_table, prin
 from baton.config.kinds import KVCacheDtype
 from baton.errors import UsageError
 from baton.messages.node_shape import NodeShape
+from baton.model_formats.adapters import MAX_RANK
 from baton.models.resolve import FoundModel
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ def engine(
         int, typer.Option(help="Measure instead that many ranks, against one process with as many threads.", min=1)
     ] = 1,
     pp: Annotated[int, typer.Option(help="Measure instead that many stages, of --tp ranks each.", min=1)] = 1,
+    adapters: Annotated[
+        int, typer.Option(help="Measure instead what that many adapters (LoRA) cost, one for each request.", min=0)
+    ] = 0,
+    adapter_rank: Annotated[int, typer.Option(help="Rank of these adapters.", min=1, max=MAX_RANK)] = 16,
     threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.", min=1)] = None,
     output: OutputOption = Format.TEXT,
 ) -> None:
@@ -56,13 +61,16 @@ def engine(
 
     With --speculative chats of several kinds are decoded alone, with drafts and without by turns: ACCEPTED is the
     number of tokens that a step with a draft yields, RATIO how many times as fast decoding is. With --tp or --pp the
-    model is computed by ranks that share the threads, and by one process that has them all, by turns.
+    model is computed by ranks that share the threads, and by one process that has them all, by turns. With --adapters
+    so many requests decode with an adapter each, or all with one, and without any, by turns.
     """
     from baton.bench.results.host import set_compute_threads, usable_cores
 
     ranks = NodeShape(tp, pp)
     if speculative and ranks.num_ranks > 1:
         raise UsageError("--speculative excludes --tp and --pp")
+    if adapters and (speculative or ranks.num_ranks > 1):
+        raise UsageError("--adapters excludes --speculative, --tp and --pp")
     count = threads or usable_cores()
     set_compute_threads(count)
     with chosen_model(model, shape) as chosen:
@@ -84,6 +92,9 @@ def engine(
         )
         if ranks.num_ranks > 1:
             _measure_ranks(config, ranks, output)
+            return
+        if adapters:
+            _measure_adapters(config, adapters, adapter_rank, output)
             return
         report = run(config)
     if not _printed(asdict(report), output):
@@ -111,6 +122,27 @@ def _measure_ranks(config: EngineBenchConfig, ranks: NodeShape, output: Format) 
                     one.step,
                     f"{one.tokens_per_s:.1f}",
                     f"{one.one_process_tokens_per_s:.1f}",
+                    f"{one.ratio:.2f}",
+                    f"{one.ratio_p10:.2f}",
+                    f"{one.ratio_p90:.2f}",
+                ]
+                for one in figures
+            ],
+        )
+
+
+def _measure_adapters(config: EngineBenchConfig, num_adapters: int, rank: int, output: Format) -> None:
+    from baton.bench.micro.adapters import measure
+
+    figures = measure(config, num_adapters, rank)
+    if not _printed([asdict(one) for one in figures], output):
+        print_table(
+            ["STEP", "TOKENS/S", "WITHOUT", "RATIO", "P10", "P90"],
+            [
+                [
+                    one.step,
+                    f"{one.tokens_per_s:.1f}",
+                    f"{one.plain_tokens_per_s:.1f}",
                     f"{one.ratio:.2f}",
                     f"{one.ratio_p10:.2f}",
                     f"{one.ratio_p90:.2f}",

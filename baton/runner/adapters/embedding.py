@@ -25,29 +25,32 @@ class _EmbeddingAdapter:
 class AdaptableEmbedding:
     """Adds to the rows that the embedding returns what the adapters of the step's rows add."""
 
-    def __init__(self, name: str, part: nn.Module, rows: RowsOfStep, vocab_size: int, width: int) -> None:
+    def __init__(
+        self, name: str, part: nn.Module, rows: RowsOfStep, vocab_size: int, width: int, device: torch.device
+    ) -> None:
         self.name = name
         self.vocab_size = vocab_size
         self.width = width
         self._part = part
         self._rows = rows
+        self._device = device
         self._operations: Operations | None = None
         scale = getattr(part, "embed_scale", None)
         self._scale = 1.0 if scale is None else float(scale)
         part.register_forward_hook(self._add)
 
     @classmethod
-    def of(cls, name: str, part: Any, rows: RowsOfStep) -> AdaptableEmbedding | None:
+    def of(cls, name: str, part: Any, rows: RowsOfStep, device: torch.device) -> AdaptableEmbedding | None:
         """The embedding of a model; None for a stage that has none."""
         if isinstance(part, nn.Embedding):
-            return cls(name, part, rows, part.num_embeddings, part.embedding_dim)
+            return cls(name, part, rows, part.num_embeddings, part.embedding_dim, device)
         head = getattr(part, "shared_weight", None)
-        return None if head is None else cls(name, part, rows, head.out_features, head.in_features)
+        return None if head is None else cls(name, part, rows, head.out_features, head.in_features, device)
 
     def adapt(self, operations: Operations, a: torch.Tensor, b: torch.Tensor, factor: float) -> _EmbeddingAdapter:
         """Prepare A [rank, vocabulary] and B [width, rank] of an adapter."""
         self._operations = operations
-        return _EmbeddingAdapter((a.T * (factor * self._scale)).contiguous(), operations.pack_own(b))
+        return _EmbeddingAdapter((a.T * (factor * self._scale)).contiguous(), operations.pack_own(b.to(self._device)))
 
     def weight_rows(self, index: torch.Tensor) -> torch.Tensor:
         """The rows `index` of the weight, without its scale: [rows, width]."""

@@ -47,12 +47,11 @@ class ModelAdapters:
     """The adapters of a model. `load` may be called from any thread, everything else from the one that computes."""
 
     def __init__(
-        self, module: Any, operations: Operations, dtype: torch.dtype, row_quantum: int, part: str = "model"
+        self, module: Any, operations: Operations, dtype: torch.dtype, row_quantum: int, device: torch.device
     ) -> None:
-        """`module`: with all products replaced; `part`: what of it is here, for messages."""
+        """`module`: with all products replaced."""
         self._operations = operations
         self._dtype = dtype
-        self._part = part
         self._changes = threading.Lock()
         self._loaded: dict[int, _Loaded] = {}
         self._slots: dict[str, int] = {}
@@ -61,16 +60,16 @@ class ModelAdapters:
         self._products: list[AdaptableProduct] = []
         self._places: dict[str, _Place] = {}
         self._embedding: AdaptableEmbedding | None = None
-        self._attach(module)
+        self._attach(module, device)
 
-    def _attach(self, module: Any) -> None:
+    def _attach(self, module: Any, device: torch.device) -> None:
         embedding = module.get_input_embeddings()
         # The head that an embedding shares is found twice: its own name is the shorter one.
         paths = sorted(module.named_modules(remove_duplicate=False), key=lambda found: len(found[0]))
         seen: set[int] = set()
         for path, part in paths:
             if part is embedding and self._embedding is None:
-                self._embedding = AdaptableEmbedding.of(path, part, self.rows)
+                self._embedding = AdaptableEmbedding.of(path, part, self.rows, device)
             if not isinstance(part, HasProducts) or id(part) in seen:
                 continue
             seen.add(id(part))
@@ -200,8 +199,8 @@ class ModelAdapters:
             if [p for p in one.split(".") if not p.isdigit()] == [p for p in parts if not p.isdigit()]
         ]
         if alike:
-            return f"and this {self._part} has no such layer; the adapter is of another base model"
-        return f"which is no product of this {self._part}; the adapter is of another base model"
+            return "and this model has no such layer; the adapter is of another base model"
+        return "which is no product of this model; the adapter is of another base model"
 
     def _read(self, files: AdapterFiles, digest: str) -> _Loaded:
         tensors: dict[str, torch.Tensor] = {}

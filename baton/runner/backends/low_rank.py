@@ -46,6 +46,14 @@ class LowRank:
     def rank(self) -> int:
         return self.a.shape[0]
 
+    def to(self, device: torch.device) -> LowRank:
+        """The same term on a device."""
+        outputs = (
+            Outputs(one.first, one.b.to(device), None if one.bias is None else one.bias.to(device))
+            for one in self.outputs
+        )
+        return LowRank(self.a.to(device), self.factor, tuple(outputs))
+
     def parts(self, ranges: Sequence[tuple[int, int]]) -> LowRank | None:
         """The term for the outputs in ranges (first, stop), put one behind the other; None without any of its own."""
         found: list[Outputs] = []

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from baton.runner.backends.cache_rows import read_blocks, write_rows
 from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.device import CPU
 from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
@@ -130,7 +131,8 @@ class TorchOperations:
     def adapt(
         self, weight: TorchWeight | TorchStack, terms: Sequence[LowRank], dtype: torch.dtype
     ) -> tuple[LowRank, ...]:
-        return tuple(terms)
+        device = weight.matrix.device if isinstance(weight, TorchWeight) else CPU
+        return tuple(term.to(device) for term in terms)
 
     def take_rows(
         self, weight: TorchWeight | TorchStack, index: torch.Tensor, dtype: torch.dtype | None = None
@@ -252,11 +254,11 @@ class TorchOperations:
             own = (adapters.slots == slot).nonzero().flatten().to(x.device)
             rows, wide = x[own].float(), out[own].float()
             for term in terms:
-                t = self._in_calls(rows, partial(functional.linear, weight=term.a.to(x.device))) * term.factor
+                t = self._in_calls(rows, partial(functional.linear, weight=term.a)) * term.factor
                 for outputs in term.outputs:
-                    more = self._in_calls(t, partial(functional.linear, weight=outputs.b.to(x.device)))
+                    more = self._in_calls(t, partial(functional.linear, weight=outputs.b))
                     if outputs.bias is not None:
-                        more = more + outputs.bias.to(x.device) * term.factor
+                        more = more + outputs.bias * term.factor
                     wide[:, outputs.first : outputs.stop] += more
             out[own] = wide.to(out.dtype)
         return out

@@ -135,7 +135,7 @@ class Transformer:
         mapped = MappedFiles(model.checkpoint.weight_files)
         self._why_not_recognised = fuse(model.module, operations, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
-        self.adapters = ModelAdapters(model.module, operations, self.dtype, self.row_quantum)
+        self.adapters = ModelAdapters(model.module, operations, self.dtype, self.row_quantum, self.device)
         """The adapters that are loaded."""
         self._logits_rows: torch.Tensor | None = None
         """The rows for which transformers' own loop computes logits."""

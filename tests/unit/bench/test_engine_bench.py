@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from baton.bench.micro.engine import BesideLimit, Measurement
+from baton.bench.micro.adapters import measure as measure_adapters
+from baton.bench.micro.engine import BesideLimit, EngineBenchConfig, Measurement
 from baton.bench.micro.engine_drive import EngineDrive
 from baton.bench.micro.engine_work import attention_operations, read_work, work_of
 from baton.bench.results.host import available_memory, last_level_cache, processor
@@ -104,6 +105,14 @@ def test_a_drive_computes_prompts_and_decodes_them_as_one_batch() -> None:
     seen = []
     assert len(drive.decode(PROMPTS, 5, lambda: seen.append(1))) == len(seen) == 5
     assert len(drive.decode(PROMPTS[:1], 3)) == 3
+
+
+def test_adapters_are_measured_by_turns(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["qwen2"], 0)
+    config = EngineBenchConfig(tmp_path, dtype="float32", context_tokens=20, steps=6)
+    figures = measure_adapters(config, num_adapters=2, rank=3)
+    assert [one.step for one in figures] == ["prefill, 1 adapter", "decode 2, 1 adapter", "decode 2, 2 adapters"]
+    assert all(min(one.tokens_per_s, one.plain_tokens_per_s, one.ratio) > 0 for one in figures)
 
 
 def test_a_drive_refuses_requests_that_do_not_fit_into_the_cache_together() -> None:

@@ -89,16 +89,53 @@ INLINE void expand_panels(const enum dtype dtype, const int NU, const struct ada
     for (int u = 0; u < NU; u++) v_store(c + u * LANES, v_add(even[u], odd[u]));
 }
 
+/* c[ROWS][64] += the terms of rows that have the same adapter, of a group whose panels have equally many. */
+INLINE void expand_alike(const enum dtype dtype, const int ROWS, const struct adapter_weights *w, const struct adapter_panel *panels,
+                         const float *t, size_t t_stride, float *c) {
+    for (int u = 0; u < GROUP_PANELS; u += 2) {
+        v16 even[4][2], odd[4][2];
+#pragma GCC unroll 4
+        for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; v++) {
+                even[m][v] = v_load(c + m * GROUP_COLUMNS + (u + v) * LANES);
+                odd[m][v] = v_zero();
+            }
+        for (size_t r = 0; r < panels->count; r += 2)
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; v++) {
+                struct two numbers = load_two(dtype, w->b, panels[u + v].offset + r * LANES);
+                const float *own = t + panels[u + v].first + r;
+#pragma GCC unroll 4
+                for (int m = 0; m < ROWS; m++) {
+                    even[m][v] = v_fma(numbers.first, v_set1(own[(size_t)m * t_stride]), even[m][v]);
+                    odd[m][v] = v_fma(numbers.second, v_set1(own[(size_t)m * t_stride + 1]), odd[m][v]);
+                }
+            }
+#pragma GCC unroll 4
+        for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; v++) v_store(c + m * GROUP_COLUMNS + (u + v) * LANES, v_add(even[m][v], odd[m][v]));
+    }
+}
+
 INLINE void expand_rows(const enum dtype dtype, const struct adapter_rows *adapters, size_t group, size_t row, size_t rows, float *sums) {
-    for (size_t m = row; m < row + rows; m++, sums += GROUP_COLUMNS) {
-        const struct adapter_weights *w = weights_of_row(adapters, m);
+    const size_t stride = adapters->t_stride;
+    for (size_t m = 0, alike; m < rows; m += alike, sums += alike * GROUP_COLUMNS) {
+        const struct adapter_weights *w = weights_of_row(adapters, row + m);
+        for (alike = 1; alike < 4 && m + alike < rows && weights_of_row(adapters, row + m + alike) == w;) alike++;
         if (w == NULL) continue;
         const struct adapter_panel *panels = w->panels + group * GROUP_PANELS;
-        const float *t = adapters->t + m * adapters->t_stride;
-        if (panels[0].count == panels[1].count && panels[0].count == panels[2].count && panels[0].count == panels[3].count)
-            expand_panels(dtype, GROUP_PANELS, w, panels, t, sums);
-        else
-            for (int u = 0; u < GROUP_PANELS; u++) expand_panels(dtype, 1, w, panels + u, t, sums + u * LANES);
+        const float *t = adapters->t + (row + m) * stride;
+        if (panels[0].count != panels[1].count || panels[0].count != panels[2].count || panels[0].count != panels[3].count) {
+            for (size_t i = 0; i < alike; i++)
+                for (int u = 0; u < GROUP_PANELS; u++)
+                    expand_panels(dtype, 1, w, panels + u, t + i * stride, sums + i * GROUP_COLUMNS + u * LANES);
+        } else if (alike == 4) {
+            expand_alike(dtype, 4, w, panels, t, stride, sums);
+        } else {
+            for (size_t i = 0; i < alike; i++) expand_panels(dtype, GROUP_PANELS, w, panels, t + i * stride, sums + i * GROUP_COLUMNS);
+        }
     }
 }
 
@@ -128,7 +165,7 @@ INLINE void prefetch_adapters(const enum dtype dtype, const struct linear_call *
     if (call->adapters == NULL || rows > FEW_ROWS) return;
     for (size_t m = task.row + rows * part / parts; m < task.row + rows * (part + 1) / parts; m++) {
         const struct adapter_weights *w = weights_of_row(call->adapters, m);
-        if (w == NULL) continue;
+        if (w == NULL || (m > task.row && w == weights_of_row(call->adapters, m - 1))) continue;
         const struct adapter_panel *panel = w->panels + group * GROUP_PANELS, *last = panel + GROUP_PANELS - 1;
         const char *b = w->b;
         for (size_t at = panel->offset * item, end = (last->offset + last->count * LANES) * item; at < end; at += 64)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.cli.cluster.supervisor.preflight import check_architecture
 from baton.engine.request import Request
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
@@ -193,3 +194,12 @@ def test_rotary_rows_of_three_dimensions_are_those_of_the_model(grid_directory: 
     assert all(torch.equal(*pair) for pair in zip(rows, expected, strict=True))
     # The loops were compared with positions of three dimensions, too.
     assert Transformer(loaded, choose_operations(1), 16, CacheSpec(num_blocks=16), 1).has_own_loop
+
+
+def test_a_cluster_of_an_image_model_can_start_if_it_has_an_image_processor(tmp_path: Path) -> None:
+    write_image_model(tmp_path, "smolvlm")
+    config = json.loads((tmp_path / "config.json").read_text())
+    check_architecture(tmp_path, config)
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match="processor_config"):
+        check_architecture(tmp_path, config)

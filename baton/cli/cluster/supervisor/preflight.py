@@ -11,6 +11,7 @@ from typing import Any
 
 from baton.config import UpConfig
 from baton.errors import ConfigError
+from baton.model_formats.images import IMAGE_FAMILIES, image_family
 from baton.registry.registry import require_registry, with_authority
 from baton.runner.backends.cpu import kernel_file
 from baton.runner.model.checkpoint import check_model_dir
@@ -36,12 +37,16 @@ def check_up(config: UpConfig) -> None:
 
 
 def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless config.json names a decoder-only language model, a classifier or an encoder.
+    """Raise ConfigError unless config.json names a decoder-only language model, one with images, a classifier or an
+    encoder.
 
     The node checks the details.
     """
     named = config.get("architectures") or []
     if is_encoder(config) or is_classifier(config):
+        return
+    if config.get("model_type") in IMAGE_FAMILIES:
+        image_family(directory)
         return
     causal = [name for name in named if str(name).endswith(("ForCausalLM", "LMHeadModel"))]
     if not causal or config.get("is_encoder_decoder"):

@@ -86,12 +86,14 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
         def decode(adapters: Sequence[str]) -> float:
             return median(drive.decode(prompts, steps, adapters=adapters))
 
-        drive.prefill(*prompts)
+        for prompt in prompts:
+            drive.prefill(prompt)
         for different in sorted({1, count}):
             own = [digests[index % different] for index in range(count)]
             # The first one's prompt is in the cache already if it has had its adapter before.
             known = 1 if different > 1 else 0
-            drive.prefill(*prompts[known:], adapters=own[known:])
+            for prompt, adapter in list(zip(prompts, own, strict=True))[known:]:
+                drive.prefill(prompt, adapters=[adapter])
             figures.append(
                 _by_turns(
                     f"decode {count}, {_adapters(different)}",

@@ -298,8 +298,11 @@ class Dispatcher:
             *(raw, self._card(), encode, self._rng, limits.min_priority, encode_part),
             *(limits.prompt_embeds_bytes, self._image_rules),
         )
-        num_row_bytes = sum([len(one.data) for one in raw.prompt_embeds]) + sum(map(len, raw.images))
-        if len(raw.prompt or ()) + _num_constraint_chars(raw) + num_row_bytes > self._limits.thread_text_chars:
+        num_chars = (
+            len(raw.prompt or ()) + _num_constraint_chars(raw) + sum([len(one.data) for one in raw.prompt_embeds])
+        )
+        # Each image has thousands of tokens, and a header that takes milliseconds.
+        if raw.images or num_chars > self._limits.thread_text_chars:
             request = await self.in_thread(raw.tenant, validate, *args)
         else:
             request = validate(*args)

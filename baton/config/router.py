@@ -8,7 +8,7 @@ from pydantic import ByteSize, Field
 
 from baton.config.cluster import ClusterSettings, ProcessSettings
 from baton.config.kinds import Count, CountOrZero, Name, OnOff, Origins, Port, Seconds
-from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGES, MAX_PROMPT_EMBEDS_BYTES
+from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_IMAGES, MAX_PROMPT_EMBEDS_BYTES
 
 
 class RouterSettings(ClusterSettings):
@@ -78,7 +78,7 @@ class RouterSettings(ClusterSettings):
     )
     max_image_pixels: Count = Field(
         16 << 20,
-        le=1 << 28,
+        le=MAX_IMAGE_PIXELS,
         description="Most pixels of one image, which are decoded on a node: three bytes each.",
     )
     tool_call_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "mistral-args", "smollm2"] = Field(

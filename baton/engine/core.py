@@ -19,6 +19,7 @@ from baton.engine.batch import (
     StepTimes,
 )
 from baton.engine.connector import KVTransferOutput
+from baton.engine.encoder_cache import EncoderWork
 from baton.engine.encoder_input import EncoderInput
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import LazyExecutor, ModelRunner, RunnerLost, StepExecutor
@@ -50,6 +51,10 @@ class EngineCore:
         self.start_encoding: Callable[[EncoderInput], None] = self._encode
         """Has the runner encode an input. By default at once; a driver puts in its place what encodes beside the steps,
         and then calls `input_encoded` or `input_failed`."""
+        self.forget_encoded: Callable[[Sequence[str]], None] = runner.forget_encoded
+        """Has the runner forget the rows of inputs; a driver also gives up what is still to be encoded of them."""
+        self._forgotten: dict[str, int] = {}
+        """Inputs whose rows are to be forgotten, with the number of steps that were submitted before."""
         self._clock = scheduler.clock
         self._decided_at = self._committed_at = 0.0
         self._computed: ComputedStep | None = None
@@ -127,11 +132,25 @@ class EngineCore:
         decided = self.scheduler.schedule()
         self._schedule_s += self._clock.monotonic() - started
         if self.scheduler.config.num_encoder_rows:
-            work = self.scheduler.take_encoder_work()
-            self.runner.forget_encoded(work.to_forget)
-            for each in work.to_encode:
-                self.start_encoding(each)
+            self._do_encoder_work(self.scheduler.take_encoder_work())
         return decided
+
+    def _do_encoder_work(self, work: EncoderWork) -> None:
+        for digest in work.to_forget:
+            # Steps that were submitted may still have rows of requests that have ended.
+            self._forgotten[digest] = self._num_steps
+        for each in work.to_encode:
+            self._forgotten.pop(each.digest, None)
+            self.start_encoding(each)
+        self._forget_encoded()
+
+    def _forget_encoded(self) -> None:
+        """Have the runner forget rows that no submitted step can name."""
+        gone = [digest for digest, step in self._forgotten.items() if step <= self.num_committed_steps]
+        if gone:
+            self.forget_encoded(gone)
+            for digest in gone:
+                del self._forgotten[digest]
 
     def _encode(self, each: EncoderInput) -> None:
         try:
@@ -172,6 +191,8 @@ class EngineCore:
         except Exception as exc:
             failed = dict.fromkeys(decided.num_scheduled_tokens, f"the runner failed: {exc!r}")
             computed = ModelRunnerOutput({}, failed=failed, lost=True)
+        if self._forgotten:
+            self._forget_encoded()
         outputs = self._update(decided, computed)
         if not computed.lost and not decided.is_empty:
             self._computed = _computed_step(decided, computed, began, self._committed_at, self.has_work())

@@ -25,3 +25,7 @@ class EngineCounters:
     num_connector_errors: Annotated[
         int, Metric("kv_connector_errors_total", "Calls of the KV connector that raised.")
     ] = 0
+    num_encoded_images: Annotated[int, Metric("encoded_images_total", "Images of which rows were made.")] = 0
+    num_image_hits: Annotated[
+        int, Metric("encoder_cache_hits_total", "Images of prompts that were computed with rows made earlier.")
+    ] = 0

@@ -7,7 +7,8 @@ not there yet (the cut rule), and goes on once they are. Rules:
   - A request holds an entry from the step that computes its first position to the commit of its last one; held rows are
     never evicted. Other rows are kept for later requests, and go, the longest unused first, when others need the room.
   - A request never holds an entry while it waits, so two requests can't wait for each other's rows.
-  - What is being encoded has its room already, and can't be evicted before it is done.
+  - What is being encoded has its room already. It can't be evicted before it is done, and is given up if all requests
+    that asked for it have ended.
 
 Follows the idea of vLLM's EncoderCacheManager, which counts embeddings too, but encodes in the step.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.encoder_input import EncoderInput
@@ -27,7 +28,7 @@ class EncoderWork:
     """What a runner is to do for the encoder cache."""
 
     to_forget: Sequence[str]
-    """The digests of inputs whose rows no step names any more."""
+    """The digests of inputs whose rows no step names any more, or that need not be encoded any more."""
     to_encode: Sequence[EncoderInput]
     """Inputs of which it is to make rows, in the order of need; some may be among those to forget."""
 
@@ -43,6 +44,10 @@ class _Entry:
     state: _State = _State.ENCODING
     holders: dict[str, int] = field(default_factory=dict)
     """By the ids of the requests that hold it, behind which position of theirs they need it no more."""
+    wanted_by: set[str] = field(default_factory=set)
+    """Ids of the requests that asked for it while it was encoded, and have not ended."""
+    is_used: bool = False
+    """Whether a request has computed with it."""
 
 
 class EncoderCache:
@@ -54,15 +59,13 @@ class EncoderCache:
         self.num_used_rows = 0
         """Rows of all entries, those that are being encoded included."""
         self.num_hits = 0
-        """How often a request began to compute an input that was encoded for another one, or for it earlier."""
+        """How often a request computed with an input that was encoded for another one, or for it earlier."""
         self.num_encoded = 0
         """Inputs that were encoded."""
         self._num_encoding = 0
         self._entries: dict[str, _Entry] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
         """Ready entries without holders, the longest unused first."""
-        self._fresh: set[str] = set()
-        """Ready entries that no request has computed yet."""
         self._to_encode: list[EncoderInput] = []
         self._evicted: list[str] = []
 
@@ -91,10 +94,12 @@ class EncoderCache:
                 if not is_cut and each.start < stop:
                     self._hold(request_id, each, entry)
                 continue
-            if entry is None and not self._begin(each, evicts=not is_cut):
-                stop, is_cut = min(stop, max(start, each.start)), True
-                break
+            if entry is None:
+                entry = self._begin(each, evicts=not is_cut)
             stop, is_cut = min(stop, max(start, each.start)), True
+            if entry is None:
+                break
+            entry.wanted_by.add(request_id)
         return stop - start
 
     def computed(self, request_id: str, inputs: Sequence[EncoderInput], num_computed_tokens: int) -> None:
@@ -105,28 +110,51 @@ class EncoderCache:
         for each in inputs:
             entry = self._entries.get(each.digest)
             if entry is not None and entry.holders.get(request_id, num_computed_tokens + 1) <= num_computed_tokens:
+                self.num_hits += entry.is_used
+                entry.is_used = True
                 self._release(request_id, each.digest)
 
-    def drop(self, request_id: str, inputs: Iterable[EncoderInput]) -> None:
-        """Let go of all inputs of a request that ends or gives up its seat."""
+    def release(self, request_id: str, inputs: Iterable[EncoderInput]) -> None:
+        """Let go of all inputs of a request that has no seat, and waits for one."""
         for each in inputs:
             self._release(request_id, each.digest)
 
+    def drop(self, request_id: str, inputs: Iterable[EncoderInput]) -> None:
+        """Let go of all inputs of a request that ends. Those that nobody else asked for are not encoded any more."""
+        for each in inputs:
+            self._release(request_id, each.digest)
+            entry = self._entries.get(each.digest)
+            if entry is None or request_id not in entry.wanted_by:
+                continue
+            entry.wanted_by.discard(request_id)
+            if entry.state is _State.ENCODING and not entry.wanted_by:
+                self._forget(each.digest, entry)
+                self._to_encode = [one for one in self._to_encode if one.digest != each.digest]
+                self._evicted.append(each.digest)
+
     def encoded(self, digest: str) -> None:
-        """Note that an input's rows are there. Unknown digests are skipped: their rows came too late."""
+        """Note that an input's rows are there. Rows that nobody waits for any more are evicted."""
         entry = self._entries.get(digest)
-        if entry is not None and entry.state is _State.ENCODING:
+        if entry is None:
+            self._evicted.append(digest)
+        elif entry.state is _State.ENCODING:
             entry.state = _State.READY
             self._num_encoding -= 1
             self.num_encoded += 1
-            self._fresh.add(digest)
             self._idle[digest] = None
 
-    def failed(self, digest: str) -> None:
-        """Forget an input that could not be encoded."""
+    def failed(self, digest: str) -> frozenset[str]:
+        """Forget an input that could not be encoded. Returns the ids of the requests that asked for it."""
         entry = self._entries.get(digest)
-        if entry is not None and entry.state is _State.ENCODING:
-            self._forget(digest, entry)
+        if entry is None or entry.state is not _State.ENCODING:
+            return frozenset()
+        self._forget(digest, entry)
+        return frozenset(entry.wanted_by)
+
+    @property
+    def digests(self) -> Collection[str]:
+        """The digests of all entries."""
+        return self._entries.keys()
 
     def take_inputs_to_encode(self) -> Sequence[EncoderInput]:
         """The inputs that are to be encoded since the last call, in the order of need."""
@@ -139,10 +167,7 @@ class EncoderCache:
         return taken
 
     def _hold(self, request_id: str, each: EncoderInput, entry: _Entry) -> None:
-        if request_id not in entry.holders:
-            self.num_hits += each.digest not in self._fresh
-            self._fresh.discard(each.digest)
-            self._idle.pop(each.digest, None)
+        self._idle.pop(each.digest, None)
         entry.holders[request_id] = each.stop
 
     def _release(self, request_id: str, digest: str) -> None:
@@ -153,24 +178,23 @@ class EncoderCache:
         if not entry.holders:
             self._idle[digest] = None
 
-    def _begin(self, each: EncoderInput, *, evicts: bool) -> bool:
-        """Give an input room and have it encoded; False if there is no room. `evicts`: idle entries may go for it."""
+    def _begin(self, each: EncoderInput, *, evicts: bool) -> _Entry | None:
+        """Give an input room and have it encoded; None if there is no room. `evicts`: idle entries may go for it."""
         if evicts:
             while self._idle and self.num_used_rows + each.num_rows > self.num_rows:
                 digest, _ = self._idle.popitem(last=False)
                 self._evicted.append(digest)
                 self._forget(digest, self._entries[digest])
         if self.num_used_rows + each.num_rows > self.num_rows:
-            return False
-        self._entries[each.digest] = _Entry(each.num_rows)
+            return None
+        entry = self._entries[each.digest] = _Entry(each.num_rows)
         self._num_encoding += 1
         self.num_used_rows += each.num_rows
         self._to_encode.append(each)
-        return True
+        return entry
 
     def _forget(self, digest: str, entry: _Entry) -> None:
         del self._entries[digest]
         self._num_encoding -= entry.state is _State.ENCODING
-        self._fresh.discard(digest)
         self._idle.pop(digest, None)
         self.num_used_rows -= entry.num_rows

@@ -290,8 +290,11 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def forget_encoded(self, digests: Sequence[str]) -> None:
-        """Forget the rows of images, of which no step names any more; unknown ones are skipped. From any thread."""
+    def forget_encoded(self, digests: Sequence[str] | None) -> None:
+        """Forget the rows of images, of which no step names any more; None: of all. Unknown ones are skipped.
+
+        Called from any thread.
+        """
         ...
 
     def rank_reports(self) -> Sequence[RankReport]:

@@ -210,9 +210,9 @@ class Scheduler:
 
         Their last outputs come with the next commit, or from `take_refusals`.
         """
-        self._state.encoder_cache.failed(digest)
+        asked = self._state.encoder_cache.failed(digest)
         status = RequestStatus.INVALID if is_invalid else RequestStatus.ERROR
-        needing = [request for request in self._state.requests.values() if _needs(request, digest)]
+        needing = [request for request_id, request in self._state.requests.items() if request_id in asked]
         self._finish(needing, status, error, self._pending)
         self._finish_failed_groups(self._pending)
         self._stalled = False
@@ -266,7 +266,11 @@ class Scheduler:
             },
             prefix_cache=self._admission.prefix_cache.stats(),
             spec_decoding=self._speculation.counts.stats(),
-            counters=replace(self.counters),
+            counters=replace(
+                self.counters,
+                num_encoded_images=self.encoder_cache.num_encoded,
+                num_image_hits=self.encoder_cache.num_hits,
+            ),
         )
 
     def num_uncomputed_and_context_tokens(self) -> tuple[int, int]:
@@ -539,8 +543,3 @@ class Scheduler:
         self._finish_failed_groups(outputs)
         self._stalled = False
         return outputs.seal()
-
-
-def _needs(request: Request, digest: str) -> bool:
-    """Whether a request has still to compute positions of an input."""
-    return any(each.digest == digest and each.stop > request.num_computed_tokens for each in request.encoder_inputs)

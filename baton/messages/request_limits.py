@@ -60,6 +60,8 @@ MAX_IMAGES = 64
 """The most that the setting `max_images` may allow in a prompt."""
 MAX_IMAGE_SPANS = 1024
 """The most parts of a prompt that have rows of images: some models cut an image into tiles."""
+MAX_IMAGE_PIXELS = 1 << 26
+"""The most that the setting `max_image_pixels` may allow for one image."""
 MAX_IMAGE_BYTES = 12 << 20
 """The most that the setting `max_image_bytes` may allow for all images of a request."""
 

@@ -174,7 +174,7 @@ class EngineDriver:
         self._num_adapter_loads = 0
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._encoder = EncoderThread(core.runner)
-        core.start_encoding = self._start_encoding
+        core.start_encoding, core.forget_encoded = self._start_encoding, self._forget_encoded
         self._snapshot_due = False
         self._next_kv_event: int | None = None
         """Sequence number of the first event of the prefix cache that is not published; None: nobody watches."""
@@ -206,6 +206,10 @@ class EngineDriver:
             lambda matchers: inbox.put(_GrammarCompiled(request_id, matchers)),
             lambda error: inbox.put(_GrammarFailed(request_id, error)),
         )
+
+    def _forget_encoded(self, digests: Sequence[str]) -> None:
+        self._encoder.cancel(digests)
+        self._core.runner.forget_encoded(digests)
 
     def _start_encoding(self, each: EncoderInput) -> None:
         inbox = self._inbox

@@ -148,10 +148,11 @@ def load_runner(
         transformer = leading or Transformer(loaded, whole, block_size, cache, num_threads)
         images = _image_inputs(loaded, whole) if transformer.row_width else None
         info = _model_info(loaded, transformer, whole, name or model_dir.resolve().name)
-        if images is not None:
-            info = replace(info, capabilities=info.capabilities | {Capability.IMAGE})
         if isinstance(leader, StageLeader):
             leader.check_numerics(info.numerics)
+        if images is not None:
+            numerics = f"{info.numerics}/{images.numerics}"
+            info = replace(info, numerics=numerics, capabilities=info.capabilities | {Capability.IMAGE})
         if leader is None:
             info = replace(info, capabilities=info.capabilities | {Capability.LORA})
         else:

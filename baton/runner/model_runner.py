@@ -130,7 +130,7 @@ class TorchModelRunner:
             raise InvalidRequest("images", f"are not taken by {self._model.name}")
         self._encoded.put(image.digest, self._images.rows(image, num_rows))
 
-    def forget_encoded(self, digests: Sequence[str]) -> None:
+    def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """Forget the rows of images."""
         self._encoded.forget(digests)
 

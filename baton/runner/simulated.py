@@ -254,7 +254,7 @@ class SimulatedRunner:
         """There is no encoder: rows of an image are its digest's."""
         self._encoded.put(image.digest, np.zeros((num_rows, 0), dtype=np.float32))
 
-    def forget_encoded(self, digests: Sequence[str]) -> None:
+    def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """Forget the rows of images."""
         self._encoded.forget(digests)
 

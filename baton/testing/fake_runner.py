@@ -255,9 +255,9 @@ class FakeRunner:
         self.encoded[image.digest] = num_rows
         self.num_encoded += 1
 
-    def forget_encoded(self, digests: Sequence[str]) -> None:
+    def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """Forget images."""
-        for digest in digests:
+        for digest in [*self.encoded] if digests is None else digests:
             self.encoded.pop(digest, None)
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Never
 
@@ -27,6 +28,8 @@ DEFAULT_TEMPLATE = (
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the place in a message where the model continues it; the same as in transformers."""
+_PROBE = "baton probe"
+_ANY_TIME = datetime(2024, 1, 1)
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OWN_NAMES = frozenset(
     {"messages", "add_generation_prompt", "tools", "documents", "strftime_now", "raise_exception", *_SPECIAL_TOKENS}
@@ -65,6 +68,19 @@ class ChatTemplate:
         """Whether the model has no template of its own."""
         self._knows_developer = "developer" in source
         self._field, self._whose = "messages", "the model's chat template"
+
+    @cached_property
+    def needs_parts(self) -> bool:
+        """Whether the text of a message is rendered only as a part in a list, as by templates of some image models."""
+        parts = [{"type": "text", "text": _PROBE}]
+        return _PROBE not in self._rendered(_PROBE) and _PROBE in self._rendered(parts)
+
+    def _rendered(self, content: str | list[dict[str, str]]) -> str:
+        """The text of one message; empty if the template takes no such one."""
+        try:
+            return self.render([{"role": "user", "content": content}], _ANY_TIME)
+        except InvalidRequest:
+            return ""
 
     @classmethod
     def load(cls, model_dir: Path) -> ChatTemplate:
@@ -105,7 +121,7 @@ class ChatTemplate:
         """
         if continue_final_message:
             *before, last = messages
-            tagged = [*before, {**last, "content": last["content"] + _CONTINUED}]
+            tagged = [*before, {**last, "content": _continued(last["content"])}]
             return _cut_at_tag(self.render(tagged, now, variables, tools, add_generation_prompt=False))
         check_variables(variables)
         try:
@@ -165,6 +181,16 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _continued(content: Any) -> Any:
+    """The content of a message with the tag at its end: a text, or the last part of a list, which must be a text."""
+    if isinstance(content, str):
+        return content + _CONTINUED
+    *before, last = content
+    if "text" not in last:
+        raise InvalidRequest("messages", "end with an image, which can't be continued")
+    return [*before, {**last, "text": last["text"] + _CONTINUED}]
 
 
 def _cut_at_tag(text: str) -> str:

@@ -52,7 +52,8 @@ class ImagePrompts:
         try:
             return PromptImage(EncodedImage.of(data), self._family.layout(*image_size(data, limits)))
         except UnusableImage as error:
-            raise InvalidRequest(FIELD if count == 1 else f"{FIELD}[{place}]", f"can't be used: {error}") from None
+            which = "" if count == 1 else f"number {place} "
+            raise InvalidRequest(FIELD, f"{which}can't be used: {error}") from None
 
     def expanded(self, text: str, images: Sequence[PromptImage]) -> str:
         """The text with what stands for each image in place of its image token.

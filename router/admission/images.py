@@ -42,8 +42,6 @@ def check_takes_images(card: ModelCard, rules: ImageRules | None) -> ImageRules:
         check_capable(card.name, {Capability.IMAGE}, (card.capabilities or _ALL) - {Capability.IMAGE})
     check_capable(card.name, {Capability.IMAGE}, card.capabilities or _ALL)
     assert rules is not None
-    if not rules.most_images:
-        raise InvalidRequest(FIELD, "are not taken here; an operator allows them with --max-images")
     return rules
 
 

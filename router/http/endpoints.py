@@ -156,7 +156,9 @@ class Endpoint(Generic[P]):
         found = await in_thread_if_large(self._handler, content, parse_json, content)
         timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
         last_event_id = headers.get(b"last-event-id")
-        with with_client_names(self.names, found):
+        # Images in the body are as large as the answer is long to come.
+        sent = {name: True for name, value in found.items() if value is not None}
+        with with_client_names(self.names, sent):
             async with Client(receive, send, self._keep_alive_s, self.keep_alive) as client:
                 card = self._model.card if last_event_id is None else _card_for_resuming(self._model.card, found)
                 arguments = found, scope["state"]["request_id"], timeout_s, card
@@ -164,7 +166,7 @@ class Endpoint(Generic[P]):
                 parsed = await make_prompts(
                     self._handler, content, found, parser.parse, *arguments, more_bytes=parser.more_bytes
                 )
-                del content
+                del content, found, arguments, parser
                 place.release()
                 if (traceparent := headers.get(b"traceparent")) is not None:
                     parsed = _traced(parsed, traceparent.decode("latin-1"))
@@ -180,7 +182,7 @@ class Endpoint(Generic[P]):
 
     def _parser(self, found: Mapping[str, Any]) -> BodyParser[P]:
         """The parser of this JSON. It is made on the event loop, where an endpoint can look into its own state."""
-        return BodyParser(self._parse)
+        return BodyParser(self._parse, MAX_BODY_BYTES if self.takes_images and has_images(found) else 0)
 
     def _parse(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard) -> P:
         """Make the request from the parsed JSON; raises InvalidRequest. May be called in a thread."""
@@ -369,6 +371,7 @@ class ChatCompletions(_OpenAiEndpoint):
     names = {  # noqa: RUF012
         **Completions.names,
         "prompt": ("messages",),
+        "images": ("messages",),
         "logprobs": ("top_logprobs", "logprobs"),
         "max_tokens": ("max_completion_tokens", "max_tokens"),
     }
@@ -397,6 +400,16 @@ def _card_for_resuming(card: ModelCard, found: Mapping[str, Any]) -> ModelCard:
     if not isinstance(name, str) or name in ("", card.name) or name in card.adapters:
         return card
     return replace(card, adapters={**card.adapters, name: AdapterSource(name, "", "")})
+
+
+def has_images(found: Mapping[str, Any]) -> bool:
+    """Whether messages of a body have images, whose headers and tokens take long for their bytes."""
+    messages = found.get("messages")
+    if not isinstance(messages, list):
+        return False
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts)
 
 
 async def in_thread_if_large(

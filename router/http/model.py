@@ -194,7 +194,8 @@ class ServedModel:
         if self._vocabulary is None or template is None:
             message = "this model is served without a tokenizer; send token ids to /v1/completions"
             raise InvalidRequest("messages", message)
-        if self._image_rules is not None:
+        has_parts = not all(isinstance(message["content"], str) for message in messages)
+        if has_parts or (template is self._template and self._template is not None and self._template.needs_parts):
             messages = with_parts(messages)
         text = template.render(messages, self._now(), variables, tools, **options)
         check_text("messages", text, MAX_RENDERED_BYTES)

@@ -97,8 +97,12 @@ class BlockHasher:
         size = self._block_size
         num_blocks = len(token_ids) // size
         in_spans = min(num_blocks, max(0, -(-(max((span.stop for span in spans), default=0) - start) // size)))
+        passed = 0
         for first in range(0, in_spans * size, size):
-            items = span_items(spans, start + first, start + first + size)
+            # A prompt may have a thousand spans and tens of thousands of blocks.
+            while passed < len(spans) and spans[passed].stop <= start + first:
+                passed += 1
+            items = span_items(spans[passed : passed + size], start + first, start + first + size)
             parent = self.block_key(parent, token_ids[first : first + size], items)
             keys.append(parent)
         if in_spans:

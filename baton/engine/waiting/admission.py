@@ -86,7 +86,7 @@ class Admission:
             return
         if not self._state.encoder_cache.can_ever_hold(request.encoder_inputs):
             most = self._config.num_encoder_rows
-            error = f"an image has more rows than the {most} that this engine keeps; make it smaller"
+            error = f"images: one has more rows than the {most} that this node keeps; make it smaller"
             self._state.end(request, RequestStatus.INVALID, outputs, error=error)
             return
         try:
@@ -278,7 +278,7 @@ class Admission:
                 continue
             answer = self._manager.swap_in(request, num_spared_blocks=self._spared_blocks())
             if answer is not AllocationAnswer.OK:
-                self._state.encoder_cache.drop(request.request_id, request.encoder_inputs)
+                self._state.encoder_cache.release(request.request_id, request.encoder_inputs)
                 swapped.prepend(request)
                 may_admit_others = False
                 break
@@ -454,15 +454,16 @@ class Admission:
         result = self._allocate_and_run(request, computed, plan, outputs)
         if result is not _AdmissionResult.ADMITTED:
             # While it waits, others may need the room of its images.
-            self._state.encoder_cache.drop(request.request_id, request.encoder_inputs)
+            self._state.encoder_cache.release(request.request_id, request.encoder_inputs)
         return result
 
     def _allocate_and_run(
         self, request: Request, computed: ComputedBlocks, plan: StepPlan, outputs: OutputsByClient
     ) -> _AdmissionResult:
         missing = request.num_tokens - computed.num_tokens
-        # The logits of a whole prompt would take too much memory.
-        if self._config.enable_chunked_prefill or request.computes_prompt_logprobs:
+        # The logits of a whole prompt would take too much memory, and its images may have no room together.
+        cuts = self._config.enable_chunked_prefill or request.computes_prompt_logprobs or bool(request.encoder_inputs)
+        if cuts:
             num_tokens = plan.cut(request, missing, plan.token_budget)
         elif missing <= plan.token_budget:
             num_tokens = missing
@@ -470,7 +471,7 @@ class Admission:
             self._prompt_needs_whole_step = True
             return _AdmissionResult.NO_SEAT
         num_encoded = self._state.num_encoded(request, computed.num_tokens, num_tokens)
-        if not num_encoded or (num_encoded < num_tokens and not self._config.enable_chunked_prefill):
+        if not num_encoded:
             return _AdmissionResult.ASK_AGAIN
         num_tokens = num_encoded
         allocation = self._manager.allocate_slots(

@@ -60,7 +60,7 @@ class Preemption:
             request.spec_token_ids = []
         request.num_preemptions += 1
         plan.preempted_req_ids.add(request.request_id)
-        state.encoder_cache.drop(request.request_id, request.encoder_inputs)
+        state.encoder_cache.release(request.request_id, request.encoder_inputs)
         state.events.record(EngineCoreEventType.PREEMPTED, request.request_id, request.num_preemptions)
         if self._may_swap(request) and manager.swap_out(request):
             self.num_swapped += 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
@@ -20,6 +20,9 @@ class EncoderThread:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-encoder")
+        self._waiting: dict[str, Future[None]] = {}
+        """What is still to be encoded, by digest; only the engine's thread looks at it."""
+        self._is_closed = False
 
     def encode(
         self, each: EncoderInput, done: Callable[[str], None], failed: Callable[[str, BatonError], None]
@@ -38,9 +41,23 @@ class EncoderThread:
                 failed(each.digest, EngineFault(f"the encoder failed: {error!r}"))
             else:
                 done(each.digest)
+                if self._is_closed:
+                    self._runner.forget_encoded([each.digest])
 
-        self._pool.submit(run)
+        self._waiting = {digest: future for digest, future in self._waiting.items() if not future.done()}
+        self._waiting[each.digest] = self._pool.submit(run)
+
+    def cancel(self, digests: Iterable[str]) -> None:
+        """Give up these inputs, except one that is being encoded already."""
+        for digest in digests:
+            if (future := self._waiting.pop(digest, None)) is not None:
+                future.cancel()
 
     def close(self) -> None:
-        """Wait for the input that is being encoded; the others are not. Idempotent. No callback may matter any more."""
-        self._pool.shutdown(cancel_futures=True)
+        """Give up all inputs. One that is being encoded may take long, and is not waited for: its rows are forgotten.
+
+        Idempotent. No callback may matter any more.
+        """
+        self._is_closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._runner.forget_encoded(None)

@@ -75,7 +75,7 @@ class EncoderRunner:
         """Raises InvalidRequest: only texts are taken."""
         raise InvalidRequest("images", f"are not taken by {self._model.name}")
 
-    def forget_encoded(self, digests: Sequence[str]) -> None:
+    def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """No image is ever encoded."""
 
     def rank_reports(self) -> Sequence[RankReport]:

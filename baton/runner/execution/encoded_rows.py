@@ -23,13 +23,16 @@ class EncodedRows:
         """Keep the rows [rows, width] of an image."""
         self._rows[digest] = rows
 
-    def forget(self, digests: Iterable[str]) -> None:
-        """Forget the rows of these images; unknown ones are skipped."""
-        for digest in digests:
+    def forget(self, digests: Iterable[str] | None) -> None:
+        """Forget the rows of these images, None: of all; unknown ones are skipped."""
+        for digest in [*self._rows] if digests is None else digests:
             self._rows.pop(digest, None)
 
-    def rows_of(self, span: Span) -> npt.NDArray[np.float32] | None:
-        """The rows of a span, float32 [length, width]; None if they are not here."""
+    def has(self, span: Span) -> bool:
+        """Whether the rows of a span are here."""
         rows = self._rows.get(span.digest)
-        found = None if rows is None else rows[span.first_row : span.first_row + span.length]
-        return found if found is not None and len(found) == span.length else None
+        return rows is not None and span.first_row + span.length <= len(rows)
+
+    def rows(self, span: Span, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """The rows [start, stop) of a span, float32 [stop - start, width]. Raises KeyError if they are not here."""
+        return self._rows[span.digest][span.first_row + start : span.first_row + stop]

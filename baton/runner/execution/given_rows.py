@@ -29,14 +29,19 @@ def with_given_rows(
     places: list[npt.NDArray[np.int64]] = []
     pieces: list[Bytes] = []
     for index, share in enumerate(scheduled):
-        for span in share.state.spans:
+        spans = share.state.spans
+        if not spans or share.start >= spans[-1].stop:
+            continue
+        for span in spans:
             start, stop = max(span.start, share.start), min(span.stop, share.stop)
             if start < stop:
-                if span.is_encoded:
-                    span = _with_rows(span, encoded)
                 first = int(batch.query_start[index]) - share.start
                 places.append(np.arange(first + start, first + stop))
-                pieces.append(_converted(span, start - span.start, stop - span.start, dtype, width))
+                if span.is_encoded:
+                    rows = encoded.rows(span, start - span.start, stop - span.start)
+                    pieces.append(_in_dtype(rows, dtype).reshape(stop - start, -1))
+                else:
+                    pieces.append(_converted(span, start - span.start, stop - span.start, dtype, width))
     if not places:
         return batch
     return replace(batch, given_at=np.concatenate(places), given=np.concatenate(pieces))
@@ -54,21 +59,19 @@ def with_grid_positions(batch: FlatBatch, scheduled: Sequence[Scheduled]) -> Fla
     return replace(batch, in_grids=in_grids)
 
 
-def _with_rows(span: Span, encoded: EncodedRows) -> Span:
-    rows = encoded.rows_of(span)
-    if rows is None:
-        raise KeyError(f"the rows of image {span.digest:.12} are not here")
-    return replace(span, dtype="float32", rows=rows.tobytes())
-
-
 def _converted(span: Span, start: int, stop: int, dtype: str, width: int) -> Bytes:
     """The rows [start, stop) of a span as bytes [rows, width * size of dtype], rounded to the nearest number."""
     row_bytes = width * ROW_DTYPES[span.dtype]
     rows = np.frombuffer(span.rows, np.uint8)[start * row_bytes : stop * row_bytes]
     if span.dtype != dtype:
-        wide = _widened(rows, span.dtype)
-        rows = (wide if dtype == "float32" else _to_bfloat16(wide)).view(np.uint8)
+        rows = _in_dtype(_widened(rows, span.dtype), dtype)
     return rows.reshape(stop - start, -1)
+
+
+def _in_dtype(rows: npt.NDArray[np.float32], dtype: str) -> Bytes:
+    """Numbers as bytes in float32 or bfloat16."""
+    flat = np.ascontiguousarray(rows).reshape(-1)
+    return (flat if dtype == "float32" else _to_bfloat16(flat)).view(np.uint8)
 
 
 def _widened(rows: Bytes, dtype: str) -> npt.NDArray[np.float32]:

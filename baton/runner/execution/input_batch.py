@@ -318,7 +318,7 @@ class RequestTable:
             return f"the adapter {state.adapter:.12} is not loaded"
         if state.lowest_block < 0 or state.highest_block >= self._num_blocks:
             return "a block id is out of range"
-        if state.spans and (reason := self._missing_rows(state.spans, start, stop)):
+        if state.spans and start < state.spans[-1].stop and (reason := self._missing_rows(state.spans, start, stop)):
             return reason
         tokens = state.rows(start, stop)
         # A single token needs no minimum and maximum, which saves time in decode steps.
@@ -330,7 +330,7 @@ class RequestTable:
         for span in spans:
             if not span.overlaps(start, stop):
                 continue
-            if span.is_encoded and self._encoded.rows_of(span) is None:
+            if span.is_encoded and not self._encoded.has(span):
                 return f"the rows of image {span.digest:.12} are not here"
             if not span.is_encoded and not has_rows(span, self._row_width):
                 return f"the rows of a span are not {self._row_width} numbers for each of its positions"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +23,11 @@ class ImageInputs:
         self._processor = processor
         self._encoder = encoder
         self._limits = limits
+
+    @property
+    def numerics(self) -> str:
+        """A name for what decides the pixels of an image, beside the model's files."""
+        return f"pillow-{version('pillow')}-transformers-{version('transformers')}"
 
     def rows(self, image: EncodedImage, num_rows: int) -> npt.NDArray[np.float32]:
         """The rows of an image, float32 [num_rows, width]. Raises InvalidRequest for one that can't be used."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from baton.errors import ConfigError
 from baton.model_formats.images import UnusableImage, image_family
-from baton.model_formats.images.encoded import open_image
+from baton.model_formats.images.encoded import open_image, orientation_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,11 +54,23 @@ class ImageProcessor:
 
 def decode_image(data: bytes) -> Image:
     """The pixels of an encoded image as it is to be shown, in RGB. Raises UnusableImage for one that is damaged."""
-    from PIL import ImageOps
+    from PIL import Image
 
+    turns = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_270,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90,
+    }
     try:
         with open_image(data) as opened:
-            return ImageOps.exif_transpose(opened).convert("RGB")
+            # Before the pixels are decoded, as routers do it: a PNG may have EXIF behind them.
+            turn = turns.get(orientation_of(opened))
+            image = opened.convert("RGB")
+            return image if turn is None else image.transpose(turn)
     except UnusableImage:
         raise
     # Pillow has no list of what its decoders raise.

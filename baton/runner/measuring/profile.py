@@ -68,7 +68,7 @@ class TimedRunner:
     def encode(self, image: EncodedImage, num_rows: int) -> None:
         self._runner.encode(image, num_rows)
 
-    def forget_encoded(self, digests: Sequence[str]) -> None:
+    def forget_encoded(self, digests: Sequence[str] | None) -> None:
         self._runner.forget_encoded(digests)
 
     def check_adapter(self, directory: Path) -> AdapterInfo:

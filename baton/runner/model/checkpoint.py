@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from baton.errors import ConfigError
+from baton.model_formats.images import IMAGE_FAMILIES, read_processor
 from baton.model_formats.safetensors_header import UnsoundSafetensors, read_header
 from baton.runner.model.pooling_files import pooling_fields
 
@@ -136,6 +137,9 @@ def _fingerprint(
     fields = [json.dumps(config, sort_keys=True).encode()]
     tokenizer = directory / "tokenizer.json"
     fields.append(tokenizer.read_bytes() if tokenizer.is_file() else b"")
+    if config.get("model_type") in IMAGE_FAMILIES:
+        # How an image becomes pixels decides the rows that stand for it.
+        fields.append(json.dumps(read_processor(directory), sort_keys=True).encode())
     fields += pooling_fields(directory)
     for path, header in zip(weight_files, headers, strict=True):
         fields += [path.name.encode(), header, str(path.stat().st_size).encode(), _content_hash(path)]

@@ -372,7 +372,8 @@ def _attention_of(config: Any) -> str | dict[str, str]:
     """The attention of the layers that have a KV cache: Baton's. An encoder of images keeps transformers' own."""
     if not takes_images(config):
         return ATTENTION_NAME
-    return {"": "eager", "vision_config": "eager", "text_config": ATTENTION_NAME}
+    # Eager attention would need memory for the square of an image's patches, times heads.
+    return {"": "sdpa", "vision_config": "sdpa", "text_config": ATTENTION_NAME}
 
 
 def _model_class(checkpoint: Checkpoint, config: Any) -> Any:

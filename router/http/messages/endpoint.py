@@ -17,7 +17,14 @@ from router.http.bodies.strict import read_as
 from router.http.bodies.tools import ToolBody
 from router.http.chat_plan import ChatPlan, plan_offer
 from router.http.client import Client
-from router.http.endpoints import Endpoint, EndpointRequest, Handler, in_thread_if_large, with_client_names
+from router.http.endpoints import (
+    Endpoint,
+    EndpointRequest,
+    Handler,
+    has_images,
+    in_thread_if_large,
+    with_client_names,
+)
 from router.http.errors import Headers
 from router.http.json_body import MAX_BODY_BYTES, base64_bytes, parse_json, read_body
 from router.http.messages.bodies import CountBody, MessagesBody
@@ -35,6 +42,7 @@ models that are served need them.
 _NAMES: Mapping[str, Sequence[str]] = {
     "request_id": ("request_id", "x-request-id"),
     "prompt": ("prompt", "messages"),
+    "images": ("images", "messages"),
     "stop": ("stop", "stop_sequences"),
 }
 
@@ -106,7 +114,8 @@ class CountTokens:
         found = await in_thread_if_large(self._handler, content, parse_json, content)
         async with Client(receive, send) as client:
             with with_client_names(_NAMES, found):
-                count = await in_thread_if_large(self._handler, content, self._count, found)
+                more_bytes = MAX_BODY_BYTES if has_images(found) else 0
+                count = await in_thread_if_large(self._handler, content, self._count, found, more_bytes=more_bytes)
             headers = [(b"content-type", b"application/json"), *id_headers(scope["state"]["request_id"])]
             await client.answer(200, headers, json.dumps({"input_tokens": count}).encode())
 

@@ -66,8 +66,11 @@ def test_a_second_request_with_the_same_content_needs_no_encoder() -> None:
     assert cache.cut("r", [A], 0, 20) == 20
     assert cache.cut("s", [of("a", 0, 4, 4)], 0, 20) == 20
     cache.computed("r", [A], 20)
-    cache.drop("s", [A])
+    cache.computed("s", [of("a", 0, 4, 4)], 20)
     assert cache.cut("t", [A], 0, 20) == 20
+    cache.drop("t", [A])
+    assert cache.cut("t", [A], 0, 20) == 20
+    cache.computed("t", [A], 20)
     assert to_encode(cache) == ["a"]
     assert (cache.num_encoded, cache.num_hits) == (1, 2)
 
@@ -111,6 +114,27 @@ def test_an_input_that_failed_leaves_its_room() -> None:
     assert to_encode(cache) == ["a", "b"]
 
 
+def test_what_nobody_asks_for_any_more_is_not_encoded() -> None:
+    cache = EncoderCache(8)
+    cache.cut("r", [A, B], 0, 30)
+    cache.cut("s", [B], 0, 30)
+    cache.drop("r", [A, B])
+    assert (to_encode(cache), cache.take_evicted(), cache.num_used_rows) == (["b"], ["a"], 4)
+    cache.drop("s", [B])
+    assert (cache.take_evicted(), cache.num_used_rows) == (["b"], 0)
+    # Its encoding had begun.
+    cache.encoded("b")
+    assert (cache.take_evicted(), cache.num_used_rows) == (["b"], 0)
+
+
+def test_a_request_that_gives_way_still_wants_its_inputs() -> None:
+    cache = EncoderCache(8)
+    cache.cut("r", [A], 0, 20)
+    cache.release("r", [A])
+    assert to_encode(cache) == ["a"]
+    assert cache.failed("a") == {"r"}
+
+
 def test_what_is_too_large_for_the_cache_is_known_before() -> None:
     assert EncoderCache(4).can_ever_hold([A, B])
     assert not EncoderCache(3).can_ever_hold([A])
@@ -142,12 +166,12 @@ def test_all_prompts_are_computed_whatever_comes_first(seed: int) -> None:
     encoding: list[str] = []
     for _ in range(4000):
         for digest in cache.take_evicted():
-            del held[digest]
+            held.pop(digest, None)
         for digest in to_encode(cache):
             assert digest not in held
-            assert digest not in encoding
             encoding.append(digest)
-        assert sum(sizes[name] for name in [*held, *encoding]) == cache.num_used_rows <= cache.num_rows
+        assert sum(sizes[name] for name in cache.digests) == cache.num_used_rows <= cache.num_rows
+        assert held.keys() <= cache.digests
         waiting = [prompt for prompt in prompts if prompt.computed < prompt.length]
         if not waiting:
             break
@@ -163,7 +187,10 @@ def test_all_prompts_are_computed_whatever_comes_first(seed: int) -> None:
         begun = prompt.computed + sum(prompt.in_flight)
         if rng.random() < 0.05:
             prompt.computed, prompt.in_flight = 0, []
+            cache.release(prompt.name, prompt.inputs)
+        elif rng.random() < 0.02:
             cache.drop(prompt.name, prompt.inputs)
+            prompt.computed = prompt.length
         elif prompt.in_flight and rng.random() < 0.6:
             prompt.computed += prompt.in_flight.pop(0)
             cache.computed(prompt.name, prompt.inputs, prompt.computed)
@@ -171,7 +198,7 @@ def test_all_prompts_are_computed_whatever_comes_first(seed: int) -> None:
             count = cache.cut(prompt.name, prompt.inputs, begun, min(rng.randint(1, 9), prompt.length - begun))
             needed = {each.digest for each in prompt.inputs if each.start < begun + count and each.stop > begun}
             for digest in cache.take_evicted():
-                del held[digest]
+                held.pop(digest, None)
             assert count == 0 or needed <= held.keys()
             if count:
                 prompt.in_flight.append(count)

@@ -158,16 +158,49 @@ def test_an_aborted_request_leaves_its_room_to_others() -> None:
     assert rig.runner.encoded.keys() == {"b"}
 
 
-def test_prompts_that_may_not_be_cut_wait_for_all_their_images() -> None:
-    rig = ImageRig(enable_chunked_prefill=False, max_model_len=64)
-    request = rig.add("r", 20, spans=[image("a", 2, 4), image("b", 10, 4)], max_tokens=3)
-    rig.step()
-    rig.encode("a")
-    rig.step()
-    assert request.status is RequestStatus.WAITING
-    rig.encode("b")
+def test_prompts_are_cut_at_images_also_without_chunked_prefill() -> None:
+    """Otherwise two images that don't fit together could never be computed."""
+    rig = ImageRig(num_encoder_rows=6, enable_chunked_prefill=False, max_model_len=64, at_once=True)
+    for name, digests in (("r", "ab"), ("s", "cd")):
+        rig.add(name, 20, spans=[image(digests[0], 2, 4), image(digests[1], 10, 4)], max_tokens=3)
     rig.run()
     assert rig.tokens["r"] == rig.expected("r", 3)
+    assert rig.tokens["s"] == rig.expected("s", 3)
+    assert rig.runner.num_encoded == 4
+
+
+def test_what_only_ended_requests_asked_for_is_not_encoded_and_leaves_its_room() -> None:
+    rig = ImageRig(num_encoder_rows=16)
+    rig.add("gone", 40, spans=[image(digest, 10 * place, 8) for place, digest in enumerate("abc")])
+    shared = rig.add("shared", 20, spans=[image("a", 0, 8)], max_tokens=3)
+    rig.step()
+    assert [each.digest for each in rig.encoding] == ["a", "b"]
+    rig.abort("gone")
+    rig.add("next", 20, spans=[image("d", 0, 8)], max_tokens=3)
+    rig.step()
+    assert [each.digest for each in rig.encoding] == ["a", "b", "d"]
+    assert shared.status is RequestStatus.WAITING
+    # Its encoding had begun: the rows that it makes are forgotten.
+    rig.encode("b", "a", "d")
+    rig.run()
+    assert rig.tokens["next"] == rig.expected("next", 3)
+    assert rig.tokens["shared"] == rig.expected("shared", 3)
+    assert rig.runner.encoded.keys() == {"a", "d"}
+
+
+def test_a_failed_encoding_ends_no_request_that_did_not_ask_for_it() -> None:
+    rig = ImageRig(at_once=True)
+    rig.add("first", 20, spans=[image("a", 0, 4)], max_tokens=2)
+    rig.run()
+    rig.core.start_encoding = rig.encoding.append
+    rig.add("remote", 20, leg=Leg.DECODE, spans=[image("b", 0, 4)], max_tokens=3)
+    rig.add("here", 20, spans=[image("b", 0, 4)], max_tokens=3)
+    rig.step()
+    rig.runner.unusable["b"] = "no memory"
+    rig.encode("b")
+    rig.run()
+    assert rig.reason("here") is Outcome.INVALID
+    assert rig.reason("remote") is None
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

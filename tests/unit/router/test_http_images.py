@@ -97,7 +97,7 @@ def test_prompts_with_other_image_tokens_than_their_images_are_refused(prompts: 
         prompts.with_spans([1, 2], images)
     with pytest.raises(InvalidRequest, match=r"images: are 1, and the prompt has .* 0 times"):
         prompts.expanded("no image", images)
-    with pytest.raises(InvalidRequest, match=r"images\[1\]: can't be used"):
+    with pytest.raises(InvalidRequest, match="images: number 1 can't be used"):
         prompts.read([random_image(1, 20, 20), b"x"], LIMITS)
 
 
@@ -120,8 +120,6 @@ def test_a_model_without_images_refuses_them_by_name(prompts: ImagePrompts) -> N
             check_takes_images(card, found)
     able = ModelCard("m", 100, 256, capabilities=GENERATES | {Capability.IMAGE})
     assert check_takes_images(able, rules) is rules
-    with pytest.raises(InvalidRequest, match="--max-images"):
-        check_takes_images(able, ImageRules(prompts, 0, 1, 1))
 
 
 def test_an_image_is_named_by_its_content() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from baton.model_formats.images import UnusableImage
 from baton.model_formats.images.encoded import ImageLimits, image_size
@@ -71,6 +71,38 @@ def test_an_image_is_as_large_as_it_is_shown() -> None:
 def test_what_is_not_to_be_decoded_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(UnusableImage, match=reason):
         image_size(data, LIMITS)
+
+
+def test_nothing_is_decoded_for_a_size() -> None:
+    """Pillow's `getexif` decodes a PNG: here its pixels are damaged, and nobody notices."""
+    whole = random_image(1, 60, 60)
+    assert image_size(whole[:200], LIMITS) == (60, 60)
+
+
+def test_a_jpeg_of_many_scans_is_refused() -> None:
+    """Each is a pass over all pixels: one of 33 bytes may take 20 ms."""
+    data = encoded(Image.new("RGB", (30, 20)), "JPEG", progressive=True)
+    assert image_size(data, LIMITS) == (30, 20)
+    with pytest.raises(UnusableImage, match="more than 64 scans"):
+        image_size(data + b"\xff\xda" * 64, LIMITS)
+
+
+def test_a_header_that_does_not_end_is_refused() -> None:
+    comments = b"\xff\xfe\xff\xff" + bytes(65533)
+    data = encoded(Image.new("RGB", (30, 20)), "JPEG")
+    assert image_size(data[:2] + comments * 2 + data[2:], ImageLimits()) == (30, 20)
+    with pytest.raises(UnusableImage, match="damaged"):
+        image_size(data[:2] + comments * 5 + data[2:], ImageLimits())
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_images_are_turned_as_pillow_does_it(turn: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    data = encoded(Image.open(io.BytesIO(random_image(2, 12, 7))), "PNG", exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    assert np.array_equal(np.asarray(decode_image(data)), np.asarray(expected))
+    assert image_size(data, LIMITS) == expected.size
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])

@@ -91,11 +91,8 @@ async def read_body(
     """
     headers = dict(scope["headers"])
     _check_content_type(headers.get(b"content-type", b""))
-    declared = int(headers.get(b"content-length") or 0)
-    if declared > most:
+    if int(headers.get(b"content-length") or 0) > most:
         raise _too_long(most)
-    if declared > MAX_BODY_BYTES and large is not None:
-        large.take()
     try:
         async with asyncio.timeout(_ARRIVAL_S):
             body = await _read(receive, most, large)
@@ -115,6 +112,7 @@ async def _read(receive: Receive, most: int, large: LargeBody | None) -> bytes:
         body += message.get("body", b"")
         if len(body) > most:
             raise _too_long(most)
+        # Only now, so that nobody has a place by announcing a body, and sending nothing.
         if len(body) > MAX_BODY_BYTES and large is not None:
             large.take()
         if not message.get("more_body", False):

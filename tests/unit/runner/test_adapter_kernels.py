@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +84,42 @@ def test_adapters_are_added_with_the_same_bits_everywhere(dtype: torch.dtype, k:
         bits[isa] = out
     like = [out for isa, out in bits.items() if not isa.startswith("amx")]
     assert all(torch.equal(one, like[0]) for one in like)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outputs", [(64, 64), (16, 40)])
+def test_stacked_modules_may_have_any_ranks(isa: str, dtype: torch.dtype, outputs: tuple[int, int]) -> None:
+    kernels.use_isa(isa)
+    generator = torch.Generator().manual_seed(5)
+    weight = kernels.pack(*(torch.randn(n, 32, generator=generator).to(dtype) for n in outputs))
+    x = torch.randn(3, 32, generator=generator).to(dtype)
+    # What the last row computes must not reach the rows before it.
+    x[2] = torch.inf
+    plain = kernels.linear(x, weight, out_dtype=torch.float32, threads=1)
+    matrices = [(torch.randn(9, 32, generator=generator), torch.randn(n, 9, generator=generator)) for n in outputs]
+    for ranks in product(range(1, 10), repeat=2):
+        firsts = (0, outputs[0])
+        terms = [
+            LowRank(a[:rank], 0.5, (Outputs(first, b[:, :rank]),))
+            for rank, first, (a, b) in zip(ranks, firsts, matrices, strict=True)
+        ]
+        weights = [kernels.adapt(weight, terms, dtype)]
+        out = kernels.linear(x, weight, out_dtype=torch.float32, threads=1, adapters=of_first_slot(3, weights))
+        wanted = plain[:2].double()
+        for term in terms:
+            (part,) = term.outputs
+            t = x[:2].double() @ term.a.to(dtype).double().T
+            wanted[:, part.first : part.stop] += term.factor * (t @ part.b.to(dtype).double().T)
+        torch.testing.assert_close(out[:2].double(), wanted, atol=2e-3, rtol=1e-4)
+        for row in range(2):
+            alone = of_first_slot(1, weights)
+            one = kernels.linear(x[row : row + 1], weight, out_dtype=torch.float32, threads=1, adapters=alone)
+            assert torch.equal(one[0], out[row]), f"row {row} alone, ranks {ranks}"
+
+
+def of_first_slot(num_rows: int, weights: list[Any]) -> RowAdapters:
+    return RowAdapters(torch.zeros(num_rows, dtype=torch.int32), weights)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -43,7 +43,8 @@ def adapt_part(terms: Sequence[LowRank], n: int, k: int, *, gated: bool, dtype: 
     """
     if not terms:
         return None
-    ranks = [term.rank + any(one.bias is not None for one in term.outputs) for term in terms]
+    # Each term has an even number of ranks, since the kernels add B in pairs: no pair has a rank of the next term.
+    ranks = [_even(term.rank + any(one.bias is not None for one in term.outputs)) for term in terms]
     rank = -(-sum(ranks) // _RANKS) * _RANKS
     columns = -(-n // _LANES) * _LANES * (2 if gated else 1)
     num_panels = -(-columns // (_LANES * _GROUP_PANELS)) * _GROUP_PANELS
@@ -57,7 +58,8 @@ def adapt_part(terms: Sequence[LowRank], n: int, k: int, *, gated: bool, dtype: 
         stop = first + term.rank
         rows[first:stop, :k] = term.a
         factors[first:stop] = term.factor
-        constants[stop : first + own] = term.factor
+        if any(one.bias is not None for one in term.outputs):
+            constants[stop] = term.factor
         for outputs in term.outputs:
             places = _packed_columns(torch.arange(outputs.first, outputs.stop), n, gated)
             dense[first:stop, places] = outputs.b.T
@@ -81,6 +83,10 @@ def adapt_part(terms: Sequence[LowRank], n: int, k: int, *, gated: bool, dtype: 
     return KernelAdapter(rank, weights, (a, b, factors, constants, panels))
 
 
+def _even(number: int) -> int:
+    return number + number % 2
+
+
 def _packed_columns(outputs: torch.Tensor, n: int, gated: bool) -> torch.Tensor:
     """The packed columns of outputs: of a gated weight the panels of gate and up take turns (csrc/kernels.h)."""
     if not gated:
@@ -98,7 +104,7 @@ def _panels_of(
     size = 0
     alike: dict[tuple[int, int], list[int]] = {}
     for index, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
-        count = max(0, stop - first + (stop - first) % 2)
+        count = max(0, stop - first)
         panels[index] = AdapterPanel(size, first if count else 0, count)
         size += count * _LANES
         if count:

@@ -402,14 +402,16 @@ def _card_for_resuming(card: ModelCard, found: Mapping[str, Any]) -> ModelCard:
     return replace(card, adapters={**card.adapters, name: AdapterSource(name, "", "")})
 
 
+_IMAGE_TYPES = ("image", "image_url", "input_image")
+"""The parts that are images, in all APIs."""
+
+
 def has_images(found: Mapping[str, Any]) -> bool:
-    """Whether messages of a body have images, whose headers and tokens take long for their bytes."""
-    messages = found.get("messages")
-    if not isinstance(messages, list):
-        return False
-    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    """Whether messages of a body, or of its input, have images, whose headers and tokens take long for their bytes."""
+    lists = [value for name in ("messages", "input") if isinstance(value := found.get(name), list)]
+    contents = (message.get("content") for messages in lists for message in messages if isinstance(message, dict))
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts)
+    return any(isinstance(part, dict) and part.get("type") in _IMAGE_TYPES for part in parts)
 
 
 async def in_thread_if_large(

@@ -79,6 +79,38 @@ def generate_with_transformers(directory: Path, parts: Sequence[str | bytes]) ->
     return tokens
 
 
+async def check_responses(client: openai.AsyncOpenAI, model: str, image: bytes) -> None:
+    """A response about an image has the text of the same chat, also when it is continued from the stored one."""
+
+    async def text_of_chat(messages: list[dict[str, Any]]) -> str:
+        answer = await client.chat.completions.create(
+            model=model, messages=cast(Any, messages), temperature=0, max_tokens=4
+        )
+        return answer.choices[0].message.content or ""
+
+    (asked,) = chat("What is this? ", image)
+    url = asked["content"][1]["image_url"]["url"]
+    parts = [{"type": "input_text", "text": "What is this? "}, {"type": "input_image", "image_url": url}]
+    first = await client.responses.create(
+        model=model, input=cast(Any, [{"role": "user", "content": parts}]), temperature=0, max_output_tokens=4
+    )
+    assert first.output_text == await text_of_chat([asked])
+    more = await client.responses.create(
+        model=model, input="Sure?", previous_response_id=first.id, temperature=0, max_output_tokens=4
+    )
+    answered = {"role": "assistant", "content": first.output_text}
+    assert more.output_text == await text_of_chat([asked, answered, {"role": "user", "content": "Sure?"}])
+    for include, expected in ([], None), (["message.input_image.image_url"], url):
+        listed = await client.responses.input_items.list(more.id, include=cast(Any, include), order="asc")
+        (_, shown), *_ = (cast(Any, item).content for item in listed.data)
+        assert (shown.type, shown.image_url) == ("input_image", expected)
+    pair = [*parts, *[parts[1]] * 8]
+    with pytest.raises(openai.BadRequestError, match="input: are 10; at most 8"):
+        await client.responses.create(
+            model=model, input=cast(Any, [{"role": "user", "content": pair}]), previous_response_id=first.id
+        )
+
+
 @pytest.mark.parametrize("name", ["idefics3", "qwen2_vl"])
 async def test_chats_with_images_have_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
     write_image_model(tmp_path, name)
@@ -133,6 +165,8 @@ async def test_chats_with_images_have_the_tokens_of_transformers(tmp_path: Path,
             0,
             2,
         ]
+
+        await check_responses(client, card.id, a)
 
         for content, reason in (
             ([{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}], "not fetched"),

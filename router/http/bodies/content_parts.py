@@ -18,6 +18,12 @@ class ImagePart:
 
     data: bytes
     """The encoded image; nothing of it was looked at."""
+    media_type: str
+    """What the client says that it is; it is found in the data."""
+
+    def as_url(self) -> str:
+        """The image as a data URL."""
+        return f"data:{self.media_type}{_ENCODING}{base64.b64encode(self.data).decode()}"
 
 
 Content = str | tuple[str | ImagePart, ...]
@@ -42,30 +48,35 @@ def _part(part: Any, place: int) -> str | ImagePart:
         text: str = part["text"]
         return text
     if kind == "image_url" and len(part) == 2:
-        return ImagePart(_image_of(part.get("image_url"), f"part {place}"))
+        return _image_of(part.get("image_url"), f"part {place}")
     raise ValueError(
         f"part {place} must be {{'type': 'text', 'text': ...}} or {{'type': 'image_url', 'image_url': {{'url': ...}}}}"
     )
 
 
-def _image_of(value: Any, name: str) -> bytes:
+def _image_of(value: Any, name: str) -> ImagePart:
     if isinstance(value, str):
         return image_of_url(value, name)
     if not isinstance(value, dict) or not value.keys() <= {"url", "detail"} or not isinstance(value.get("url"), str):
         raise ValueError(f"{name}: image_url must be {{'url': ...}}, with 'detail' if wanted")
-    if value.get("detail") not in _DETAILS:
-        raise ValueError(f"{name}: detail must be auto, low or high; it changes nothing")
+    check_detail(value.get("detail"), name)
     return image_of_url(value["url"], name)
 
 
-def image_of_url(url: str, name: str) -> bytes:
+def check_detail(value: Any, name: str) -> None:
+    """Raises ValueError for a detail that OpenAI's API does not have."""
+    if value not in _DETAILS:
+        raise ValueError(f"{name}: detail must be auto, low or high; it changes nothing")
+
+
+def image_of_url(url: str, name: str) -> ImagePart:
     """The image in a data URL (RFC 2397). Raises ValueError, also for other URLs: nothing is fetched."""
     if not url.startswith(_DATA_URL):
         raise ValueError(f"{name}: url must be data:image/TYPE;base64,...: images are not fetched from elsewhere")
     head, encoding, data = url.partition(_ENCODING)
     if not encoding or len(head) > 64:
         raise ValueError(f"{name}: url must be data:image/TYPE;base64,...")
-    return image_of_base64(data, name)
+    return ImagePart(image_of_base64(data, name), head.removeprefix("data:"))
 
 
 def image_of_base64(data: str, name: str) -> bytes:

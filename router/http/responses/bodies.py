@@ -26,6 +26,8 @@ from router.http.responses.tools import TOOL_FIELDS, FunctionChoice, FunctionToo
 
 _FORMAT = "text.format"
 _LOGPROBS = "message.output_text.logprobs"
+IMAGE_URLS = "message.input_image.image_url"
+"""What a client asks for to have the images in a list of items."""
 Includable = Literal[
     "message.output_text.logprobs",
     "code_interpreter_call.outputs",

@@ -19,6 +19,7 @@ from router.http.bodies.strict import read_as
 from router.http.chat_plan import plan_offer, reasoning_variables
 from router.http.endpoints import BodyParser, Endpoint, EndpointRequest, Handler
 from router.http.errors import HttpError, Kind
+from router.http.json_body import MAX_BODY_BYTES
 from router.http.logprobs import ChatLogprobs
 from router.http.model import ServedModel
 from router.http.parsed_text import TextParsing
@@ -54,10 +55,12 @@ class ResponsesRequest(EndpointRequest):
 class ResponsesEndpoint(Endpoint[ResponsesRequest]):
     """POST /v1/responses"""
 
+    takes_images = True
     names = {  # noqa: RUF012
         "request_id": ("request_id", "x-request-id"),
         "prompt": ("prompt", "input"),
         "messages": ("messages", "input"),
+        "images": ("images", "input"),
         "logprobs": ("logprobs", "top_logprobs"),
         "max_tokens": ("max_tokens", "max_output_tokens"),
     }
@@ -74,7 +77,10 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         is_name = isinstance(previous_id, str)
         previous = self._store.find(current_caller.get().tenant, previous_id) if is_name else None  # type: ignore[arg-type]
         parse = partial(self._parse_after, previous, f"{self._rng.getrandbits(128):032x}")
-        return BodyParser(parse, previous.num_bytes if previous is not None else 0)
+        more_bytes = super()._parser(found).more_bytes
+        if previous is not None:
+            more_bytes += MAX_BODY_BYTES if any(item.images for item in previous.items) else previous.num_bytes
+        return BodyParser(parse, more_bytes)
 
     def _parse_after(
         self,
@@ -96,12 +102,13 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         items = (*earlier, *added)
         _check_size(items)
         messages = template_messages(body.instructions, items)
-        text_with = partial(self._model.text_of, messages, variables=reasoning_variables(body.effort))
+        images = [image.data for item in items for image in item.images]
+        text_with = partial(self._model.text_of, messages, variables=reasoning_variables(body.effort), images=images)
         plan = plan_offer(body.offer(), text_with, self._model, card)
         max_tokens = body.max_output_tokens
         if max_tokens is None:
             max_tokens = longest_answer(card, len(plan.prompt))
-        request = plan.applied(body.request(plan.prompt, request_id, max_tokens))
+        request = plan.applied(replace(body.request(plan.prompt, request_id, max_tokens), images=images))
         is_stored = self._store.is_on and body.store is not False
         draft = ResponseDraft(
             id=f"resp_{name}",

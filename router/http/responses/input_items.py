@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 
 from baton.messages.request_limits import MAX_MESSAGES
+from router.http.bodies.content_parts import ImagePart, check_detail, image_of_url
 from router.http.bodies.fields import NotServed
 from router.http.bodies.strict import Bounded, Strict, read_part
 from router.http.bodies.tools import CallId, ToolName
@@ -16,6 +17,7 @@ from router.http.responses.items import CallItem, CallOutputItem, Item, MessageI
 _ROLES = ("user", "assistant", "system", "developer")
 _ITEM_FIELDS = {"type", "id", "role", "status", "content", "phase"}
 _PART_FIELDS = {"type", "text", "annotations", "logprobs"}
+_IMAGE_FIELDS = {"type", "image_url", "detail"}
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -129,15 +131,30 @@ def _message(item: Mapping[str, Any], name: str) -> MessageItem:
         raise ValueError(f"{name} has a phase, which is not served")
     content = item.get("content")
     if not isinstance(content, str | list):
-        raise ValueError(f"{name} needs a content, a string or a list of text parts")
-    return MessageItem("", _texts(content, f"{name}: "), item["role"])
+        raise ValueError(f"{name} needs a content, a string or a list of parts")
+    if isinstance(content, str):
+        return MessageItem("", (content,), item["role"])
+    parts = [_part(part, f"{name}: part {place}") for place, part in enumerate(content)]
+    if item["role"] == "assistant" and any(isinstance(part, ImagePart) for part in parts):
+        raise ValueError(f"{name} has an image, which no message of the assistant has")
+    return MessageItem("", tuple(parts), item["role"])
 
 
-def _texts(content: str | list[Any], before: str = "") -> tuple[str, ...]:
-    """The texts of parts; raises ValueError that names the part, with `before` before it."""
+def _part(part: Any, name: str) -> str | ImagePart:
+    if not (isinstance(part, dict) and part.get("type") == "input_image"):
+        return _text(part, name)
+    _check_fields(part, _IMAGE_FIELDS, name)
+    if not isinstance(part.get("image_url"), str):
+        raise ValueError(f"{name} needs an image_url, a data URL")
+    check_detail(part.get("detail"), name)
+    return image_of_url(part["image_url"], name)
+
+
+def _texts(content: str | list[Any]) -> tuple[str, ...]:
+    """The texts of parts; raises ValueError that names the part."""
     if isinstance(content, str):
         return (content,)
-    return tuple(_text(part, f"{before}part {place}") for place, part in enumerate(content))
+    return tuple(_text(part, f"part {place}") for place, part in enumerate(content))
 
 
 def _text(part: Any, name: str) -> str:

@@ -9,12 +9,15 @@ from typing import Any, ClassVar
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_TOOLS
+from router.http.bodies.content_parts import ImagePart
 from router.http.template_messages import TemplateMessage, arguments_of, template_call
 
 _ITEM_BYTES = 512
 """What an item takes in memory beside its texts, at most."""
 _TEXT_BYTES = 8
 """A reference to a text."""
+_IMAGE_BYTES = 256
+"""What an image takes beside its data, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,13 @@ class Item:
     prefix: ClassVar[str]
     """The beginning of the ids of such items."""
     id: str
-    texts: tuple[str, ...]
-    """The text of its parts."""
+    parts: tuple[str | ImagePart, ...]
+    """The texts and the images in it; only messages have images."""
+
+    @property
+    def texts(self) -> Sequence[str]:
+        """Those parts that are text."""
+        return [part for part in self.parts if isinstance(part, str)]
 
     @property
     def text(self) -> str:
@@ -33,17 +41,23 @@ class Item:
         return "\n".join(self.texts)
 
     @property
+    def images(self) -> Sequence[ImagePart]:
+        """Those parts that are images."""
+        return [part for part in self.parts if isinstance(part, ImagePart)]
+
+    @property
     def num_bytes(self) -> int:
         """The memory that the item takes, at most, in bytes."""
-        return _ITEM_BYTES + sum(sys.getsizeof(text) + _TEXT_BYTES for text in (*self.texts, *self._words()))
+        texts = sum(sys.getsizeof(text) + _TEXT_BYTES for text in (*self.texts, *self._words()))
+        return _ITEM_BYTES + texts + sum(_IMAGE_BYTES + len(image.data) for image in self.images)
 
     @property
     def num_text_bytes(self) -> int:
         """The length of its texts in UTF-8."""
         return sum(len(text.encode(errors="surrogatepass")) for text in self.texts)
 
-    def as_object(self) -> dict[str, Any]:
-        """The item as OpenAI's object."""
+    def as_object(self, *, with_images: bool = False) -> dict[str, Any]:
+        """The item as OpenAI's object, whose images have no data unless `with_images`."""
         raise NotImplementedError
 
     def _words(self) -> Sequence[str]:
@@ -62,9 +76,16 @@ class MessageItem(Item):
     role: str
     status: str = "completed"
 
-    def as_object(self) -> dict[str, Any]:
-        is_answer = self.role == "assistant"
-        content = self._parts("output_text", annotations=[]) if is_answer else self._parts("input_text")
+    def as_object(self, *, with_images: bool = False) -> dict[str, Any]:
+        if self.role == "assistant":
+            content = self._parts("output_text", annotations=[])
+        else:
+            content = [
+                {"type": "input_text", "text": part}
+                if isinstance(part, str)
+                else {"type": "input_image", "detail": "auto", "image_url": part.as_url() if with_images else None}
+                for part in self.parts
+            ]
         return {"id": self.id, "type": "message", "role": self.role, "status": self.status, "content": content}
 
 
@@ -75,7 +96,7 @@ class ReasoningItem(Item):
     prefix = "rs"
     status: str = "completed"
 
-    def as_object(self) -> dict[str, Any]:
+    def as_object(self, *, with_images: bool = False) -> dict[str, Any]:
         content = self._parts("reasoning_text")
         return {"id": self.id, "type": "reasoning", "status": self.status, "summary": [], "content": content}
 
@@ -89,7 +110,7 @@ class CallItem(Item):
     name: str
     status: str = "completed"
 
-    def as_object(self) -> dict[str, Any]:
+    def as_object(self, *, with_images: bool = False) -> dict[str, Any]:
         called = {"call_id": self.call_id, "name": self.name, "arguments": self.text}
         return {"id": self.id, "type": "function_call", "status": self.status, **called}
 
@@ -104,7 +125,7 @@ class CallOutputItem(Item):
     prefix = "fco"
     call_id: str
 
-    def as_object(self) -> dict[str, Any]:
+    def as_object(self, *, with_images: bool = False) -> dict[str, Any]:
         returned = {"call_id": self.call_id, "output": self.text}
         return {"id": self.id, "type": "function_call_output", "status": "completed", **returned}
 
@@ -127,7 +148,7 @@ def template_messages(instructions: str | None, items: Sequence[Item]) -> Sequen
         match item:
             case MessageItem():
                 message.role = item.role
-                message.texts.append(item.text)
+                message.texts += item.parts or [""]
             case ReasoningItem():
                 message.reasoning.append(item.text)
             case CallItem():

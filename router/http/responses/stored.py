@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -11,6 +13,7 @@ from starlette.routing import Route
 from baton.errors import BatonError, InvalidRequest
 from baton.security.callers import current_caller
 from router.http.errors import HttpError, Kind
+from router.http.responses.bodies import IMAGE_URLS
 from router.http.responses.endpoint import encoded
 from router.http.responses.items import Item
 from router.http.responses.objects import as_text
@@ -18,6 +21,7 @@ from router.http.responses.store import ResponseStore, StoredResponse
 
 _MAX_LISTED, _DEFAULT_LISTED = 100, 20
 _PATH = "/v1/responses/{id}"
+_INCLUDE = ("include", "include[]")
 
 
 def stored_routes(store: ResponseStore) -> Sequence[Route]:
@@ -44,14 +48,12 @@ def stored_routes(store: ResponseStore) -> Sequence[Route]:
         items = _listed(_found(store, request).input_items, request.query_params)
         limit = _limit(request.query_params.get("limit", str(_DEFAULT_LISTED)))
         page = items[:limit]
-        answer = {
-            "object": "list",
-            "data": [item.as_object() for item in page],
-            "first_id": page[0].id if page else "",
-            "last_id": page[-1].id if page else "",
-            "has_more": len(items) > limit,
-        }
-        return Response(encoded(as_text(answer)), media_type="application/json")
+        included = [value for name, value in request.query_params.multi_items() if name in _INCLUDE]
+        # Images are large: their page is made in a thread.
+        with_images = any(item.images for item in page) and IMAGE_URLS in included
+        make = partial(_page, page, with_images=with_images, has_more=len(items) > limit)
+        content = await asyncio.to_thread(make) if with_images else make()
+        return Response(content, media_type="application/json")
 
     return [
         Route(_PATH, retrieve, methods=["GET"]),
@@ -59,6 +61,17 @@ def stored_routes(store: ResponseStore) -> Sequence[Route]:
         Route(f"{_PATH}/cancel", cancel, methods=["POST"]),
         Route(f"{_PATH}/input_items", input_items, methods=["GET"]),
     ]
+
+
+def _page(page: Sequence[Item], *, with_images: bool, has_more: bool) -> bytes:
+    answer = {
+        "object": "list",
+        "data": [item.as_object(with_images=with_images) for item in page],
+        "first_id": page[0].id if page else "",
+        "last_id": page[-1].id if page else "",
+        "has_more": has_more,
+    }
+    return encoded(as_text(answer))
 
 
 def _found(store: ResponseStore, request: Request) -> StoredResponse:
@@ -81,7 +94,7 @@ def _check_query(request: Request, served: Mapping[str, str | None]) -> None:
     """Raises InvalidRequest for a parameter of the URL that is not in `served`, or has another value than there."""
     for name, value in request.query_params.multi_items():
         # Only `include` is a list, which clients write with brackets.
-        plain = "include" if name == "include[]" else name
+        plain = "include" if name in _INCLUDE else name
         if plain not in served:
             raise InvalidRequest(name[:80], "is unknown, or not served here")
         if served[plain] not in (None, value):

@@ -37,9 +37,9 @@ def image_url(url: Any, **more: Any) -> dict[str, Any]:
         ("hi", "hi"),
         ([], ""),
         ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
-        ([{"type": "text", "text": "a"}, image_url(URL)], ("a", ImagePart(PNG))),
-        ([image_url(URL, detail="low"), image_url(URL)], (ImagePart(PNG), ImagePart(PNG))),
-        ([{"type": "image_url", "image_url": URL}], (ImagePart(PNG),)),
+        ([{"type": "text", "text": "a"}, image_url(URL)], ("a", ImagePart(PNG, "image/png"))),
+        ([image_url(URL, detail="low"), image_url(URL)], (ImagePart(PNG, "image/png"), ImagePart(PNG, "image/png"))),
+        ([{"type": "image_url", "image_url": URL}], (ImagePart(PNG, "image/png"),)),
     ],
 )
 def test_the_content_of_a_message_is_a_text_or_parts(content: Any, expected: Any) -> None:

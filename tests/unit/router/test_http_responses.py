@@ -252,6 +252,7 @@ async def test_a_field_that_the_core_refuses_is_named_as_the_client_named_it(fie
     assert (await exchange.end()).error["param"] == name
 
 
+PNG = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
 
 
@@ -261,7 +262,12 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
         ({"input": None}, "input", "must be a string or a list"),
         ({"input": []}, "input", "must be a string or a list"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item 0 is of the type 'item_reference'"),
-        ({"input": [IMAGE]}, "input", "item 0: part 0 is of the type 'input_image'"),
+        ({"input": [IMAGE]}, "input", "item 0: part 0: url must be data:image/TYPE"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}, "input", "'file_id'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "part 0 needs an image_url"),
+        ({"input": [IMAGE | {"role": "assistant", "content": [PNG]}]}, "input", "no message of the assistant has"),
+        ({"input": [{"role": "user", "content": [PNG | {"detail": "x"}]}]}, "input", "part 0: detail must be"),
+        ({"input": [{"role": "user", "content": [PNG]}]}, "model", "can't do image"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", "item 0 needs a role"),
         ({"input": [{"role": "user"}]}, "input", "item 0 needs a content"),
         ({"input": [{"role": "user", "content": "x", "y": 1}]}, "input", "item 0 has the unknown field 'y'"),

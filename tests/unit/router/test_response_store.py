@@ -8,6 +8,7 @@ import pytest
 
 from baton.observe.metrics import declared_figures
 from baton.testing.fake_clock import FakeClock
+from router.http.bodies.content_parts import ImagePart
 from router.http.responses.items import CallItem, MessageItem
 from router.http.responses.store import ResponseStore, StoreBounds, StoredResponse
 
@@ -112,6 +113,7 @@ def test_the_memory_of_a_response_is_that_of_its_texts_and_its_object() -> None:
     # Python keeps four bytes for each character of a text with an emoji, and some fifty for each text of its own.
     assert MessageItem("m", ("a" * 1000 + "😀",), "user").num_bytes > 4000
     assert MessageItem("m", ("abc",) * 1000, "user").num_bytes > 50_000
+    assert MessageItem("m", (ImagePart(b"a" * 10_000, "image/png"),), "user").num_bytes > 10_000
     bare = MessageItem("m", ("a",), "user").num_bytes
     assert CallItem("f", ("a",), "c" * 200, "n" * 60).num_bytes > bare + 260
 

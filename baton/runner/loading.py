@@ -14,6 +14,7 @@ from baton.engine.runner import ModelInfo, RunnerLost
 from baton.errors import ConfigError
 from baton.messages.capabilities import Capability
 from baton.messages.pooling import ModelPooling
+from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from baton.model_formats.adapters import DEFAULT_MAX_RANK
 from baton.model_formats.images.encoded import ImageLimits
 from baton.runner.backends.cpu.kernels import KernelArgumentError
@@ -179,7 +180,7 @@ def _image_inputs(loaded: LoadedModel, operations: Operations) -> ImageInputs | 
         _log.warning("%s takes no images here: they are encoded on CPUs only so far", loaded.architecture)
         return None
     processor = ImageProcessor(loaded.checkpoint.directory)
-    return ImageInputs(processor, ImageEncoder(loaded, operations), ImageLimits())
+    return ImageInputs(processor, ImageEncoder(loaded, operations), ImageLimits(MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS))
 
 
 def _start_first_rank(spec: RankSpec, loaded: LoadedModel, start_ranks: StartRanks) -> FirstRank:

@@ -7,7 +7,6 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from baton.model_formats.images.families import UnusableImage
 
 if TYPE_CHECKING:
@@ -29,9 +28,9 @@ _MOST_SCANS = 64
 class ImageLimits:
     """Bounds of one image."""
 
-    most_bytes: int = MAX_IMAGE_BYTES
+    most_bytes: int
     """Bytes of the encoded image."""
-    most_pixels: int = MAX_IMAGE_PIXELS
+    most_pixels: int
     """Pixels of the decoded image: 4 bytes each while it is decoded, and 3 afterwards."""
 
 

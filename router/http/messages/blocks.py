@@ -151,7 +151,11 @@ def parts_of(blocks: Sequence[Block]) -> list[str | ImagePart]:
         if is_text:
             parts += filter(None, [text_of(list(group))])
         else:
-            parts += [ImagePart(block.source.data, block.source.media_type) for block in group if isinstance(block, ImageBlock)]
+            parts += [
+                ImagePart(block.source.data, block.source.media_type)
+                for block in group
+                if isinstance(block, ImageBlock)
+            ]
     return parts
 
 

@@ -171,7 +171,7 @@ def test_all_prompts_are_computed_whatever_comes_first(seed: int) -> None:
             assert digest not in held
             encoding.append(digest)
         assert sum(sizes[name] for name in cache.digests) == cache.num_used_rows <= cache.num_rows
-        assert held.keys() <= cache.digests
+        assert set(held) <= set(cache.digests)
         waiting = [prompt for prompt in prompts if prompt.computed < prompt.length]
         if not waiting:
             break

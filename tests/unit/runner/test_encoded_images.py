@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from baton.model_formats.images import UnusableImage
 from baton.model_formats.images.encoded import ImageLimits, image_size
 from baton.runner.images.pixels import decode_image
@@ -90,9 +91,9 @@ def test_a_jpeg_of_many_scans_is_refused() -> None:
 def test_a_header_that_does_not_end_is_refused() -> None:
     comments = b"\xff\xfe\xff\xff" + bytes(65533)
     data = encoded(Image.new("RGB", (30, 20)), "JPEG")
-    assert image_size(data[:2] + comments * 2 + data[2:], ImageLimits()) == (30, 20)
+    assert image_size(data[:2] + comments * 2 + data[2:], ImageLimits(MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS)) == (30, 20)
     with pytest.raises(UnusableImage, match="damaged"):
-        image_size(data[:2] + comments * 5 + data[2:], ImageLimits())
+        image_size(data[:2] + comments * 5 + data[2:], ImageLimits(MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS))
 
 
 @pytest.mark.parametrize("turn", range(1, 9))

@@ -11,6 +11,7 @@ from baton.model_formats.adapters.files import (
     ModuleTensors,
     TensorPlace,
     open_adapter,
+    read_adapter,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "ModuleTensors",
     "TensorPlace",
     "open_adapter",
+    "read_adapter",
 ]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.errors import AdapterRefused
+from baton.model_formats.adapters.patterns import NamePatterns, UnsoundPattern
 from baton.model_formats.regular_files import open_regular
+
+T = TypeVar("T")
 
 CONFIG_NAME = "adapter_config.json"
 
@@ -21,13 +23,13 @@ MAX_RANK = 512
 DEFAULT_MAX_RANK = 64
 
 _MOST_BYTES = 4 << 20
-_MOST_PATTERNS = 16_384
-_MOST_EXPRESSIONS = 64
-"""Patterns that are regular expressions, which are tried for each module."""
-_LONGEST_PATTERN = 256
-_PLAIN = re.compile(r"[A-Za-z0-9_.]+")
-_EXPRESSION = re.compile(r"(?:[A-Za-z0-9_.|^$-]|\\[.dw]|\[[A-Za-z0-9_-]+\]|[()]|(?<![()*+?])[*+?](?![*+?]))+")
-_MOST_REPEATS = 2
+_MOST_NAMES = 16_384
+_LARGEST_RANK = 1 << 20
+_LARGEST_ALPHA = 1e30
+"""So that factors are finite in float32."""
+
+_KEEPS_BASE = ("gaussian", "orthogonal", "eva")
+"""Ways to begin a training, beside PEFT's own, that leave the base model's weights as they are."""
 
 _WITHOUT_EFFECT = frozenset(
     (
@@ -37,7 +39,6 @@ _WITHOUT_EFFECT = frozenset(
         "ensure_weight_tying",
         "eva_config",
         "inference_mode",
-        "init_lora_weights",
         "loftq_config",
         "lora_dropout",
         "lora_ga_config",
@@ -64,46 +65,56 @@ class AdapterConfig:
     alpha: float
     uses_rslora: bool
     """Whether the factor is alpha / sqrt(rank), not alpha / rank."""
-    rank_pattern: Mapping[str, int]
-    """Ranks of the modules whose name ends with a pattern; the first one that matches counts."""
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: NamePatterns[int]
+    alpha_pattern: NamePatterns[float]
     has_lora_bias: bool
-    target_modules: tuple[str, ...] | str
+    target_modules: frozenset[str] | str
     """Last parts of the names of the modules that it changes; a text: "all-linear", or a regular expression, which is
     never evaluated."""
-    modules_to_save: tuple[str, ...]
+    modules_to_save: frozenset[str]
     """Last parts of the names of the modules that it replaces."""
     base_model: str = ""
     """What the files call the base model."""
 
     def rank_of(self, module: str) -> int:
         """The rank of a module."""
-        return int(_of_pattern(self.rank_pattern, module, self.rank))
+        return self.rank_pattern.value_of(module, self.rank)
 
     def factor_of(self, module: str) -> float:
         """The number with which B A x is multiplied in a module."""
-        rank, alpha = self.rank_of(module), float(_of_pattern(self.alpha_pattern, module, self.alpha))
+        rank, alpha = self.rank_of(module), self.alpha_pattern.value_of(module, self.alpha)
         return alpha / math.sqrt(rank) if self.uses_rslora else alpha / rank
 
     def targets(self, module: str) -> bool:
         """Whether the adapter is meant to change this module, as far as its names say."""
-        if isinstance(self.target_modules, str):
-            return True
-        return any(module == target or module.endswith(f".{target}") for target in self.target_modules)
+        return isinstance(self.target_modules, str) or _has_end_of(module, self.target_modules)
+
+    def saves(self, module: str) -> bool:
+        """Whether the adapter is meant to replace this module."""
+        return _has_end_of(module, self.modules_to_save)
 
     def canonical(self) -> bytes:
         """The settings as text, the same for equal settings."""
-        fields = asdict(self)
-        del fields["base_model"]
-        fields["alpha"] = float(self.alpha)
-        fields["alpha_pattern"] = {name: float(alpha) for name, alpha in self.alpha_pattern.items()}
-        if not isinstance(self.target_modules, str):
-            fields["target_modules"] = sorted(self.target_modules)
-        fields["modules_to_save"] = sorted(self.modules_to_save)
-        # The order of patterns matters: the first one that matches counts.
-        fields["rank_pattern"] = list(fields["rank_pattern"].items())
-        fields["alpha_pattern"] = list(fields["alpha_pattern"].items())
+        fields = {
+            "rank": self.rank,
+            "alpha": self.alpha,
+            "uses_rslora": self.uses_rslora,
+            # The order of patterns matters: the first one that matches counts.
+            "rank_pattern": list(self.rank_pattern.items()),
+            "alpha_pattern": list(self.alpha_pattern.items()),
+            "has_lora_bias": self.has_lora_bias,
+            "target_modules": self.target_modules
+            if isinstance(self.target_modules, str)
+            else sorted(self.target_modules),
+            "modules_to_save": sorted(self.modules_to_save),
+        }
         return json.dumps(fields, sort_keys=True).encode()
+
+
+def _has_end_of(module: str, names: frozenset[str]) -> bool:
+    """Whether a module's name, or the end of it from one of its parts on, is among the names."""
+    parts = module.split(".")
+    return any(".".join(parts[first:]) in names for first in range(len(parts)))
 
 
 def read_config(directory: Path) -> AdapterConfig:
@@ -129,7 +140,7 @@ def read_config(directory: Path) -> AdapterConfig:
         has_lora_bias=read["lora_bias"],
         target_modules=read["target_modules"],
         modules_to_save=read["modules_to_save"],
-        base_model=str(given.get("base_model_name_or_path") or "")[:256],
+        base_model=_printable(given.get("base_model_name_or_path")),
     )
 
 
@@ -161,16 +172,21 @@ def _wrong(path: Path, name: str, expected: str, value: object) -> AdapterRefuse
     return AdapterRefused(f"{path}: {name} must be {expected}, not {_short(value)}; copy it again")
 
 
+def _printable(value: object) -> str:
+    """A text that can be shown and sent to anybody; empty for any other one."""
+    return value[:256] if isinstance(value, str) and value.isprintable() else ""
+
+
 def _rank(path: Path, name: str, value: object) -> int:
-    if type(value) is not int or value < 1:
-        raise _wrong(path, name, "a whole number from 1 on", value)
+    if type(value) is not int or not 1 <= value <= _LARGEST_RANK:
+        raise _wrong(path, name, f"a whole number from 1 to {_LARGEST_RANK}", value)
     return value
 
 
 def _alpha(path: Path, name: str, value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise _wrong(path, name, "a finite number", value)
-    return float(value)  # type: ignore[arg-type]
+    if not isinstance(value, int | float) or type(value) is bool or not -_LARGEST_ALPHA <= value <= _LARGEST_ALPHA:
+        raise _wrong(path, name, f"a number from {-_LARGEST_ALPHA:g} to {_LARGEST_ALPHA:g}", value)
+    return float(value)
 
 
 def _flag(path: Path, name: str, value: object) -> bool:
@@ -179,71 +195,49 @@ def _flag(path: Path, name: str, value: object) -> bool:
     return bool(value)
 
 
-def _ranks(path: Path, name: str, value: object) -> Mapping[str, int]:
-    return {pattern: _rank(path, name, rank) for pattern, rank in _patterns(path, name, value).items()}
-
-
-def _alphas(path: Path, name: str, value: object) -> Mapping[str, float]:
-    return {pattern: _alpha(path, name, alpha) for pattern, alpha in _patterns(path, name, value).items()}
-
-
-def _patterns(path: Path, name: str, value: object) -> Mapping[str, object]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or len(value) > _MOST_PATTERNS:
-        raise _wrong(path, name, f"an object of at most {_MOST_PATTERNS} patterns", value)
-    expressions = [pattern for pattern in value if not _PLAIN.fullmatch(pattern)]
-    if len(expressions) > _MOST_EXPRESSIONS:
-        raise AdapterRefused(f"{path}: {name} has more than {_MOST_EXPRESSIONS} regular expressions; name the modules")
-    for pattern in expressions:
-        _check_expression(path, name, pattern)
-    return value
-
-
-def _check_expression(path: Path, name: str, pattern: str) -> None:
-    """Refuse expressions that could take long: repeated groups, and many repeats."""
-    repeats = sum(pattern.count(sign) for sign in "*+?")
-    if len(pattern) > _LONGEST_PATTERN or repeats > _MOST_REPEATS or not _EXPRESSION.fullmatch(pattern):
+def _initialisation(path: Path, name: str, value: object) -> None:
+    """Refuse ways to begin a training that change the base model: the adapter is right with the changed one alone."""
+    if value is not None and type(value) is not bool and value not in _KEEPS_BASE:
         raise AdapterRefused(
-            f"{path}: {name} has the pattern {_short(pattern)}, which is too complex; name the modules"
+            f"{path} sets {name} to {_short(value)}, with which PEFT may change the weights of the base model; convert "
+            "the adapter when it is saved (path_initial_model_for_weight_conversion), or merge it into its base model"
         )
+
+
+def _ranks(path: Path, name: str, value: object) -> NamePatterns[int]:
+    return _patterns(path, name, value, _rank)
+
+
+def _alphas(path: Path, name: str, value: object) -> NamePatterns[float]:
+    return _patterns(path, name, value, _alpha)
+
+
+def _patterns(path: Path, name: str, value: object, reader: Callable[[Path, str, object], T]) -> NamePatterns[T]:
+    if value is not None and not isinstance(value, dict):
+        raise _wrong(path, name, "an object", value)
     try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise AdapterRefused(f"{path}: {name} has the pattern {_short(pattern)}, which is none ({error})") from error
+        return NamePatterns({pattern: reader(path, name, one) for pattern, one in (value or {}).items()})
+    except UnsoundPattern as error:
+        raise AdapterRefused(f"{path}: {name} {error}") from error
 
 
-def _of_pattern(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """The value of the first pattern that matches a module's name, or the end of it from one of its parts on."""
-    for pattern, value in patterns.items():
-        if _PLAIN.fullmatch(pattern) and "." not in pattern:
-            if module.rpartition(".")[2] == pattern:
-                return value
-        elif re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return otherwise
+def _targets(path: Path, name: str, value: object) -> frozenset[str] | str:
+    return value if isinstance(value, str) else _names(path, name, value)
 
 
-def _targets(path: Path, name: str, value: object) -> tuple[str, ...] | str:
+def _names(path: Path, name: str, value: object) -> frozenset[str]:
     if value is None:
-        return ()
-    if isinstance(value, str):
-        return value
-    return _names(path, name, value)
-
-
-def _names(path: Path, name: str, value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(one, str) for one in value):
-        raise _wrong(path, name, "a list of names", value)
-    return tuple(value)
+        return frozenset()
+    if not isinstance(value, list) or len(value) > _MOST_NAMES or not all(isinstance(one, str) for one in value):
+        raise _wrong(path, name, f"a list of at most {_MOST_NAMES} names", value)
+    return frozenset(value)
 
 
 _READERS = {
     "peft_type": lambda _path, _name, value: value,
     "r": _rank,
     "lora_alpha": _alpha,
+    "init_lora_weights": _initialisation,
     "use_rslora": _flag,
     "rank_pattern": _ranks,
     "alpha_pattern": _alphas,

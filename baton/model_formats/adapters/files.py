@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from baton.errors import AdapterRefused
 from baton.model_formats.adapters.config import MAX_RANK, AdapterConfig, read_config
+from baton.model_formats.adapters.patterns import LONGEST
 from baton.model_formats.regular_files import open_regular
 from baton.model_formats.safetensors_header import SafetensorsHeader, UnsoundSafetensors, read_header
 
@@ -106,6 +107,14 @@ class AdapterFiles:
         """Bytes of all tensors in the file."""
         return self.tensors[-1].stop
 
+    def check_ranks(self, max_rank: int) -> None:
+        """Raise AdapterRefused for ranks that are not those of the settings, or above the highest that is allowed.
+
+        Settings may have many patterns: who knows the model's modules refuses others first.
+        """
+        for tensors in self.modules.values():
+            _check_rank(self.weights_path, self.config, tensors, max_rank)
+
     def info(self) -> AdapterInfo:
         """What is to be known of the adapter; reads the whole file for its digest. Raises AdapterRefused."""
         ranks = [self.config.rank_of(tensors.module) for tensors in self.modules.values() if tensors.computes]
@@ -169,7 +178,17 @@ class AdapterFiles:
 
 
 def open_adapter(directory: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
-    """Read the settings and the header of an adapter's files. Raises AdapterRefused for what is unsound in them."""
+    """As `read_adapter`, with `AdapterFiles.check_ranks`."""
+    files = read_adapter(directory)
+    files.check_ranks(max_rank)
+    return files
+
+
+def read_adapter(directory: Path) -> AdapterFiles:
+    """Read the settings and the header of an adapter's files. Raises AdapterRefused for what is unsound in them.
+
+    The ranks are not checked.
+    """
     if not directory.is_dir():
         raise AdapterRefused(f"there is no directory {directory}; name one that PEFT's save_pretrained wrote")
     config = read_config(directory)
@@ -188,7 +207,7 @@ def open_adapter(directory: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
     tensors = _places(path, header)
     files = AdapterFiles(directory, config, header, tensors, _modules(path, config, tensors))
     for module in files.modules.values():
-        _check_module(path, config, module, max_rank)
+        _check_module(path, config, module)
     return files
 
 
@@ -246,7 +265,7 @@ def _modules(path: Path, config: AdapterConfig, tensors: tuple[TensorPlace, ...]
             module, _, rest = name.rpartition(".")
             if module.endswith(".base_layer"):
                 module, rest = module.removesuffix(".base_layer"), f"base_layer.{rest}"
-            elif not any(module == saved or module.endswith(f".{saved}") for saved in config.modules_to_save):
+            elif not config.saves(module):
                 raise AdapterRefused(
                     f"{path}: the tensor {place.name} is neither LoRA's A or B nor of a module in modules_to_save; "
                     "save the adapter without it"
@@ -255,29 +274,40 @@ def _modules(path: Path, config: AdapterConfig, tensors: tuple[TensorPlace, ...]
     return modules
 
 
-def _check_module(path: Path, config: AdapterConfig, tensors: ModuleTensors, max_rank: int) -> None:
-    """Check a module's tensors against each other and against the settings."""
+def _check_module(path: Path, config: AdapterConfig, tensors: ModuleTensors) -> None:
+    """Check a module's tensors against each other, and against the settings apart from the rank."""
     module, a, b = tensors.module, tensors.a, tensors.b
+    if len(module) > LONGEST:
+        raise AdapterRefused(f"{path} has the module {module:.60}…; names of at most {LONGEST} characters are read")
     if (a is not None or b is not None) and not config.targets(module):
         raise AdapterRefused(
             f"{path} has tensors of {module}, which is none of its target_modules; copy both files again"
         )
-    rank = config.rank_of(module)
-    if rank > max_rank and (a is not None or b is not None):
-        raise AdapterRefused(
-            f"{path}: {module} has the rank {rank}, and at most {max_rank} is allowed; raise --max-lora-rank"
-        )
+    for place in (a, b):
+        if place is not None and len(place.shape) != 2:
+            raise AdapterRefused(f"{path}: {place.name} has the shape {list(place.shape)}, which is no matrix's")
     if tensors.bias is not None and not config.has_lora_bias:
         raise AdapterRefused(
             f"{path} has {tensors.bias.name}, but its settings say no lora_bias; copy both files again"
         )
-    for place, axis in ((a, 0), (b, 1)):
-        if place is not None and (len(place.shape) != 2 or place.shape[axis] != rank):
-            raise AdapterRefused(
-                f"{path}: {place.name} has the shape {list(place.shape)}, which is none of the rank {rank} in its "
-                "settings; copy both files again"
-            )
     if tensors.bias is not None and b is not None and tensors.bias.shape != b.shape[:1]:
         raise AdapterRefused(
             f"{path}: {tensors.bias.name} has the shape {list(tensors.bias.shape)}, not {[b.shape[0]]}"
         )
+
+
+def _check_rank(path: Path, config: AdapterConfig, tensors: ModuleTensors, max_rank: int) -> None:
+    """Check a module's tensors against the rank that the settings say."""
+    if tensors.a is None and tensors.b is None:
+        return
+    rank = config.rank_of(tensors.module)
+    if rank > max_rank:
+        raise AdapterRefused(
+            f"{path}: {tensors.module} has the rank {rank}, and at most {max_rank} is allowed; raise --max-lora-rank"
+        )
+    for place, axis in ((tensors.a, 0), (tensors.b, 1)):
+        if place is not None and place.shape[axis] != rank:
+            raise AdapterRefused(
+                f"{path}: {place.name} has the shape {list(place.shape)}, which is none of the rank {rank} in its "
+                "settings; copy both files again"
+            )

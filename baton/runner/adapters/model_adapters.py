@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from baton.errors import AdapterRefused
-from baton.model_formats.adapters import AdapterFiles, AdapterInfo, TensorPlace, open_adapter
+from baton.model_formats.adapters import AdapterFiles, AdapterInfo, TensorPlace, read_adapter
 from baton.runner.adapters.adaptable import AdaptableProduct, AdapterTable, HasProducts, ModuleOutputs, RowsOfStep
 from baton.runner.adapters.embedding import AdaptableEmbedding
 from baton.runner.backends.cpu.kernels.adapters import StepAdapters
@@ -104,17 +104,14 @@ class ModelAdapters:
 
     def check(self, directory: Path, max_rank: int) -> AdapterInfo:
         """Check an adapter as `load` does, and load nothing. Raises AdapterRefused."""
-        files = open_adapter(directory, max_rank)
-        self._check(files)
-        return files.info()
+        return self._open(directory, max_rank).info()
 
     def load(self, directory: Path, digest: str, max_rank: int, slot: int | None = None) -> int:
         """Read an adapter and make it known; returns its slot, `slot` if given. Raises AdapterRefused."""
         with self._changes:
             if digest in self._slots:
                 return self._slots[digest]
-            files = open_adapter(directory, max_rank)
-            self._check(files)
+            files = self._open(directory, max_rank)
             try:
                 loaded = self._read(files, digest)
             except (MemoryError, torch.OutOfMemoryError) as error:
@@ -144,6 +141,13 @@ class ModelAdapters:
             ],
             [None if loaded is None else loaded.embedding for loaded in of_slots],
         )
+
+    def _open(self, directory: Path, max_rank: int) -> AdapterFiles:
+        """The files of an adapter that fits this model. Raises AdapterRefused."""
+        files = read_adapter(directory)
+        self._check(files)
+        files.check_ranks(max_rank)
+        return files
 
     def _check(self, files: AdapterFiles) -> None:
         """Raise AdapterRefused unless the adapter's modules are in this model, and have its shapes."""

@@ -86,16 +86,31 @@ def test_factors_follow_patterns_and_rslora(tmp_path: Path) -> None:
         ({"r": 0}, "r must be a whole number"),
         ({"r": True}, "r must be a whole number"),
         ({"r": 5}, "which is none of the rank 5"),
-        ({"lora_alpha": float("nan")}, "lora_alpha must be a finite number"),
-        ({"lora_alpha": "8"}, "lora_alpha must be a finite number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a number"),
+        ({"lora_alpha": "8"}, "lora_alpha must be a number"),
         ({"rank_pattern": {"(a+)+": 4}}, "too complex"),
-        ({"rank_pattern": {".*.*.*": 4}}, "too complex"),
-        ({"rank_pattern": {"x" * 300 + "|": 4}}, "too complex"),
+        ({"init_lora_weights": "pissa"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "pissa_niter_16"}, "sets init_lora_weights to 'pissa_niter_16'"),
+        ({"init_lora_weights": "olora"}, "may change the weights of the base model"),
+        ({"init_lora_weights": "OLoRA"}, "may change the weights of the base model"),
+        ({"init_lora_weights": "corda"}, "may change the weights of the base model"),
+        ({"init_lora_weights": "loftq"}, "may change the weights of the base model"),
+        ({"init_lora_weights": "lora_ga"}, "may change the weights of the base model"),
+        ({"init_lora_weights": ["pissa"]}, "may change the weights of the base model"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number from"),
+        ({"lora_alpha": 1e300}, "lora_alpha must be a number"),
+        ({"lora_alpha": True}, "lora_alpha must be a number"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern must be a number"),
+        ({"r": 10**400}, "r must be a whole number"),
+        ({"rank_pattern": {".*.*[ab]c": 4}}, "too complex"),
+        ({"rank_pattern": {"(.|..)(.|..)(.|..)q": 4}}, "too complex"),
+        ({"rank_pattern": {"x" * 128 + "|": 4}}, "too complex"),
+        ({"rank_pattern": {f"q_proj{i}": 4 for i in range(4097)}}, "more than 4096 patterns"),
         ({"rank_pattern": {"(": 4}}, "which is none"),
         ({"rank_pattern": {f"a|{i}": 4 for i in range(65)}}, "more than 64 regular expressions"),
         ({"rank_pattern": [1]}, "rank_pattern must be an object"),
         ({"target_modules": ["k_proj"]}, "none of its target_modules"),
-        ({"target_modules": [1]}, "a list of names"),
+        ({"target_modules": [1]}, "a list of at most 16384 names"),
         ({"use_rslora": "yes"}, "true or false"),
     ],
 )
@@ -104,6 +119,22 @@ def test_settings_that_are_wrong_or_not_computed_are_refused(
 ) -> None:
     with pytest.raises(AdapterRefused, match=message):
         written(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("initialisation", [None, True, False, "gaussian", "orthogonal", "eva"])
+def test_trainings_that_leave_the_base_model_as_it_is_change_nothing(tmp_path: Path, initialisation: object) -> None:
+    digest = written(tmp_path / "plain").digest()
+    assert written(tmp_path / "other", init_lora_weights=initialisation).digest() == digest
+
+
+@pytest.mark.parametrize("name", ["\ud800", "\x1b[2J", "a\nb", 7])
+def test_names_of_base_models_that_cannot_be_shown_are_left_out(tmp_path: Path, name: object) -> None:
+    assert written(tmp_path, base_model_name_or_path=name).info().base_model == ""
+
+
+def test_long_names_of_modules_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AdapterRefused, match="names of at most 128 characters"):
+        open_adapter(write_adapter(tmp_path, lora_tensors({f"{'a.' * 64}q_proj": (8, 6)})))
 
 
 def test_ranks_above_the_allowed_one_are_refused_before_anything_is_read(tmp_path: Path) -> None:
@@ -166,7 +197,8 @@ A = f"{PREFIX}{Q_PROJ}.lora_A.weight"
         (safetensors_bytes({"stranger": np.zeros(2, np.float32)}), "none that PEFT writes"),
         (safetensors_bytes({f"{PREFIX}a.weight": np.zeros(2, np.float32)}), "neither LoRA's A or B"),
         (safetensors_bytes({A: np.zeros((4, 6), np.int64)}), "only F32, F16 and BF16"),
-        (safetensors_bytes({A: np.zeros((4, 6, 1), np.float32)}), "none of the rank 4"),
+        (safetensors_bytes({A: np.zeros((4, 6, 1), np.float32)}), "no matrix's"),
+        (safetensors_bytes({A: np.zeros((5, 6), np.float32)}), "none of the rank 4"),
         (changed(lambda header: header[A].update(shape=[1 << 62, 1 << 62])), "has the shape"),
         (changed(lambda header: header[A].update(shape=[4, 7])), "needs 112 bytes"),
         (changed(lambda header: header[A].update(shape=[4, -6])), "has the shape"),

@@ -80,6 +80,12 @@ def test_adapters_of_another_model_are_refused_before_they_are_read(
     assert not runner._transformer.adapters.slots
 
 
+def test_patterns_are_tried_for_modules_of_the_model_alone(base: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path, lora_tensors({"stranger": (64, 64)}), rank_pattern={"stranger": 3})
+    with pytest.raises(AdapterRefused, match="changes stranger, which is no product"):
+        load_runner(base, dtype="float32", num_blocks=64).check_adapter(tmp_path)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_refused_by_name(base: Path, tmp_path: Path, bad: float) -> None:
     runner = runner_of(base)

@@ -7,6 +7,7 @@ its own, and this thread decides the next step meanwhile (see `EngineCore`).
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections import deque
@@ -32,6 +33,7 @@ from baton.messages.node import Outcome
 from baton.node.adapters.adapter_cache import (
     AdapterCache,
     AdapterFailed,
+    AdapterFault,
     AdapterNews,
     AdapterReady,
     CacheEffect,
@@ -111,13 +113,8 @@ class _KeepAdapters:
 @dataclass(frozen=True, slots=True)
 class _AdapterLoaded:
     digest: str
-    refusal: str
-    """Why it could not be loaded; empty: it is loaded."""
-
-
-@dataclass(frozen=True, slots=True)
-class _AdapterTookTooLong:
-    digest: str
+    fault: AdapterFault | None
+    """Why it could not be loaded; None: it is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ class _Stop:
     pass
 
 
-_AdapterCommand = _KeepAdapters | _AdapterLoaded | _AdapterTookTooLong
+_AdapterCommand = _KeepAdapters | _AdapterLoaded
 _EngineCommand = (
     _Add
     | _GrammarCompiled
@@ -166,11 +163,12 @@ class EngineDriver:
         self._flush = flush
         self._grammars = grammars if grammars is not None else GrammarCompiler(None, NO_GRAMMARS)
         self._adapters = adapters
-        self._adapter_cache = AdapterCache(max_cpu_loras)
+        self._clock = core.scheduler.clock
+        self._adapter_cache = AdapterCache(max_cpu_loras, self._clock)
         self._unloads: deque[tuple[str, int]] = deque()
         """Adapters to unload, each once so many steps are committed: a step in flight may name them."""
         self._adapter_news_due = False
-        self._refused_adapters: dict[str, str] = {}
+        self._adapter_faults: dict[str, AdapterFault] = {}
         self._num_adapter_loads = 0
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._encoder = EncoderThread(core.runner)
@@ -184,9 +182,17 @@ class EngineDriver:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the current step; waits for the thread, and for a step that was scheduled ahead."""
+        """End after the current step; waits for the thread, and for a step that was scheduled ahead.
+
+        Waits a while for adapters that are being loaded, too, and takes all out of memory: the runner may serve another
+        incarnation of this node.
+        """
         self._inbox.put(_Stop())
         self._thread.join()
+        if self._adapters is not None:
+            self._adapters.end()
+        for digest in self._adapter_cache.in_memory:
+            self._core.runner.unload_adapter(digest)
         self._grammars.close()
         self._encoder.close()
 
@@ -253,9 +259,6 @@ class EngineDriver:
                     pass
             finally:
                 self._core.close()
-                # The runner may serve another incarnation of this node.
-                for digest in self._adapter_cache.loaded:
-                    self._core.runner.unload_adapter(digest)
         except BaseException as error:
             self._on_crash(error)
 
@@ -263,7 +266,7 @@ class EngineDriver:
         """Execute the commands in the inbox, waiting for one when there is nothing to compute; then take one step."""
         outputs: list[dict[int, EngineCoreOutputs]] = []
         try:
-            command = self._inbox.get(block=not self._core.has_work())
+            command = self._inbox.get(block=not self._core.has_work(), timeout=self._seconds_to_deadline())
             while True:
                 if isinstance(command, _Stop):
                     return False
@@ -338,9 +341,7 @@ class EngineDriver:
             self._adapter_cache.keep_only(command.digests)
             return {}
         if isinstance(command, _AdapterLoaded):
-            return self._on_adapter_loaded(command.digest, command.refusal)
-        if isinstance(command, _AdapterTookTooLong):
-            return self._perform(self._adapter_cache.took_too_long(command.digest))
+            return self._on_adapter_loaded(command.digest, command.fault)
         return self._core.update_from_kv_transfer(command)
 
     def _add(self, request: Request, adapter_directory: str) -> dict[int, EngineCoreOutputs]:
@@ -356,17 +357,28 @@ class EngineDriver:
 
     # --- adapters ---
 
-    def _on_adapter_loaded(self, digest: str, refusal: str) -> dict[int, EngineCoreOutputs]:
+    def _on_adapter_loaded(self, digest: str, fault: AdapterFault | None) -> dict[int, EngineCoreOutputs]:
         self._adapter_news_due = True
-        if refusal:
-            self._refused_adapters[digest] = refusal
+        if fault is not None:
+            self._adapter_faults[digest] = fault
         else:
             self._num_adapter_loads += 1
-        return self._perform(self._adapter_cache.finished(digest, refusal))
+        return self._perform(self._adapter_cache.finished(digest, fault.reason if fault is not None else ""))
+
+    @property
+    def has_due(self) -> bool:
+        """Whether something about adapters is to be given up now."""
+        return self._adapter_cache.deadline <= self._clock.monotonic()
+
+    def _seconds_to_deadline(self) -> float | None:
+        deadline = self._adapter_cache.deadline
+        return None if deadline == math.inf else max(0.0, deadline - self._clock.monotonic())
 
     def _advance_adapters(self) -> dict[int, EngineCoreOutputs]:
         """Unload and load what may be by now; this is almost always nothing."""
         cache, outputs = self._adapter_cache, []
+        if self.has_due:
+            outputs.append(self._perform(cache.expire()))
         while True:
             if cache.needs_turn:
                 outputs.append(self._perform(cache.turn(self._core.scheduler.adapters_in_use())))
@@ -396,21 +408,16 @@ class EngineDriver:
     def _load(self, digest: str, directory: str) -> None:
         inbox = self._inbox
         if self._adapters is None:
-            inbox.put(_AdapterLoaded(digest, "this node loads no adapters"))
+            inbox.put(_AdapterLoaded(digest, AdapterFault("this node loads no adapters")))
             return
-        self._adapters.load(
-            digest,
-            directory,
-            lambda refusal: inbox.put(_AdapterLoaded(digest, refusal)),
-            lambda: inbox.put(_AdapterTookTooLong(digest)),
-        )
+        self._adapters.load(digest, directory, lambda fault: inbox.put(_AdapterLoaded(digest, fault)))
 
     def _take_adapter_news(self) -> AdapterNews | None:
         if not self._adapter_news_due:
             return None
-        refused, self._refused_adapters = self._refused_adapters, {}
+        faults, self._adapter_faults = self._adapter_faults, {}
         self._adapter_news_due = False
-        return AdapterNews(self._adapter_cache.loaded, refused, self._num_adapter_loads)
+        return AdapterNews(self._adapter_cache.loaded, faults, self._num_adapter_loads)
 
     def _reset_prefix_cache(self) -> int | CacheInUse:
         scheduler = self._core.scheduler

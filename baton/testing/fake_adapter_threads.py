@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from baton.errors import AdapterRefused
 from baton.model_formats.adapters import AdapterInfo
+from baton.node.adapters.adapter_cache import AdapterFault
 from baton.node.adapters.adapter_threads import AdapterThreads
 
 
 @dataclass(frozen=True, slots=True)
 class FakeAdapterLoad:
-    """A load that has begun; a test calls `done` or `too_long`."""
+    """A load that has begun; a test calls `done`."""
 
     digest: str
     directory: str
-    done: Callable[[str], None]
-    too_long: Callable[[], None]
+    done: Callable[[AdapterFault | None], None]
 
 
 class FakeAdapterThreads(AdapterThreads):
@@ -28,13 +28,16 @@ class FakeAdapterThreads(AdapterThreads):
         """The digest of the adapter in each directory; others have none."""
         self.loads: list[FakeAdapterLoad] = []
         """The loads that have begun and not ended, the oldest first."""
+        self.checked: list[str] = []
+        """The directories that were checked, in order."""
+        self.has_ended = False
 
-    def load(self, digest: str, directory: str, done: Callable[[str], None], too_long: Callable[[], None]) -> None:
-        self.loads.append(FakeAdapterLoad(digest, directory, done, too_long))
+    def load(self, digest: str, directory: str, done: Callable[[AdapterFault | None], None]) -> None:
+        self.loads.append(FakeAdapterLoad(digest, directory, done))
 
-    def end_load(self, refusal: str = "") -> None:
+    def end_load(self, fault: AdapterFault | None = None) -> None:
         """End the oldest load."""
-        self.loads.pop(0).done(refusal)
+        self.loads.pop(0).done(fault)
 
     async def inspect(self, directory: str) -> AdapterInfo:
         """The adapter in a directory. Raises AdapterRefused."""
@@ -42,11 +45,16 @@ class FakeAdapterThreads(AdapterThreads):
             raise AdapterRefused(f"there is no directory {directory}")
         return AdapterInfo(self.found[directory], 4, 256, 1)
 
-    async def why_not(self, directory: str, digest: str) -> str:
+    async def find_fault(self, directory: str, digest: str) -> AdapterFault | None:
+        self.checked.append(directory)
         found = self.found.get(directory)
         if found is None:
-            return f"there is no directory {directory}"
-        return "" if found == digest else f"{directory} holds {found}, not {digest}"
+            return AdapterFault(f"there is no directory {directory}")
+        return None if found == digest else AdapterFault(f"{directory} holds {found}, not {digest}")
+
+    def end(self) -> None:
+        """Take note that no more is to be read."""
+        self.has_ended = True
 
     async def close(self) -> None:
         return

@@ -16,13 +16,13 @@ class FakeEngineDriver(EngineDriver):
 
     def turn(self) -> None:
         """Do what the thread would do next, which is nothing while it would sleep."""
-        if self._core.has_work() or not self._inbox.empty():
+        if self._core.has_work() or not self._inbox.empty() or self.has_due:
             self._turn()
 
     def run(self, limit: int = 100) -> None:
         """Run turns until the thread would sleep. Raises AssertionError if that takes more than `limit` turns."""
         for _ in range(limit):
-            if not self._core.has_work() and self._inbox.empty():
+            if not (self._core.has_work() or not self._inbox.empty() or self.has_due):
                 return
             self._turn()
         raise AssertionError(f"still busy after {limit} turns")

@@ -18,6 +18,7 @@ from baton.messages.adapters import AdapterSource
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter
+from baton.node.adapters.adapter_cache import AdapterFault
 from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.registry import DesiredState
 from baton.registry.adapter_names import NamedAdapter
@@ -45,23 +46,23 @@ class _Threads(FakeAdapterThreads):
         self._struck = struck
         self.found |= found
 
-    def load(self, digest: str, directory: str, done: Callable[[str], None], too_long: Callable[[], None]) -> None:
+    def load(self, digest: str, directory: str, done: Callable[[AdapterFault | None], None]) -> None:
         def end() -> None:
             if self._rng.random() < 0.1:
                 self._struck["a load failed"] += 1
-                done("its files changed")
+                done(AdapterFault("its files changed", may_pass=self._rng.random() < 0.5))
             else:
                 self._struck["a load"] += 1
                 self._node.runner.load_adapter(Path(directory), digest)
-                done("")
+                done(None)
             self._node.driver.wake()
 
         self._node.machine.wake(f"load-{digest}", end, self._rng.choice([0.001, 0.05, 1.0]))
 
-    async def why_not(self, directory: str, digest: str) -> str:
+    async def find_fault(self, directory: str, digest: str) -> AdapterFault | None:
         await asyncio.sleep(self._rng.choice([0.001, 0.2]))
         await self._node.machine.running()
-        return await super().why_not(directory, digest)
+        return await super().find_fault(directory, digest)
 
 
 class AdapterCluster(SimulatedCluster):

@@ -1,13 +1,14 @@
 """The adapters that routers want on a node, and whether the node acknowledges each: its files are here and fit.
 
 Routers place requests with an adapter only on nodes that acknowledge it. No I/O: the node's service carries out the
-checks that `set_list` asks for.
+checks, one for each digest at a time. Digests that no router wants any more are checked no more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from itertools import islice
+from typing import Any
 
 from baton.messages.adapters import (
     MAX_LISTED,
@@ -30,27 +31,49 @@ class AdapterBook:
         checked."""
         self._directories: dict[str, str] = {}
         """Where each of those adapters was found or looked for."""
+        self._to_check: dict[str, AdapterSource] = {}
+        """The adapters whose check has not begun, by digest, in the order of their turns."""
         self._checking: dict[str, str] = {}
-        """The directory in which an adapter is being checked."""
+        """The directory in which an adapter is to be checked, or is being checked."""
 
-    def set_list(self, port: int, adapters: Sequence[AdapterSource]) -> Sequence[AdapterSource]:
-        """Take a router's list in place of its earlier one; returns the adapters whose files are to be checked.
+    def set_list(self, port: int, adapters: Sequence[AdapterSource]) -> None:
+        """Take a router's list in place of its earlier one; `next_check` then gives what is to be checked.
 
         Unsound entries, and those beyond MAX_LISTED, are left out: no router of ours sends such.
         """
         sound = islice((source for source in adapters if source.is_sound), MAX_LISTED)
         before, self._lists[port] = self._lists.get(port, {}), {source.digest: source for source in sound}
         self._forget_unwanted()
-        to_check = []
         for digest, source in self._lists[port].items():
-            # A refused adapter is checked again when its router names it anew, for instance in another directory.
+            # A known adapter is checked again when its router names it anew: in another directory, or a refused one.
             is_new = digest not in before or before[digest].directory != source.directory
-            is_open = digest not in self._refusals or (is_new and self._refusals[digest])
-            if is_open and self._checking.get(digest) != source.directory:
-                self._refusals.pop(digest, None)
-                self._checking[digest] = source.directory
-                to_check.append(source)
-        return to_check
+            has_moved = self._directories.get(digest) != source.directory
+            if digest not in self._refusals or (is_new and (has_moved or self._refusals[digest])):
+                self._queue(source)
+
+    def _queue(self, source: AdapterSource) -> None:
+        digest = source.digest
+        if self._checking.get(digest) == source.directory:
+            return
+        if self._refusals.get(digest):
+            del self._refusals[digest]
+        self._checking[digest] = source.directory
+        self._to_check[digest] = source
+
+    def check_again(self, digest: str) -> None:
+        """Let a refused adapter be checked once more where it was found or looked for; it stays refused until then."""
+        directory = self._directories.get(digest)
+        if digest in self._checking or not self._refusals.get(digest):
+            return
+        for source in self._sources():
+            if source.digest == digest and source.directory == directory:
+                self._checking[digest], self._to_check[digest] = source.directory, source
+                return
+
+    def next_check(self) -> AdapterSource | None:
+        """Remove and return the adapter whose files are to be checked next; None: none are."""
+        digest = next(iter(self._to_check), None)
+        return self._to_check.pop(digest) if digest is not None else None
 
     def forget_port(self, port: int) -> None:
         """A router's stream has ended."""
@@ -59,10 +82,14 @@ class AdapterBook:
 
     def checked(self, source: AdapterSource, refusal: str) -> None:
         """An adapter's files were checked; `refusal`: why it can't be used, empty if it can."""
-        if self._checking.get(source.digest) == source.directory:
-            del self._checking[source.digest]
-            self._refusals[source.digest] = refusal[:MAX_REFUSAL_CHARS]
-            self._directories[source.digest] = source.directory
+        digest = source.digest
+        if self._checking.get(digest) != source.directory:
+            return
+        del self._checking[digest]
+        if refusal and self._refusals.get(digest) == "" and self._is_listed(digest, self._directories[digest]):
+            # It is still named where it was found before, by another router.
+            return
+        self._refusals[digest], self._directories[digest] = refusal[:MAX_REFUSAL_CHARS], source.directory
 
     def refuse(self, digest: str, refusal: str) -> None:
         """An acknowledged adapter can't be used any more."""
@@ -76,7 +103,7 @@ class AdapterBook:
         """
         if not self._refusals.get(digest):
             return ()
-        if not any(source.directory == directory for source in self._sources() if source.digest == digest):
+        if not self._is_listed(digest, directory):
             return ()
         self._refusals[digest], self._directories[digest] = "", directory
         return self.ports_with(digest)
@@ -122,11 +149,15 @@ class AdapterBook:
             rows[source.name, source.digest] = row
         return [rows[key] for key in sorted(rows)]
 
+    def _is_listed(self, digest: str, directory: str) -> bool:
+        return any(source.directory == directory for source in self._sources() if source.digest == digest)
+
     def _sources(self) -> Sequence[AdapterSource]:
         return [source for adapters in self._lists.values() for source in adapters.values()]
 
     def _forget_unwanted(self) -> None:
         wanted = self.wanted
-        for known in (self._refusals, self._directories, self._checking):
+        known: dict[str, Any]
+        for known in (self._refusals, self._directories, self._checking, self._to_check):
             for digest in [digest for digest in known if digest not in wanted]:
                 del known[digest]

@@ -1,26 +1,32 @@
 """The adapters in memory: which are loaded, which are evicted, and which requests wait for one.
 
-Pure: events in, effects out, no clock and no I/O (`baton.node.driver` carries the effects out, on the engine's thread).
+Pure: events in, effects out, no I/O (`baton.node.driver` carries the effects out, on the engine's thread).
 The rules:
 
 1. An adapter is loaded when the first request with it comes, and stays in memory while any request uses it.
 2. At most `most` adapters are in memory, those that are being loaded included. When one more is wanted, the one that
    was wanted least recently and is not in use is evicted. While all are in use, the requests wait.
-3. At most MAX_LOADING are loaded at a time. A load can't be cancelled: one that takes too long fails the requests that
-   wait for it, and those that come before it has ended.
-4. A failed load fails its requests alone. The next request with the adapter tries again.
-5. An adapter that no router wants any more leaves memory once no request uses it.
+3. At most MAX_LOADING are loaded at a time, the one that was wanted first before others. A load can't be cancelled: one
+   that takes more than WAIT_S fails the requests that wait for it, and those that come before it has ended. It holds up
+   no other load, but keeps its room in memory.
+4. No request waits longer than WAIT_S for its adapter, whatever the adapter waits for.
+5. A failed load fails its requests alone. The next request with the adapter tries again.
+6. An adapter that no router wants any more leaves memory once no request uses it.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from baton.clock import Clock
 from baton.machine import Machine
 
 MAX_LOADING = 2
+WAIT_S = 60.0
+"""After so many seconds a request that waits for its adapter fails."""
 
 
 class AdapterState(enum.Enum):
@@ -70,6 +76,15 @@ _BEING_LOADED = frozenset((AdapterState.LOADING, AdapterState.OVERDUE))
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterFault:
+    """Why an adapter can't be used."""
+
+    reason: str
+    may_pass: bool = False
+    """Whether its files are not at fault, but memory, a file system or a limit of this process: it may work later."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadAdapter:
     """Effect: read the adapter into memory; `loaded` or `failed` follows."""
 
@@ -104,11 +119,11 @@ CacheEffect = LoadAdapter | UnloadAdapter | AdapterReady | AdapterFailed
 
 @dataclass(frozen=True, slots=True)
 class AdapterNews:
-    """The adapters in memory, and those that turned out to be unusable since the last news."""
+    """The adapters in memory, and those whose load has failed since the last news."""
 
     loaded: Set[str]
-    refused: Mapping[str, str]
-    """The reasons, by digest."""
+    faults: Mapping[str, AdapterFault]
+    """What was wrong with the adapters whose load has failed, by digest."""
     num_loads: int = 0
     """How many adapters were loaded since the engine's start; one that was evicted counts again."""
 
@@ -117,12 +132,27 @@ class AdapterNews:
 class _Entry:
     machine: Machine[AdapterState, AdapterEvent]
     directory: str
-    waiting: dict[str, None] = field(default_factory=dict)
-    """Ids of the requests that wait for it, in the order of their arrival."""
+    waiting: dict[str, float] = field(default_factory=dict)
+    """Until when each request waits for it, by id, in the order of their arrival."""
+    overdue_at: float = math.inf
+    """When its load takes too long."""
 
     @property
     def state(self) -> AdapterState:
         return self.machine.state
+
+    @property
+    def deadline(self) -> float:
+        """When something is to be given up."""
+        load = self.overdue_at if self.state is AdapterState.LOADING else math.inf
+        return min(load, next(iter(self.waiting.values()), math.inf))
+
+    def take_late(self, now: float) -> tuple[str, ...]:
+        """Remove and return the requests that have waited for too long."""
+        late = tuple(request_id for request_id, until in self.waiting.items() if until <= now)
+        for request_id in late:
+            del self.waiting[request_id]
+        return late
 
     def take_waiting(self) -> tuple[str, ...]:
         found = tuple(self.waiting)
@@ -133,9 +163,10 @@ class _Entry:
 class AdapterCache:
     """The adapters of one engine. Called from one thread."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, clock: Clock) -> None:
         """`most`: how many adapters may be in memory."""
         self._most = most
+        self._clock = clock
         self._entries: dict[str, _Entry] = {}
         """All that are not gone, by digest; the one that was wanted least recently comes first."""
         self._wanted: Set[str] | None = None
@@ -145,6 +176,16 @@ class AdapterCache:
     def loaded(self) -> frozenset[str]:
         """The digests of the adapters that requests may use at once."""
         return frozenset(digest for digest, entry in self._entries.items() if entry.state is AdapterState.LOADED)
+
+    @property
+    def in_memory(self) -> frozenset[str]:
+        """The digests of all adapters that may take memory now."""
+        return frozenset(digest for digest, entry in self._entries.items() if entry.state in _IN_MEMORY)
+
+    @property
+    def deadline(self) -> float:
+        """When `expire` is to be called next, on the clock's monotonic time; infinite: not at all."""
+        return min((entry.deadline for entry in self._entries.values()), default=math.inf)
 
     @property
     def needs_turn(self) -> bool:
@@ -158,10 +199,13 @@ class AdapterCache:
 
     def want(self, request_id: str, digest: str, directory: str) -> Sequence[CacheEffect]:
         """A request with this adapter has come. `turn` is to be called next."""
-        entry = self._entries.pop(digest, None)
+        entry = self._entries.get(digest)
         if entry is None:
             entry = _Entry(Machine(f"adapter {digest:.12}", AdapterState.QUEUED, ADAPTER_TABLE), directory)
-        self._entries[digest] = entry
+            self._entries[digest] = entry
+        elif entry.state is not AdapterState.QUEUED:
+            # One that is queued keeps its turn.
+            self._entries[digest] = self._entries.pop(digest)
         if entry.state is AdapterState.LOADED:
             return [AdapterReady((request_id,))]
         if entry.state is AdapterState.OVERDUE:
@@ -169,7 +213,7 @@ class AdapterCache:
         if entry.state is AdapterState.QUEUED:
             # The newest directory is the one where its files are now.
             entry.directory = directory
-        entry.waiting[request_id] = None
+        entry.waiting[request_id] = self._clock.monotonic() + WAIT_S
         return ()
 
     def keep_only(self, wanted: Set[str]) -> None:
@@ -187,11 +231,12 @@ class AdapterCache:
             elif entry.state is AdapterState.LOADED and self._wanted is not None and digest not in self._wanted:
                 effects.append(self._evict(digest))
         for digest, entry in list(self._entries.items()):
-            if entry.state is AdapterState.QUEUED and self._num(_BEING_LOADED) < MAX_LOADING:
+            if entry.state is AdapterState.QUEUED and self._num({AdapterState.LOADING}) < MAX_LOADING:
                 if self._num(_IN_MEMORY) >= self._most:
                     effects += self._make_room(in_use)
                     break
                 self._feed(digest, AdapterEvent.BEGUN)
+                entry.overdue_at = self._clock.monotonic() + WAIT_S
                 effects.append(LoadAdapter(digest, entry.directory))
         return effects
 
@@ -206,13 +251,18 @@ class AdapterCache:
             return ()
         return [AdapterFailed(waiting, refusal) if refusal else AdapterReady(waiting)]
 
-    def took_too_long(self, digest: str) -> Sequence[CacheEffect]:
-        """A load has not ended in time."""
-        entry = self._entries.get(digest)
-        if entry is None or entry.state is not AdapterState.LOADING:
-            return ()
-        self._feed(digest, AdapterEvent.TOOK_TOO_LONG)
-        return [AdapterFailed(entry.take_waiting(), _TOO_LONG)]
+    def expire(self) -> Sequence[CacheEffect]:
+        """Give up what has taken too long. `turn` is to be called next."""
+        now, effects = self._clock.monotonic(), []
+        for digest, entry in list(self._entries.items()):
+            if entry.state is AdapterState.LOADING and entry.overdue_at <= now:
+                self._feed(digest, AdapterEvent.TOOK_TOO_LONG)
+                effects.append(AdapterFailed(entry.take_waiting(), _TOO_LONG))
+            elif late := entry.take_late(now):
+                effects.append(AdapterFailed(late, _NO_ROOM if entry.state is AdapterState.QUEUED else _TOO_LONG))
+                if entry.state is AdapterState.QUEUED and not entry.waiting:
+                    self._feed(digest, AdapterEvent.ABANDONED)
+        return effects
 
     def unloaded(self, digest: str) -> None:
         """The adapter is out of memory. `turn` is to be called next."""
@@ -240,3 +290,4 @@ class AdapterCache:
 
 
 _TOO_LONG = "its adapter is being loaded for too long"
+_NO_ROOM = f"for {WAIT_S:g} s there was no room in memory for its adapter: all others are in use (--max-cpu-loras)"

@@ -1,26 +1,33 @@
-"""The threads that read adapters, so that neither the engine nor the event loop waits for files."""
+"""The threads that read adapters, so that neither the engine nor the event loop waits for files.
+
+Each load and each inspection has a thread of its own, since a file system that does not answer holds its thread for
+ever. Loads are bounded by the engine (`adapter_cache.py`), inspections here. The threads are daemons, and nobody joins
+one that hangs: the process can always end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
 import structlog
 
 from baton.engine.runner import ModelRunner
-from baton.errors import BatonError, DeadlineExceeded
-from baton.fair_executor import FairExecutor
+from baton.errors import AdapterRefused, BatonError, DeadlineExceeded, Draining, Overloaded
 from baton.model_formats.adapters import AdapterInfo
-from baton.node.adapters.adapter_cache import MAX_LOADING
+from baton.node.adapters.adapter_cache import AdapterFault
 from baton.node.adapters.adapter_files import AdapterDirectories
 
 MAX_INSPECTING = 2
-LOAD_S = 60.0
-"""After so long the requests that wait for an adapter fail, and an inspection is given up; its thread goes on."""
-_MAX_WAITING = 1024
+MAX_ASKED = 16
+"""How many inspections that operators ask for may run and wait."""
+INSPECT_S = 60.0
+"""After so long an operator hears that an inspection is given up; its thread goes on, and counts until it has ended."""
 _CLOSE_S = 5.0
 
 T = TypeVar("T")
@@ -30,75 +37,130 @@ _log = structlog.get_logger(__name__)
 class AdapterThreads:
     """Inspects adapters and loads them into a runner. Methods return at once, from any thread, unless they say so."""
 
-    def __init__(self, runner: ModelRunner, directories: AdapterDirectories, load_s: float = LOAD_S) -> None:
+    def __init__(self, runner: ModelRunner, directories: AdapterDirectories, inspect_s: float = INSPECT_S) -> None:
         self._runner = runner
         self._directories = directories
-        self._load_s = load_s
-        self._loads = FairExecutor("baton-adapters", MAX_LOADING, _MAX_WAITING)
-        # A directory that does not answer must not hold up loads.
-        self._inspections = FairExecutor("baton-adapter-checks", MAX_INSPECTING, _MAX_WAITING)
+        self._inspect_s = inspect_s
         self._may_inspect = asyncio.Semaphore(MAX_INSPECTING)
+        self._num_asked = 0
+        self._lock = threading.Lock()
+        self._running: dict[threading.Thread, Future[None]] = {}
+        """The threads that read, and what becomes done when each has."""
+        self._is_closed = False
 
-    def load(self, digest: str, directory: str, done: Callable[[str], None], too_long: Callable[[], None]) -> None:
-        """Load an adapter; then `done` is called, on another thread, with why it failed, or an empty text.
-
-        `too_long` is called, too, if that takes more than LOAD_S.
-        """
-        timer = threading.Timer(self._load_s, too_long)
-        timer.daemon = True
+    def load(self, digest: str, directory: str, done: Callable[[AdapterFault | None], None]) -> None:
+        """Load an adapter; then `done` is called, on another thread, with why it failed, or None."""
 
         def run() -> None:
-            try:
-                self._directories.check_place(directory)
-                self._runner.load_adapter(Path(directory), digest)
-                refusal = ""
-            except BatonError as error:
-                refusal = str(error)
-            except Exception as error:
-                _log.exception("could not load an adapter: its requests fail", digest=digest, directory=directory)
-                refusal = f"{directory} could not be loaded: {error!r}"
-            timer.cancel()
-            done(refusal)
+            done(self._load(digest, directory))
 
-        timer.start()
         try:
-            self._loads.submit("", run)
-        except BatonError as error:
-            timer.cancel()
-            done(str(error))
+            self._start("baton-adapter-load", run)
+        except Draining as error:
+            done(AdapterFault(str(error), may_pass=True))
+
+    def _load(self, digest: str, directory: str) -> AdapterFault | None:
+        try:
+            self._directories.check_place(directory)
+            self._runner.load_adapter(Path(directory), digest)
+        except Exception as error:
+            return _fault(error, "could not load an adapter: its requests fail", digest, directory)
+        return None
 
     async def inspect(self, directory: str) -> AdapterInfo:
         """Inspect an adapter, which takes a while. Raises AdapterRefused, DeadlineExceeded and Overloaded."""
-        return await self._in_thread(self._directories.inspect, directory)
-
-    async def why_not(self, directory: str, digest: str) -> str:
-        """Why the adapter in this directory can't be used as the one with this digest; empty if it can."""
+        if self._num_asked >= MAX_ASKED:
+            raise Overloaded(f"{MAX_ASKED} adapters are to be inspected here, as many as may at a time: try again")
+        self._num_asked += 1
         try:
-            await self._in_thread(self._directories.check_digest, directory, digest)
-        except BatonError as error:
-            return str(error)
-        except Exception as error:
-            _log.exception("could not inspect an adapter: it is refused", digest=digest, directory=directory)
-            return f"{directory} could not be inspected: {error!r}"
-        return ""
+            async with asyncio.timeout(self._inspect_s):
+                return await self._in_thread(lambda: self._directories.inspect(directory))
+        except TimeoutError:
+            raise DeadlineExceeded(f"{directory} could not be read within {self._inspect_s:g} s") from None
+        finally:
+            self._num_asked -= 1
 
-    async def _in_thread(self, work: Callable[..., T], *args: str) -> T:
-        # Its time begins with its turn: a node that starts may have hundreds to inspect.
-        async with self._may_inspect:
-            waiting = asyncio.get_running_loop().run_in_executor(self._inspections.of(""), work, *args)
+    async def find_fault(self, directory: str, digest: str) -> AdapterFault | None:
+        """Why the adapter in this directory can't be used as the one with this digest; None if it can.
+
+        Takes as long as its files need to be read: there is no time after which they are known to be unsound.
+        """
+        try:
+            await self._in_thread(lambda: self._directories.check_digest(directory, digest))
+        except Exception as error:
+            return _fault(error, "could not inspect an adapter: it is refused for now", digest, directory)
+        return None
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Inspect something in its turn, which lasts until the thread ends, also when nobody waits for it any more."""
+        await self._may_inspect.acquire()
+        try:
+            running = asyncio.wrap_future(self._start("baton-adapter-check", work))
+        except BaseException:
+            self._may_inspect.release()
+            raise
+        running.add_done_callback(self._inspected)
+        return await asyncio.shield(running)
+
+    def _inspected(self, inspection: asyncio.Future[T]) -> None:
+        self._may_inspect.release()
+        if not inspection.cancelled():
+            # If nobody waits for it any more, its exception is of no interest.
+            inspection.exception()
+
+    def _start(self, name: str, work: Callable[[], T]) -> Future[T]:
+        result: Future[T] = Future()
+        ended: Future[None] = Future()
+        # A thread can't be cancelled.
+        result.set_running_or_notify_cancel()
+        ended.set_running_or_notify_cancel()
+
+        def run() -> None:
             try:
-                return await asyncio.wait_for(waiting, self._load_s)
-            except TimeoutError:
-                raise DeadlineExceeded(f"{args[0]} could not be read within {self._load_s:g} s") from None
+                result.set_result(work())
+            except BaseException as error:
+                result.set_exception(error)
+            finally:
+                with self._lock:
+                    del self._running[threading.current_thread()]
+                ended.set_result(None)
+
+        with self._lock:
+            if self._is_closed:
+                raise Draining("this process is shutting down: it reads no more adapters")
+            thread = threading.Thread(target=run, name=name, daemon=True)
+            self._running[thread] = ended
+            thread.start()
+        return result
 
     def end(self) -> None:
-        """End the threads, and wait for what they read. Idempotent."""
-        self._inspections.close()
-        self._loads.close()
+        """Begin no more, and wait a while for what is being read. Idempotent."""
+        until = time.monotonic() + _CLOSE_S
+        for thread in self._stop():
+            thread.join(max(0.0, until - time.monotonic()))
+        self._warn_of_left()
 
     async def close(self) -> None:
-        """End the threads; one that hangs in a file system is left behind. Idempotent."""
-        try:
-            await asyncio.wait_for(asyncio.to_thread(self.end), _CLOSE_S)
-        except TimeoutError:
+        """Begin no more, and wait a while for what is being read. Idempotent."""
+        if ended := [asyncio.wrap_future(each) for each in self._stop().values()]:
+            await asyncio.wait(ended, timeout=_CLOSE_S)
+        self._warn_of_left()
+
+    def _stop(self) -> dict[threading.Thread, Future[None]]:
+        with self._lock:
+            self._is_closed = True
+            return dict(self._running)
+
+    def _warn_of_left(self) -> None:
+        if self._running:
             _log.warning("an adapter is still being read, from a file system that does not answer")
+
+
+def _fault(error: Exception, event: str, digest: str, directory: str) -> AdapterFault:
+    if isinstance(error, AdapterRefused):
+        # Files that can't be read now, and memory that is lacking, say nothing about what is in the files.
+        return AdapterFault(str(error), isinstance(error.__cause__, OSError | MemoryError | RuntimeError))
+    if isinstance(error, BatonError):
+        return AdapterFault(str(error), may_pass=True)
+    _log.error(event, digest=digest, directory=directory, exc_info=error)
+    return AdapterFault(f"{directory} could not be read: {error!r}", may_pass=True)

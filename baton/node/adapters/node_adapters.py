@@ -12,13 +12,15 @@ from baton.errors import AdapterRefused
 from baton.messages.adapters import AdapterReport, AdapterSource, NodeAdapter
 from baton.model_formats.adapters import AdapterInfo
 from baton.node.adapters.adapter_book import AdapterBook
-from baton.node.adapters.adapter_cache import AdapterNews
-from baton.node.adapters.adapter_threads import AdapterThreads
+from baton.node.adapters.adapter_cache import AdapterFault, AdapterNews
+from baton.node.adapters.adapter_threads import MAX_INSPECTING, AdapterThreads
 from baton.observe.metrics import Figure, by_label
 
 _log = logging.getLogger(__name__)
 _NO_STATES = dict.fromkeys(("checking", "acknowledged", "loaded", "refused"), 0)
 _NONE = "this node loads no adapters"
+RETRY_S = 10.0
+"""After so long an adapter is checked again that could not be read for a reason that may pass."""
 
 
 class NodeAdapters:
@@ -36,18 +38,21 @@ class NodeAdapters:
         self._keep = keep
         self._book = AdapterBook()
         self._loaded: Set[str] = frozenset()
+        self._is_closed = False
         self._num_loads = 0
         self._checks: set[asyncio.Task[None]] = set()
+        """At most MAX_INSPECTING tasks, each of which checks one adapter after another."""
+        self._retries: dict[str, asyncio.TimerHandle] = {}
+        """The adapters that are to be checked again after a while, by digest."""
 
     def set_list(self, port: int, adapters: Sequence[AdapterSource]) -> None:
         """Take a router's list in place of its earlier one."""
-        to_check = self._book.set_list(port, adapters)
-        self._keep(self._book.wanted)
-        for source in to_check:
-            if self._threads is None:
-                self._book.checked(source, _NONE)
-            else:
-                self._start_check(source)
+        self._book.set_list(port, adapters)
+        wanted = self._book.wanted
+        self._keep(wanted)
+        for digest in self._retries.keys() - wanted:
+            self._retries.pop(digest).cancel()
+        self._start_checks()
         self._report(port, self._book.report_for(port))
 
     def forget_port(self, port: int) -> None:
@@ -74,10 +79,11 @@ class NodeAdapters:
     def on_news(self, news: AdapterNews) -> None:
         """Take what the engine says of adapters in memory."""
         self._loaded, self._num_loads = news.loaded, news.num_loads
-        for digest, reason in news.refused.items():
-            _log.warning("adapter %.12s can't be loaded any more: %s", digest, reason)
-            self._book.refuse(digest, reason)
+        for digest, fault in news.faults.items():
+            _log.warning("adapter %.12s could not be loaded: %s", digest, fault.reason)
+            self._book.refuse(digest, fault.reason)
             self._tell_all(digest)
+            self._retry_if_it_may_pass(digest, fault)
 
     def figures(self) -> Sequence[Figure]:
         """The metrics of adapters, for the node's metrics page."""
@@ -93,25 +99,58 @@ class NodeAdapters:
 
     def close(self) -> None:
         """Give up what is being checked."""
+        self._is_closed = True
         for task in self._checks:
             task.cancel()
+        for retry in self._retries.values():
+            retry.cancel()
+
+    def _start_checks(self) -> None:
+        """Let tasks check what is to be checked."""
+        if self._threads is None:
+            while (source := self._book.next_check()) is not None:
+                self._book.checked(source, _NONE)
+        while len(self._checks) < MAX_INSPECTING and (source := self._book.next_check()) is not None:
+            self._start_check(source)
 
     def _start_check(self, source: AdapterSource) -> None:
         task = start_background(
-            lambda: self._check(source), "adapter-check", source.name, on_fault=OnFault.GO_ON, may_end=True
+            lambda: self._check_from(source), "adapter-check", source.name, on_fault=OnFault.GO_ON, may_end=True
         )
         self._checks.add(task)
-        task.add_done_callback(self._checks.discard)
+        task.add_done_callback(self._check_ended)
+
+    def _check_ended(self, task: asyncio.Task[None]) -> None:
+        self._checks.discard(task)
+        if not self._is_closed:
+            self._start_checks()
+
+    async def _check_from(self, first: AdapterSource) -> None:
+        """Check this adapter, and then all that are to be checked."""
+        source: AdapterSource | None = first
+        while source is not None:
+            await self._check(source)
+            source = self._book.next_check()
 
     async def _check(self, source: AdapterSource) -> None:
         assert self._threads is not None
-        refusal = await self._threads.why_not(source.directory, source.digest)
-        self._book.checked(source, refusal)
-        if refusal:
-            _log.warning("adapter %s is refused: %s", source.name, refusal)
+        fault = await self._threads.find_fault(source.directory, source.digest)
+        self._book.checked(source, fault.reason if fault is not None else "")
+        if fault is not None:
+            _log.warning("adapter %s is refused: %s", source.name, fault.reason)
+            self._retry_if_it_may_pass(source.digest, fault)
         else:
             _log.info("adapter %s is acknowledged: %.12s", source.name, source.digest)
         self._tell_all(source.digest)
+
+    def _retry_if_it_may_pass(self, digest: str, fault: AdapterFault) -> None:
+        if fault.may_pass and digest not in self._retries and digest in self._book.wanted:
+            self._retries[digest] = asyncio.get_running_loop().call_later(RETRY_S, self._retry, digest)
+
+    def _retry(self, digest: str) -> None:
+        del self._retries[digest]
+        self._book.check_again(digest)
+        self._start_checks()
 
     def _tell_all(self, digest: str) -> None:
         for port in self._book.ports_with(digest):

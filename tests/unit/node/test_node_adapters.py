@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from pathlib import Path
 
 import pytest
 
-from baton.errors import AdapterRefused, ConfigError
+from baton.engine.core import EngineCore
+from baton.engine.kv_cache.block_hash import CacheKeyFields
+from baton.engine.request import Request
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.errors import AdapterRefused, ConfigError, DeadlineExceeded, Overloaded
 from baton.messages.adapters import AdapterList, AdapterReport, AdapterSource, AdapterStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Leg, Outcome, RequestDelta
-from baton.model_formats.adapters import open_adapter
+from baton.messages.sampling import SamplingParams
+from baton.model_formats.adapters import AdapterInfo, open_adapter
+from baton.node.adapters.adapter_cache import WAIT_S, AdapterFault
 from baton.node.adapters.adapter_files import AdapterDirectories
-from baton.node.adapters.adapter_threads import AdapterThreads
+from baton.node.adapters.adapter_threads import MAX_ASKED, MAX_INSPECTING, AdapterThreads
+from baton.node.adapters.node_adapters import RETRY_S, NodeAdapters
+from baton.node.driver import EngineDriver
 from baton.node.port import Port
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.fake_runner import expected_tokens
+from baton.testing.fake_adapter_threads import FakeAdapterThreads
+from baton.testing.fake_clock import FakeClock
+from baton.testing.fake_runner import FakeRunner, expected_tokens
 from tests.support.adapter_files import write_simple_adapter
 from tests.support.node_rig import KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, queued_reports, submit, tokens
+from tests.support.virtual_time import run_virtually
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 OTHER = AttemptKey("other", 1, 8)
@@ -99,7 +111,7 @@ async def test_a_failed_load_fails_its_requests_alone_and_routers_hear_first_tha
     rig.submit(port, OTHER)
     rig.driver.turn()
     await queued_reports(port)
-    rig.adapters.end_load("its files have changed")
+    rig.adapters.end_load(AdapterFault("its files have changed"))
     rig.driver.run()
     reports = await queued_reports(port)
     ends = [place for place, report in enumerate(reports) if any(delta.outcome for delta in report.deltas)]
@@ -134,7 +146,7 @@ async def test_a_load_that_takes_too_long_fails_its_requests_and_the_adapter_sta
     await acknowledged(rig, port, A)
     rig.submit(port, adapter=A)
     rig.driver.run()
-    rig.adapters.loads[0].too_long()
+    rig.manual_clock.advance(WAIT_S)
     rig.driver.run()
     (end,) = await deltas(port)
     assert end.outcome is Outcome.ADAPTER_UNAVAILABLE
@@ -208,52 +220,240 @@ async def test_another_incarnation_inspects_nothing() -> None:
         await rig.service.inspect_adapter("decode-0.run7", "/a")
 
 
+async def test_an_adapter_that_has_moved_is_read_where_it_is_now() -> None:
+    rig = NodeRig()
+    port = rig.service.open_port("router-0")
+    await acknowledged(rig, port, A)
+    rig.adapters.found["/moved"] = A
+    port.receive(AdapterList([AdapterSource("a", "/moved", A)]))
+    await adapter_reports(rig, port)
+    rig.submit(port, adapter=A)
+    rig.driver.run()
+    assert [load.directory for load in rig.adapters.loads] == ["/moved"]
+
+
+def test_a_load_that_fails_for_a_reason_that_may_pass_takes_an_adapter_away_for_a_while() -> None:
+    async def run() -> None:
+        rig = NodeRig()
+        port = rig.service.open_port("router-0")
+        await acknowledged(rig, port, A)
+        rig.submit(port, adapter=A)
+        rig.driver.turn()
+        rig.adapters.end_load(AdapterFault("no memory", may_pass=True))
+        rig.driver.run()
+        reports = await queued_reports(port)
+        assert outcomes([delta for one in reports for delta in one.deltas]) == {"req": Outcome.ADAPTER_UNAVAILABLE}
+        assert [one.adapters for one in reports if one.adapters] == [AdapterReport([AdapterStatus(A, "no memory")])]
+        await asyncio.sleep(RETRY_S / 2)
+        assert not await queued_reports(port)
+        await asyncio.sleep(RETRY_S)
+        assert [one.adapters for one in await queued_reports(port)] == [AdapterReport([AdapterStatus(A)])]
+        rig.service.close()
+
+    run_virtually(run())
+
+
+def test_a_check_that_fails_for_a_reason_that_may_pass_is_made_again_while_the_adapter_is_wanted() -> None:
+    async def run() -> None:
+        threads = _FailingThreads()
+        reports: list[AdapterReport] = []
+        adapters = NodeAdapters(threads, lambda port, report: reports.append(report), lambda digests: None)
+        adapters.set_list(1, sources(A).adapters)
+        await asyncio.sleep(RETRY_S * 1.5)
+        assert threads.checked == ["/a", "/a"]
+        assert reports[-1] == AdapterReport([AdapterStatus(A, "too many open files")])
+        adapters.set_list(1, ())
+        await asyncio.sleep(RETRY_S * 3)
+        assert threads.checked == ["/a", "/a"]
+        adapters.close()
+
+    run_virtually(run())
+
+
+class _FailingThreads(FakeAdapterThreads):
+    async def find_fault(self, directory: str, digest: str) -> AdapterFault | None:
+        self.checked.append(directory)
+        return AdapterFault("too many open files", may_pass=True)
+
+
+class _HangingThreads(FakeAdapterThreads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = asyncio.Event()
+
+    async def find_fault(self, directory: str, digest: str) -> AdapterFault | None:
+        self.checked.append(directory)
+        await self.may_end.wait()
+        return None
+
+
+async def test_however_many_lists_come_few_checks_run_and_only_what_is_wanted_is_checked() -> None:
+    threads = _HangingThreads()
+    adapters = NodeAdapters(threads, lambda port, report: None, lambda digests: None)
+    before = len(asyncio.all_tasks())
+    for number in range(2000):
+        adapters.set_list(1, [AdapterSource(f"n{number}", f"/{number}", f"{number:064x}")])
+        if number < 5:
+            await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) - before == MAX_INSPECTING
+    threads.may_end.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert threads.checked == ["/0", "/1", "/1999"]
+    assert [row.state for row in adapters.rows()] == ["acknowledged"]
+
+
+def test_all_adapters_leave_memory_when_the_engine_ends_once_none_is_read_any_more() -> None:
+    runner, threads = FakeRunner(33, 4), _LastLoad()
+    limits = SchedulerConfig(33, block_size=4)
+    scheduler = Scheduler(limits, CacheKeyFields.of(runner.model, runner.layout), FakeClock())
+    begun = threading.Event()
+    driver = EngineDriver(
+        EngineCore(scheduler, runner), lambda news: begun.set(), lambda error: None, adapters=threads, max_cpu_loras=2
+    )
+    threads.runner = runner
+    driver.start()
+    driver.submit(Request("r", PROMPT, SamplingParams(max_tokens=2), adapter=A), "/a")
+    assert begun.wait(30)
+    driver.stop()
+    assert [load.digest for load in threads.loads] == [A]
+    assert not runner.adapters
+
+
+class _LastLoad(FakeAdapterThreads):
+    """Ends its load when the engine ends."""
+
+    runner: FakeRunner
+
+    def end(self) -> None:
+        for load in self.loads:
+            self.runner.load_adapter(Path(load.directory), load.digest)
+
+
 async def test_threads_inspect_load_and_say_why_not(tmp_path: Path) -> None:
     runner = SimulatedRunner(SimulatedSpec())
     one = write_simple_adapter(tmp_path / "one")
     digest = open_adapter(one).digest()
     threads = AdapterThreads(runner, AdapterDirectories([tmp_path], runner.check_adapter))
     assert (await threads.inspect(str(one))).digest == digest
-    assert await threads.why_not(str(one), digest) == ""
-    assert digest in await threads.why_not(str(one), B)
+    assert await threads.find_fault(str(one), digest) is None
+    other = await threads.find_fault(str(one), B)
+    assert other is not None
+    assert digest in other.reason
     with pytest.raises(AdapterRefused, match="in no directory"):
         await threads.inspect("/")
-    results: asyncio.Queue[str] = asyncio.Queue()
+    results: asyncio.Queue[AdapterFault | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
-    def done(refusal: str) -> None:
-        loop.call_soon_threadsafe(results.put_nowait, refusal)
+    def done(fault: AdapterFault | None) -> None:
+        loop.call_soon_threadsafe(results.put_nowait, fault)
 
-    threads.load(digest, str(one), done, lambda: None)
-    assert await results.get() == ""
-    threads.load(B, str(one), done, lambda: None)
-    assert "its files have changed" in await results.get()
+    async def loaded(digest: str) -> AdapterFault:
+        threads.load(digest, str(one), done)
+        return await results.get() or AdapterFault("")
+
+    assert await loaded(digest) == AdapterFault("")
+    changed = await loaded(B)
+    assert "its files have changed" in changed.reason
+    assert not changed.may_pass
     (one / "adapter_config.json").unlink()
-    threads.load(digest, str(one), done, lambda: None)
-    assert "is not there" in await results.get()
+    assert "is not there" in (await loaded(digest)).reason
     await threads.close()
-    threads.load(digest, str(one), done, lambda: None)
-    assert "shutting down" in await results.get()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("baton-adapter")]
+    closed = await loaded(digest)
+    assert "shutting down" in closed.reason
+    assert closed.may_pass
 
 
-async def test_a_directory_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
-    answers = threading.Event()
-
-    def hangs(_directory: Path) -> None:
-        answers.wait()
-        raise AdapterRefused("late")
+@pytest.mark.parametrize("cause", [OSError(5, "input/output error"), MemoryError(), ValueError("unsound"), None])
+async def test_only_what_is_wrong_with_the_files_counts_as_final(tmp_path: Path, cause: Exception | None) -> None:
+    def fails(_directory: Path) -> AdapterInfo:
+        raise AdapterRefused("it can't be used") from cause
 
     one = write_simple_adapter(tmp_path / "one")
-    runner = SimulatedRunner(SimulatedSpec())
-    runner.load_adapter = lambda directory, digest: hangs(directory)  # type: ignore[method-assign]
-    threads = AdapterThreads(runner, AdapterDirectories([tmp_path], hangs), load_s=0.01)  # type: ignore[arg-type]
-    assert "could not be read within" in await threads.why_not(str(one), A)
-    late = threading.Event()
-    ended: list[str] = []
-    threads.load(A, str(one), ended.append, late.set)
-    assert await asyncio.to_thread(late.wait, 30)
-    assert not ended
-    answers.set()
+    threads = AdapterThreads(SimulatedRunner(SimulatedSpec()), AdapterDirectories([tmp_path], fails))
+    may_pass = isinstance(cause, OSError | MemoryError)
+    assert await threads.find_fault(str(one), A) == AdapterFault("it can't be used", may_pass)
     await threads.close()
-    assert ended == ["late"]
+
+
+async def test_a_fault_of_no_known_kind_may_pass(tmp_path: Path) -> None:
+    def fails(_directory: Path) -> AdapterInfo:
+        raise RuntimeError("a bug")
+
+    one = write_simple_adapter(tmp_path / "one")
+    threads = AdapterThreads(SimulatedRunner(SimulatedSpec()), AdapterDirectories([tmp_path], fails))
+    fault = await threads.find_fault(str(one), A)
+    assert fault is not None
+    assert fault.may_pass
+    await threads.close()
+
+
+class _Hanging:
+    """Reads that hang until they may end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.may_end = threading.Event()
+        self.begun: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        self.one, self.two, self.three = (str(write_simple_adapter(directory / name)) for name in ("1", "2", "3"))
+        runner = SimulatedRunner(SimulatedSpec())
+        runner.load_adapter = lambda directory, digest: self._read(directory)  # type: ignore[method-assign,assignment]
+        directories = AdapterDirectories([directory], self._read)
+        self.threads = AdapterThreads(runner, directories, inspect_s=0.01)
+
+    def _read(self, directory: Path) -> AdapterInfo:
+        self.begun.put(directory)
+        assert self.may_end.wait(60)
+        raise AdapterRefused("late")
+
+
+async def test_a_directory_that_does_not_answer_is_given_up_and_keeps_its_turn(tmp_path: Path) -> None:
+    hanging = _Hanging(tmp_path)
+    for directory in (hanging.one, hanging.two, hanging.three):
+        with pytest.raises(DeadlineExceeded, match="could not be read within"):
+            await hanging.threads.inspect(directory)
+    assert {hanging.begun.get(timeout=30) for _ in range(2)} == {Path(hanging.one), Path(hanging.two)}
+    assert hanging.begun.empty(), "the third one has no turn"
+    checking = asyncio.create_task(hanging.threads.find_fault(hanging.three, A))
+    hanging.may_end.set()
+    assert await checking == AdapterFault("late")
+    await hanging.threads.close()
+
+
+async def test_operators_can_ask_for_so_many_inspections_at_a_time(tmp_path: Path) -> None:
+    hanging = _Hanging(tmp_path)
+    asked = [asyncio.create_task(hanging.threads.inspect(hanging.one)) for _ in range(MAX_ASKED + 5)]
+    await asyncio.sleep(0)
+    hanging.may_end.set()
+    ends = await asyncio.gather(*asked, return_exceptions=True)
+    assert sum(isinstance(end, Overloaded) for end in ends) == 5
+    await hanging.threads.close()
+
+
+async def test_loads_that_hang_hold_up_no_others(tmp_path: Path) -> None:
+    hanging = _Hanging(tmp_path)
+    ended: list[AdapterFault | None] = []
+    for directory in (hanging.one, hanging.two, hanging.three):
+        hanging.threads.load(A, directory, ended.append)
+    for _ in range(3):
+        hanging.begun.get(timeout=30)
+    assert not ended
+    hanging.may_end.set()
+    await hanging.threads.close()
+    assert ended == [AdapterFault("late")] * 3
+
+
+async def test_what_hangs_is_left_behind_and_the_process_can_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.node.adapters.adapter_threads._CLOSE_S", 0.01)
+    hanging = _Hanging(tmp_path)
+    hanging.threads.load(A, hanging.one, lambda fault: None)
+    await hanging.threads.close()
+    hanging.threads.end()
+    left = [thread for thread in threading.enumerate() if thread.name == "baton-adapter-load"]
+    assert [thread.daemon for thread in left] == [True]
+    # asyncio joins the threads of its own executor when it ends, without a limit: none of them may wait for the read.
+    executor = asyncio.get_running_loop()._default_executor  # type: ignore[attr-defined]
+    assert executor is None
+    hanging.may_end.set()
+    left[0].join()

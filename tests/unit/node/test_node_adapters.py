@@ -316,6 +316,7 @@ def test_all_adapters_leave_memory_when_the_engine_ends_once_none_is_read_any_mo
     driver.submit(Request("r", PROMPT, SamplingParams(max_tokens=2), adapter=A), "/a")
     assert begun.wait(30)
     driver.stop()
+    assert threads.has_ended, "what is read last is waited for"
     assert [load.digest for load in threads.loads] == [A]
     assert not runner.adapters
 
@@ -326,6 +327,7 @@ class _LastLoad(FakeAdapterThreads):
     runner: FakeRunner
 
     def end(self) -> None:
+        super().end()
         for load in self.loads:
             self.runner.load_adapter(Path(load.directory), load.digest)
 

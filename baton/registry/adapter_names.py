@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from baton.messages.adapters import MAX_ADAPTERS, MAX_DIRECTORY_BYTES, AdapterSource
+from baton.messages.adapters import MAX_DIRECTORY_BYTES, MAX_LISTED, AdapterSource
 from baton.values import value
 
 _MOST_CHARS = MAX_DIRECTORY_BYTES + 1024
@@ -47,7 +47,10 @@ class NamedAdapter:
 
 
 def named_adapters(texts: Iterable[str]) -> Mapping[str, NamedAdapter]:
-    """The adapter of each name, in the order of the names; at most MAX_ADAPTERS."""
+    """The adapter of each name, in the order of the names; at most MAX_LISTED.
+
+    Routers give no more than MAX_ADAPTERS names. Two that give one at the same time may exceed that: these are served.
+    """
     found: dict[str, NamedAdapter] = {}
     for text in texts:
         named = NamedAdapter.parse(text)
@@ -56,7 +59,7 @@ def named_adapters(texts: Iterable[str]) -> Mapping[str, NamedAdapter]:
         other = found.get(named.source.name)
         if other is None or (named.number, named.text) > (other.number, other.text):
             found[named.source.name] = named
-    return {name: found[name] for name in sorted(found)[:MAX_ADAPTERS]}
+    return {name: found[name] for name in sorted(found)[:MAX_LISTED]}
 
 
 def texts_of(name: str, texts: Iterable[str]) -> Sequence[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,6 +101,8 @@ class ClusterAdapters:
         self._listed: dict[str, AdapterSource] = {}
         """What nodes are told of, by digest."""
         self._num_loading = 0
+        self._naming = asyncio.Lock()
+        """Held from the last look at the names until a new one is written, so that two commands don't take one name."""
         self._changed = asyncio.Event()
         """Set when a node came, or said something of adapters; whoever sets it makes a new one."""
         self.is_settled = False
@@ -241,6 +243,9 @@ class ClusterAdapters:
             raise InvalidRequest("lora_name", f"{name!r} is the base model, and can't be an adapter")
         if not is_adapter_directory(directory):
             raise InvalidRequest("lora_path", f"must be an absolute path on the nodes, not {directory[:80]!r}")
+        self._check_room(name)
+
+    def _check_room(self, name: str) -> None:
         if name not in self._names and len(self._names) >= MAX_ADAPTERS:
             raise InvalidRequest("lora_name", f"{MAX_ADAPTERS} adapters have names, as many as may: unload one")
 
@@ -251,22 +256,37 @@ class ClusterAdapters:
         check_capable(self._model, {Capability.LORA}, frozenset().union(*(node.can for node in nodes)))
         inspections = await asyncio.gather(*(self._inspect(node, directory) for node in nodes))
         info = _agreed(directory, inspections)
+        async with self._naming:
+            is_new = await self._give_name(AdapterSource(name, directory, info.digest), replaces)
+        found = {each.node.incarnation: each.node.node_id for each in inspections if each.info is not None}
+        await self._acknowledged(info.digest, found.keys())
         warnings = [f"{each.node.node_id}: {each.refusal}" for each in inspections if each.refusal is not None]
-        loaded = LoadedAdapter(info.digest, info.rank, info.num_bytes, warnings=warnings)
-        known, source = self._names.get(name), AdapterSource(name, directory, info.digest)
-        if known is not None and known.digest != info.digest and not replaces:
+        warnings += self._unacknowledged(info.digest, found.values())
+        return LoadedAdapter(info.digest, info.rank, info.num_bytes, unchanged=not is_new, warnings=warnings)
+
+    async def _give_name(self, source: AdapterSource, replaces: bool) -> bool:
+        """Write the name of an adapter, unless it has it already; returns whether it was written."""
+        name = source.name
+        self._check_room(name)
+        known = self._names.get(name)
+        if known is not None and known.digest != source.digest and not replaces:
             raise InvalidRequest(
                 "lora_name",
                 f"{name!r} has another adapter already ({known.digest:.12} in {known.directory}): unload it first, or "
                 "replace it with load_inplace (baton lora load --replace)",
             )
         if known == source:
-            loaded = LoadedAdapter(info.digest, info.rank, info.num_bytes, unchanged=True, warnings=warnings)
-        else:
-            await self._write(name_adapter(source, self._desired))
-            self._events.record("AdapterLoaded", detail=f"{name}: {info.digest:.12} in {directory}")
-        await self._acknowledged(info.digest, {each.node.incarnation for each in inspections if each.info is not None})
-        return loaded
+            return False
+        await self._write(name_adapter(source, self._desired))
+        self._events.record("AdapterLoaded", detail=f"{name}: {source.digest:.12} in {source.directory}")
+        return True
+
+    def _unacknowledged(self, digest: str, nodes: Iterable[str]) -> Sequence[str]:
+        """For each of these nodes that doesn't acknowledge the adapter: its name, and why."""
+        acknowledging = self._view.acknowledging(digest)
+        reasons = {node: reason for node, refused, reason in self._view.adapter_refusals() if refused == digest}
+        late = f"has not acknowledged it within {ACKNOWLEDGE_S:g} s"
+        return [f"{node}: {reasons.get(node, late)}" for node in nodes if node not in acknowledging]
 
     async def _inspect(self, node: NodeDescription, directory: str) -> _Inspection:
         client = self._connect(node.address)

@@ -102,7 +102,7 @@ def load(
         done = "has this adapter already" if loaded.unchanged else "is served"
         print_text(f"{name} {done}: {loaded.digest:.12}, rank {loaded.rank}, {size(loaded.num_bytes)}")
         for warning in loaded.warnings:
-            print_note(f"baton: warning: refused by {warning}")
+            print_note(f"baton: warning: not served by {warning}")
 
 
 def unload(

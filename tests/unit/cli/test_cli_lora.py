@@ -44,7 +44,7 @@ async def test_adapters_are_loaded_listed_and_unloaded(capsys: pytest.CaptureFix
         assert await baton("load", "one", "/srv/one") == (0, "one is served: aaaaaaaaaaaa, rank 8, 1.0 KiB\n", "")
         code, out, err = await baton("load", "one", "/srv/one", "--replace")
         assert (code, out) == (0, "one has this adapter already: aaaaaaaaaaaa, rank 8, 1.0 KiB\n")
-        assert err == "baton: warning: refused by d1: /x is not there\n"
+        assert err == "baton: warning: not served by d1: /x is not there\n"
         assert await baton("load", "two", "/bad") == (1, "", "baton: p1: /bad is unsound\n")
         code, out, err = await baton("list")
         assert (code, out.splitlines()[1].split()) == (0, ["one", "aaaaaaaaaaaa", "p1", "1", "/srv/one"])

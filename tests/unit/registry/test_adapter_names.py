@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from baton.messages.adapters import MAX_ADAPTERS, AdapterSource
+from baton.messages.adapters import MAX_ADAPTERS, MAX_LISTED, AdapterSource
 from baton.registry.adapter_names import NamedAdapter, named_adapters
 from baton.registry.desired import DesiredChange, DesiredMemory, DesiredState, forget_adapter, name_adapter
 
@@ -74,8 +74,10 @@ def test_a_text_is_read_as_it_was_written() -> None:
 
 
 def test_there_are_so_many_names_and_no_more() -> None:
-    texts = [NamedAdapter(source(f"n{number:04}")).text for number in range(MAX_ADAPTERS + 5)]
-    assert len(named_adapters(reversed(texts))) == MAX_ADAPTERS
+    texts = [NamedAdapter(source(f"n{number:04}")).text for number in range(MAX_LISTED + 5)]
+    assert len(named_adapters(reversed(texts))) == MAX_LISTED
+    one_more = named_adapters(texts[: MAX_ADAPTERS + 1])
+    assert len(one_more) == MAX_ADAPTERS + 1, "two routers have given the last name at the same time: none is dropped"
 
 
 def test_a_registry_that_lost_its_data_gets_the_names_that_it_does_not_contradict() -> None:

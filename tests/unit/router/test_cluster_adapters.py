@@ -61,6 +61,8 @@ class Adapters:
         requests.on_node, requests.on_adapters = self.cluster.on_node, self.cluster.on_report
 
     async def _write(self, change: DesiredChange) -> None:
+        # A registry takes its time.
+        await asyncio.sleep(0)
         self.state = change.applied_to(self.state)
         self.cluster.take_desired(self.state)
 
@@ -311,6 +313,45 @@ async def test_commands_are_bounded() -> None:
         adapters.cluster.take_desired(adapters.state)
         with pytest.raises(InvalidRequest, match="as many as may"):
             await adapters.cluster.load_adapter("another", "/one")
+
+
+async def test_of_two_loads_that_take_one_name_at_the_same_time_the_second_is_refused() -> None:
+    async with adapters_of(D1) as adapters:
+        adapters.rig.nodes["d1"].adapters |= {"/one": info(A), "/two": info(B)}
+        loads = [asyncio.create_task(adapters.cluster.load_adapter("x", place)) for place in ("/one", "/two")]
+        assert await adapters.listed("d1") == {"x": A}
+        adapters.acknowledge("d1", A)
+        first, second = await asyncio.gather(*loads, return_exceptions=True)
+        assert not isinstance(first, BaseException)
+        assert isinstance(second, InvalidRequest)
+        assert "has another adapter already" in second.reason
+        # The last name that is free can be taken once, too.
+        many = [AdapterSource(f"n{number}", "/x", A) for number in range(MAX_ADAPTERS - 2)]
+        adapters.state = replace(adapters.state, adapters=adapters.state.adapters | set(map(_text, many)))
+        adapters.cluster.take_desired(adapters.state)
+        loads = [asyncio.create_task(adapters.cluster.load_adapter(name, "/one")) for name in ("y", "z")]
+        results = await asyncio.gather(*loads, return_exceptions=True)
+        assert sum(isinstance(one, InvalidRequest) for one in results) == 1
+        assert len(adapters.state.named_adapters) == MAX_ADAPTERS
+
+
+async def test_nodes_that_find_an_adapter_and_do_not_acknowledge_it_are_named_in_the_answer() -> None:
+    async with adapters_of(D1, D2) as adapters:
+        for node in ("d1", "d2"):
+            adapters.rig.nodes[node].adapters["/one"] = info(A)
+        loading = asyncio.create_task(adapters.cluster.load_adapter("one", "/one"))
+        await adapters.listed("d1")
+        adapters.rig.nodes["d1"].report(adapters={A: "no memory"})
+        for _ in range(int(ACKNOWLEDGE_S / CHECK_EVERY_S) + 1):
+            await adapters.rig.timers.is_due(CHECK_EVERY_S)
+            adapters.rig.timers.advance(CHECK_EVERY_S)
+            for node in ("d1", "d2"):
+                adapters.rig.nodes[node].report()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            if loading.done():
+                break
+        assert (await loading).warnings == ["d1: no memory", "d2: has not acknowledged it within 10 s"]
 
 
 def _text(source: AdapterSource) -> str:

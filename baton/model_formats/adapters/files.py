@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +52,14 @@ class TensorPlace(NamedTuple):
     start: int
     """Its first byte, counted from the first tensor."""
     stop: int
+
+
+class TensorPiece(NamedTuple):
+    """What was read of a tensor: all of it, or some of its rows."""
+
+    place: TensorPlace
+    first_row: int
+    content: bytes
 
 
 @dataclass(slots=True)
@@ -134,16 +142,17 @@ class AdapterFiles:
         """Raise AdapterRefused unless the files are those of this digest."""
         self._compare(self.digest(), digest)
 
-    def read(self, digest: str) -> Iterator[tuple[TensorPlace, bytes]]:
-        """Each tensor's bytes in the order of the file, read once.
+    def read(self, digest: str, by_rows: Container[str] = ()) -> Iterator[TensorPiece]:
+        """The tensors in the order of the file, read once; those named in `by_rows` in pieces of some rows each.
 
         Raises AdapterRefused at the end for files that are not those of this digest.
         """
         state = self._begin_digest()
-        pieces = self._pieces([place.stop - place.start for place in self.tensors])
-        for place, piece in zip(self.tensors, pieces, strict=True):
+        parts = [part for place in self.tensors for part in _rows_at_a_time(place, place.name in by_rows)]
+        pieces = self._pieces(size for _, _, size in parts)
+        for (place, first_row, _), piece in zip(parts, pieces, strict=True):
             state.update(piece)
-            yield place, piece
+            yield TensorPiece(place, first_row, piece)
         self._compare(str(state.hexdigest()), digest)
 
     def _begin_digest(self) -> Any:
@@ -175,6 +184,14 @@ class AdapterFiles:
                     yield piece
         except OSError as error:
             raise AdapterRefused(f"{self.weights_path} can't be read ({error}); copy it again") from error
+
+
+def _rows_at_a_time(place: TensorPlace, is_cut: bool) -> Iterator[tuple[TensorPlace, int, int]]:
+    """A tensor, or parts of it: each its first row, and its size in bytes."""
+    rows, size = place.shape[0], place.stop - place.start
+    step = max(1, _READ_BYTES * rows // size) if is_cut else rows
+    for first in range(0, rows, step):
+        yield place, first, min(step, rows - first) * (size // rows)
 
 
 def open_adapter(directory: Path, max_rank: int = MAX_RANK) -> AdapterFiles:

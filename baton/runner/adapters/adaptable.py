@@ -74,15 +74,13 @@ class AdaptableProduct:
         packed: Any,
         num_inputs: int,
         modules: Sequence[tuple[str, int]],
-        own_outputs: Sequence[range] | None = None,
     ) -> None:
         """`packed`: the weight of all modules, which are given by name and number of outputs, stacked; of a gated
-        product the gate and up. `own_outputs`: those that the packed weight has, if it hasn't all of them.
+        product the gate and up.
         """
         self.packed = packed
         self.num_inputs = num_inputs
         self.modules: list[ModuleOutputs] = []
-        self.own_outputs = None if own_outputs is None else [(rows.start, rows.stop) for rows in own_outputs]
         first = 0
         for name, num_outputs in modules:
             self.modules.append(ModuleOutputs(name, first, num_outputs))

@@ -8,21 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from baton.errors import AdapterRefused
-from baton.model_formats.adapters import AdapterFiles, AdapterInfo, TensorPlace, read_adapter
+from baton.model_formats.adapters import AdapterFiles, AdapterInfo, TensorPiece, read_adapter
 from baton.runner.adapters.adaptable import AdaptableProduct, AdapterTable, HasProducts, ModuleOutputs, RowsOfStep
 from baton.runner.adapters.embedding import AdaptableEmbedding
 from baton.runner.backends.cpu.kernels.adapters import StepAdapters
-from baton.runner.backends.low_rank import LowRank, Outputs, parts_of
+from baton.runner.backends.low_rank import LowRank, Outputs
 from baton.runner.backends.operations import Operations
-
-_ROWS_AT_A_TIME = 1024
-"""How many rows of a weight are compared at a time."""
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -47,29 +45,43 @@ class ModelAdapters:
     """The adapters of a model. `load` may be called from any thread, everything else from the one that computes."""
 
     def __init__(
-        self, module: Any, operations: Operations, dtype: torch.dtype, row_quantum: int, device: torch.device
+        self,
+        module: Any,
+        operations: Operations,
+        dtype: torch.dtype,
+        row_quantum: int,
+        device: torch.device,
+        read_files: Callable[[Path], AdapterFiles] = read_adapter,
     ) -> None:
         """`module`: with all products replaced."""
         self._operations = operations
         self._dtype = dtype
+        self._read_files = read_files
         self._changes = threading.Lock()
-        self._loaded: dict[int, _Loaded] = {}
+        """Held to change what is loaded, never while files are read: the thread of steps must not wait for these."""
+        self._loads: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
+        """By digest: held while this adapter is loaded, so that nobody else reads it, too."""
+        self._loaded: list[_Loaded | None] = []
+        """By slot. It never becomes shorter, since a step may still have rows of an adapter that was unloaded."""
         self._slots: dict[str, int] = {}
         self.rows = RowsOfStep()
         self.rows.row_quantum = row_quantum
         self._products: list[AdaptableProduct] = []
         self._places: dict[str, _Place] = {}
         self._embedding: AdaptableEmbedding | None = None
+        self._head_name = ""
         self._attach(module, device)
 
     def _attach(self, module: Any, device: torch.device) -> None:
-        embedding = module.get_input_embeddings()
+        embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
         # The head that an embedding shares is found twice: its own name is the shorter one.
         paths = sorted(module.named_modules(remove_duplicate=False), key=lambda found: len(found[0]))
         seen: set[int] = set()
         for path, part in paths:
             if part is embedding and self._embedding is None:
                 self._embedding = AdaptableEmbedding.of(path, part, self.rows, device)
+            if part is head and not self._head_name:
+                self._head_name = path
             if not isinstance(part, HasProducts) or id(part) in seen:
                 continue
             seen.add(id(part))
@@ -106,45 +118,46 @@ class ModelAdapters:
         """Check an adapter as `load` does, and load nothing. Raises AdapterRefused."""
         return self._open(directory, max_rank).info()
 
-    def load(self, directory: Path, digest: str, max_rank: int, slot: int | None = None) -> int:
-        """Read an adapter and make it known; returns its slot, `slot` if given. Raises AdapterRefused."""
+    def load(self, directory: Path, digest: str, max_rank: int) -> None:
+        """Read an adapter, and make it known; no effect on one that is loaded. Raises AdapterRefused."""
         with self._changes:
+            load = self._loads.setdefault(digest, threading.Lock())
+        with load:
             if digest in self._slots:
-                return self._slots[digest]
+                return
             files = self._open(directory, max_rank)
             try:
                 loaded = self._read(files, digest)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise AdapterRefused(f"{directory}: there is no memory for it; unload other adapters first") from error
-            if slot is None:
-                slot = next(free for free in range(len(self._loaded) + 1) if free not in self._loaded)
-            self._loaded[slot] = loaded
-            self.rows.table = self._table()
-            self._slots[digest] = slot
-            return slot
+            with self._changes:
+                if None not in self._loaded:
+                    self._loaded.append(None)
+                slot = self._loaded.index(None)
+                self._loaded[slot] = loaded
+                self.rows.table = self._table()
+                self._slots[digest] = slot
 
     def unload(self, digest: str) -> None:
         """Free an adapter's memory; no effect on one that is not loaded."""
         with self._changes:
             slot = self._slots.pop(digest, None)
             if slot is not None:
-                del self._loaded[slot]
+                self._loaded[slot] = None
                 self.rows.table = self._table()
 
     def _table(self) -> AdapterTable:
-        slots = range(max(self._loaded, default=-1) + 1)
-        of_slots = [self._loaded.get(slot) for slot in slots]
         return AdapterTable(
             [
-                [None if loaded is None else loaded.products.get(number) for loaded in of_slots]
+                [None if loaded is None else loaded.products.get(number) for loaded in self._loaded]
                 for number in range(len(self._products))
             ],
-            [None if loaded is None else loaded.embedding for loaded in of_slots],
+            [None if loaded is None else loaded.embedding for loaded in self._loaded],
         )
 
     def _open(self, directory: Path, max_rank: int) -> AdapterFiles:
         """The files of an adapter that fits this model. Raises AdapterRefused."""
-        files = read_adapter(directory)
+        files = self._read_files(directory)
         self._check(files)
         files.check_ranks(max_rank)
         return files
@@ -171,7 +184,12 @@ class ModelAdapters:
                         f"{files.directory}: {place.name} has the shape {list(place.shape)}, and this model needs "
                         f"{expected}; the adapter is of another base model"
                     )
-            for place in tensors.others.values():
+            for rest, place in tensors.others.items():
+                if rest != "base_layer.weight" or not (tensors.is_embedding or name == self._head_name):
+                    raise AdapterRefused(
+                        f"{files.directory} brings the base model's {place.name}, which is compared for the embedding "
+                        "and the head alone; save the adapter without it"
+                    )
                 expected = [num_outputs, num_inputs] if not tensors.is_embedding else [num_inputs, num_outputs]
                 if list(place.shape) != expected:
                     raise AdapterRefused(
@@ -208,14 +226,21 @@ class ModelAdapters:
 
     def _read(self, files: AdapterFiles, digest: str) -> _Loaded:
         tensors: dict[str, torch.Tensor] = {}
-        for place, piece in files.read(digest):
-            tensors[place.name] = _as_float32(files, place, piece)
+        base = {
+            place.name: self._base_rows(name)
+            for name, of_module in files.modules.items()
+            for place in of_module.others.values()
+        }
+        for piece in files.read(digest, by_rows=base):
+            name = piece.place.name
+            if name in base:
+                _check_base(files, piece, base[name], self._dtype)
+            else:
+                tensors[name] = _as_float32(files, piece)
         terms: dict[int, list[LowRank]] = {}
         embedding = None
         for name, of_module in files.modules.items():
             a, b = of_module.a, of_module.b
-            for place in of_module.others.values():
-                self._check_base(files, name, place, tensors[place.name])
             if a is None or b is None:
                 continue
             factor = files.config.factor_of(name)
@@ -232,39 +257,38 @@ class ModelAdapters:
     def _adapted(self, number: int, terms: Sequence[LowRank]) -> Any:
         product = self._products[number]
         ordered = sorted(terms, key=lambda term: term.outputs[0].first)
-        own = ordered if product.own_outputs is None else parts_of(ordered, product.own_outputs)
-        return self._operations.adapt(product.packed, own, self._dtype)
+        return self._operations.adapt(product.packed, ordered, self._dtype)
 
-    def _check_base(self, files: AdapterFiles, name: str, place: TensorPlace, given: torch.Tensor) -> None:
-        """Raise AdapterRefused if the base model's weight that PEFT wrote beside the adapter is not this model's."""
-        found = self._places.get(name)
+    def _base_rows(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What returns rows of the weight of the embedding, or of the head."""
         if self._embedding is not None and self._embedding.name == name:
-            rows_of = self._embedding.weight_rows
-        elif found is not None and len(found.product.modules) == 1:
-            packed = found.product.packed
-            rows_of = partial(self._operations.take_rows, packed, dtype=self._dtype)
-        else:
-            rows_of = None
-        if rows_of is None or not _has_rows(rows_of, given.to(self._dtype)):
-            raise AdapterRefused(
-                f"{files.directory} brings its own {place.name}, and this model's is another one, or can't be "
-                "compared; save the adapter with save_embedding_layers=False"
-            )
+            return self._embedding.weight_rows
+        return partial(self._operations.take_rows, self._places[name].product.packed, dtype=self._dtype)
 
 
-def _has_rows(rows_of: Callable[[torch.Tensor], torch.Tensor], expected: torch.Tensor) -> bool:
-    """Whether a weight has these rows, bit for bit."""
-    for index in torch.split(torch.arange(expected.shape[0]), _ROWS_AT_A_TIME):
-        if not torch.equal(rows_of(index).cpu(), expected[index]):
-            return False
-    return True
+def _check_base(
+    files: AdapterFiles, piece: TensorPiece, rows_of: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Raise AdapterRefused if rows of the base model that PEFT wrote beside the adapter are not this model's."""
+    expected = _as_tensor(piece).to(dtype)
+    index = torch.arange(piece.first_row, piece.first_row + expected.shape[0])
+    if not torch.equal(rows_of(index).cpu(), expected):
+        raise AdapterRefused(
+            f"{files.directory} brings its own {piece.place.name}, and this model's is another one; save the adapter "
+            "with save_embedding_layers=False"
+        )
 
 
-def _as_float32(files: AdapterFiles, place: TensorPlace, piece: bytes) -> torch.Tensor:
+def _as_tensor(piece: TensorPiece) -> torch.Tensor:
     # A copy that can be written to, so that torch does not warn.
-    given = torch.frombuffer(bytearray(piece), dtype=_DTYPES[place.dtype]).view(place.shape)
+    flat = torch.frombuffer(bytearray(piece.content), dtype=_DTYPES[piece.place.dtype])
+    return flat.view(-1, *piece.place.shape[1:])
+
+
+def _as_float32(files: AdapterFiles, piece: TensorPiece) -> torch.Tensor:
+    given = _as_tensor(piece)
     if not bool(torch.isfinite(given).all()):
         raise AdapterRefused(
-            f"{files.weights_path}: {place.name} has NaN or infinity; the adapter is broken, take another one"
+            f"{files.weights_path}: {piece.place.name} has NaN or infinity; the adapter is broken, take another one"
         )
     return given.float()

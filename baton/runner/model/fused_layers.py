@@ -122,7 +122,6 @@ class FusedAttention(nn.Module, HasProducts):
             operations.pack_own(*rows_in(weights, own_rows)),
             weights[0].shape[1],
             [(name, weight.shape[0]) for name, weight in zip(names, weights, strict=True)],
-            own_rows,
         )
         bias = _joined_bias(weights, biases)
         self._qkv_bias = None if bias is None else torch.cat([bias[rows.start : rows.stop] for rows in own_rows])

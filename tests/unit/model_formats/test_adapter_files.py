@@ -40,12 +40,23 @@ def test_tensors_are_read_as_they_were_written_and_digested(tmp_path: Path) -> N
     files = written(tmp_path)
     expected = lora_tensors(MODULES)
     found = {
-        place.name: np.frombuffer(piece, np.float32).reshape(place.shape) for place, piece in files.read(files.digest())
+        piece.place.name: np.frombuffer(piece.content, np.float32).reshape(piece.place.shape)
+        for piece in files.read(files.digest())
     }
     assert set(found) == set(expected)
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
     with pytest.raises(AdapterRefused, match="its files have changed"):
         list(files.read("0" * 64))
+
+
+def test_large_tensors_are_read_by_rows_where_that_is_wanted(tmp_path: Path) -> None:
+    files = open_adapter(write_adapter(tmp_path, lora_tensors({"q_proj": (5, 1 << 18)}, rank=9), rank=9))
+    name = f"{PREFIX}q_proj.lora_A.weight"
+    pieces = list(files.read(files.digest(), by_rows=[name]))
+    cut = [piece for piece in pieces if piece.place.name == name]
+    assert [piece.first_row for piece in cut] == [0, 4, 8]
+    assert len(pieces) == 4
+    assert b"".join(piece.content for piece in cut) == lora_tensors({"q_proj": (5, 1 << 18)}, rank=9)[name].tobytes()
 
 
 def test_the_digest_follows_weights_and_the_settings_that_change_results(tmp_path: Path) -> None:

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from baton.errors import AdapterRefused
 from baton.messages.sampling import SamplingParams
-from baton.model_formats.adapters import open_adapter
+from baton.model_formats.adapters import open_adapter, read_adapter
+from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.testing.fake_adapter_files import FakeAdapterFiles
 from tests.support.adapter_files import PREFIX, lora_tensors, write_adapter
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
@@ -134,6 +137,75 @@ def test_a_base_weight_beside_the_adapter_must_be_that_of_the_model(base: Path, 
     tensors[f"{PREFIX}{name}.base_layer.weight"] = own.numpy()
     digest = load(runner, write_adapter(tmp_path / "same", tensors, target_modules=["embed_tokens"]))
     assert tokens(runner, digest) != tokens(runner, "")
+
+
+def test_base_weights_of_other_modules_are_refused_before_they_are_read(base: Path, tmp_path: Path) -> None:
+    tensors: dict[str, Any] = lora_tensors({Q_PROJ: (64, 64)})
+    tensors[f"{PREFIX}{Q_PROJ}.base_layer.weight"] = np.full((64, 64), np.nan, np.float32)
+    with pytest.raises(AdapterRefused, match="compared for the embedding and the head alone"):
+        load(runner_of(base), write_adapter(tmp_path, tensors, target_modules=["q_proj"]))
+
+
+def test_a_head_beside_the_adapter_is_compared_bit_by_bit(base: Path, tmp_path: Path) -> None:
+    runner = runner_of(base)
+    own = load_file(base / "model.safetensors")["lm_head.weight"].float().numpy().copy()
+    tensors: dict[str, Any] = lora_tensors({"lm_head": (256, 64)})
+    tensors[f"{PREFIX}lm_head.base_layer.weight"] = own
+    load(runner, write_adapter(tmp_path / "same", tensors, target_modules=["lm_head"]))
+    own[255, 63] += 1
+    with pytest.raises(AdapterRefused, match="this model's is another one"):
+        load(runner, write_adapter(tmp_path / "other", tensors, target_modules=["lm_head"]))
+
+
+def test_a_file_that_does_not_come_holds_up_no_step_and_no_other_adapter(base: Path, tmp_path: Path) -> None:
+    runner = runner_of(base)
+    directories = [
+        write_adapter(tmp_path / f"{seed}", lora_tensors({Q_PROJ: (64, 64)}, seed=seed)) for seed in range(3)
+    ]
+    digests = [open_adapter(directory).digest() for directory in directories]
+    held = FakeAdapterFiles.of(directories[2])
+    transformer = runner._transformer
+    adapters = ModelAdapters(
+        transformer._module,
+        transformer._operations,
+        transformer.dtype,
+        transformer.row_quantum,
+        transformer.device,
+        lambda directory: held if directory == directories[2] else read_adapter(directory),
+    )
+    adapters.load(directories[0], digests[0], 8)
+    loads = [threading.Thread(target=adapters.load, args=(directories[2], digests[2], 8)) for _ in range(2)]
+    for load_of_held in loads:
+        load_of_held.start()
+    held.is_read.wait()
+
+    def go_on() -> None:
+        adapters.unload(digests[0])
+        adapters.load(directories[1], digests[1], 8)
+
+    others = threading.Thread(target=go_on)
+    others.start()
+    others.join(10)
+    was_held_up = others.is_alive()
+    held.answers.set()
+    for thread in (others, *loads):
+        thread.join()
+    assert not was_held_up
+    assert adapters.slots == {digests[1]: 0, digests[2]: 1}
+
+
+def test_rows_of_an_adapter_that_was_just_unloaded_do_no_harm(base: Path, tmp_path: Path) -> None:
+    runner = runner_of(base)
+    digests = [
+        load(runner, write_adapter(tmp_path / f"{seed}", lora_tensors({Q_PROJ: (64, 64)}, seed=seed)))
+        for seed in range(2)
+    ]
+    adapters = runner._transformer.adapters
+    adapters.begin(np.array([1, 0], np.int32))
+    runner.unload_adapter(digests[1])
+    step = adapters.of_step()
+    assert step is not None
+    assert all(len(of_product) == 2 for of_product in step.table)
 
 
 def test_a_module_without_a_or_b_stays_as_it_is(base: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from baton.runner.backends.cpu.kernels import Packed
 from baton.runner.backends.kernel_choice import CompiledOperations
-from baton.runner.backends.low_rank import LowRank, RowAdapters, parts_of
+from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.ranks.host_ranks import HostRanks
 from baton.runner.backends.ranks.shard import columns_of_ranks
@@ -56,14 +56,8 @@ class ShardedOperations:
         return self._sharded(num_columns, gate.shape[1], own, self._inner.pack_gated)
 
     def adapt(self, weight: Any, terms: Sequence[LowRank], dtype: torch.dtype) -> Any:
-        """What an adapter adds to this rank's columns."""
-        if not isinstance(weight, ShardedWeight):
-            return self._inner.adapt(weight, terms, dtype)
-        if weight.own is None:
-            return None
-        first, stop = weight.columns.start, weight.columns.stop
-        ranges = [(first, stop), (weight.n + first, weight.n + stop)] if weight.own.gated else [(first, stop)]
-        return self._inner.adapt(weight.own, parts_of(terms, ranges), dtype)
+        """Never called: models in several ranks refuse adapters (`TorchModelRunner.load_adapter`)."""
+        raise NotImplementedError("a model in several ranks computes no adapters")
 
     def take_rows(self, weight: ShardedWeight, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The rows of all ranks. The dtype must be given, since a rank that has none of the rows can't know it."""

@@ -11,8 +11,8 @@ While no load slot is free, only the requests that need a seat are tried: they t
 has arrived get seats before them. While no seat is free, loads may begin in front of requests that wait for a seat, but
 the first of these may be passed only `max_times_passed` times, since a loaded request gets a seat before it.
 
-The running requests have at most `max_loras` different adapters. A request whose adapter would be one more is skipped,
-and does not hold up others (see adapter_slots.py).
+The running requests have at most `max_loras` different adapters. A request whose adapter would be one more is skipped
+with all that wait behind it with that adapter, and does not hold up others (see adapter_slots.py, adapter_queues.py).
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
+from baton.engine.waiting.adapter_queues import AdapterQueues
 from baton.engine.waiting.adapter_slots import AdapterSlots
-from baton.engine.waiting.request_queue import NO_TURN, RequestQueue, Turn
+from baton.engine.waiting.request_queue import NO_TURN, Turn
 from baton.engine.waiting.waiting_requests import WaitingRequests, may_load
 from baton.errors import TransferCause
 from baton.messages.node import Leg
-
-MOST_SKIPPED = 128
-"""After so many requests whose adapter has no slot a step looks at no further waiting request."""
 
 
 class _AdmissionResult(enum.Enum):
@@ -76,7 +74,8 @@ class Admission:
         self._prompt_needs_whole_step = False
         self._slots = AdapterSlots(state.config.max_loras)
         self._skipped: list[Request] = []
-        """Requests that were skipped in this step because their adapter has no slot."""
+        """Requests that were skipped in this step because their adapter has no slot: the first in turn of each adapter
+        that waits, and some that hold blocks."""
         self.prefix_cache = PrefixCacheCounts()
 
     def add(self, request: Request, outputs: OutputsByClient, *, awaits_adapter: bool = False) -> None:
@@ -231,6 +230,8 @@ class Admission:
     def begin_step(self) -> None:
         """A new step is decided: what was skipped in the last one is tried again."""
         self._slots.begin_step()
+        self._waiting.for_seat.begin_step()
+        self._waiting.for_load.begin_step()
         self._skipped.clear()
 
     def pop_needs_whole_step(self) -> bool:
@@ -296,7 +297,7 @@ class Admission:
             self._queue_due()
         if not waiting.num_queued:
             return
-        stay: dict[RequestQueue, list[Request]] = {}
+        stay: dict[AdapterQueues, list[Request]] = {}
         stuck: list[Request] = []
         unseated = self._unseated(plan)
         while (queue := self._next_queue(unseated)) is not None:
@@ -317,8 +318,8 @@ class Admission:
                 stay.setdefault(queue, []).append(request)
             if result is _AdmissionResult.NO_BLOCKS:
                 stuck.append(request)
-            if len(self._skipped) > MOST_SKIPPED:
-                break
+            elif result is _AdmissionResult.NO_ADAPTER_SLOT:
+                queue.pass_over(request.adapter)
             if result is _AdmissionResult.NO_SEAT and unseated is None:
                 unseated = _Unseated(turn, request)
             if stuck and not self._may_be_passed(stuck):
@@ -326,7 +327,7 @@ class Admission:
         for queue, requests in stay.items():
             queue.put_back(requests)
 
-    def _next_queue(self, unseated: _Unseated | None) -> RequestQueue | None:
+    def _next_queue(self, unseated: _Unseated | None) -> AdapterQueues | None:
         """The queue whose first request is to be tried next; None when no request can get what it lacks.
 
         `unseated`: the first request in turn that gets no seat in this step; then no other request gets a seat either.

@@ -54,8 +54,10 @@ class QueuePositions:
 class RequestQueue(Protocol):
     """Waiting requests, ordered by one policy."""
 
-    num_tokens: int
-    """The sum of `tokens_to_compute` over all requests in the queue."""
+    @property
+    def num_tokens(self) -> int:
+        """The sum of `tokens_to_compute` over all requests in the queue."""
+        ...
 
     @property
     def next_turn(self) -> Turn:

@@ -17,6 +17,7 @@ from baton.engine.batch import WaitingReason
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.sequences.sequence_group import SequenceGroup
+from baton.engine.waiting.adapter_queues import AdapterQueues
 from baton.engine.waiting.request_queue import FCFSRequestQueue, PriorityRequestQueue, QueuePositions, RequestQueue
 from baton.messages.node import Leg
 
@@ -27,9 +28,9 @@ class WaitingRequests:
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_num_seqs = config.max_num_seqs
         self._positions = QueuePositions()
-        self.for_seat = _queue(config, self._positions)
+        self.for_seat = AdapterQueues(lambda: _queue(config, self._positions))
         """Requests that wait for a seat, without blocks; parked beams that continue have blocks."""
-        self.for_load = _queue(config, self._positions)
+        self.for_load = AdapterQueues(lambda: _queue(config, self._positions))
         """Decode legs that wait for a load slot, without blocks."""
         self.swapped = _queue(config, self._positions)
         """Preempted requests whose blocks are in the host tier."""
@@ -57,7 +58,10 @@ class WaitingRequests:
 
     @property
     def num_queued_tokens(self) -> int:
-        """The sum of `tokens_to_compute` over the requests that wait for a seat or a load slot, in O(1)."""
+        """The sum of `tokens_to_compute` over the requests that wait for a seat or a load slot.
+
+        Takes a time that grows with the number of their adapters only.
+        """
         return self.for_seat.num_tokens + self.for_load.num_tokens
 
     @property
@@ -86,7 +90,7 @@ class WaitingRequests:
         return len(self.remote) + len(self.arrived) < self._max_num_seqs
 
     def num_by_reason(self) -> dict[WaitingReason, int]:
-        """The number of requests by what they wait for, in O(1)."""
+        """The number of requests by what they wait for, in a time that grows with the number of their adapters only."""
         return {
             "capacity": self.num_queued - len(self.preempted) - len(self.deferred),
             "deferred": len(self.deferred),

@@ -125,6 +125,20 @@ def test_a_skipped_request_is_passed_so_often_and_then_gets_the_next_slot() -> N
     assert {"a1", "a2", "base"} == set(order[1:4])
 
 
+def test_however_many_requests_wait_for_a_slot_they_hold_up_nobody() -> None:
+    rig = rig_with(max_loras=1, max_num_seqs=4)
+    rig.add("a", 6, adapter=A, max_tokens=4)
+    rig.step()
+    for number in range(500):
+        rig.add(f"c{number}", 6, adapter=C, max_tokens=1)
+    for number in range(200):
+        rig.add(f"load{number}", 9, leg=Leg.DECODE, adapter=B, max_tokens=2)
+    rig.add("base", 6, max_tokens=2)
+    rig.add("a2", 6, adapter=A, max_tokens=2)
+    rig.step()
+    assert running(rig) == {"a", "base", "a2"}
+
+
 def test_requests_whose_kv_has_arrived_are_skipped_and_not_forgotten() -> None:
     rig = rig_with(max_loras=1, max_times_passed=1)
     rig.add("a", 6, adapter=A, max_tokens=6)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from baton.runner.backends.cpu.kernels.adapters import StepAdapters
+from baton.runner.backends.cpu.kernels.adapters import AdapterTable, StepAdapters
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.low_rank import RowAdapters
@@ -17,10 +17,10 @@ from baton.runner.backends.operations import Activation, Operations
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterTable:
+class LoadedAdapters:
     """The adapters that are loaded at one time. It is never changed: who computes with it keeps it."""
 
-    products: Sequence[Sequence[Any]] = ()
+    products: AdapterTable = field(default_factory=AdapterTable)
     """By number of the product, then by slot: what `Operations.adapt` returned, or None."""
     embeddings: Sequence[Any] = ()
     """By slot: what the adapter adds to embeddings, or None."""
@@ -33,7 +33,7 @@ class RowsOfStep:
     """
 
     def __init__(self) -> None:
-        self.table = AdapterTable()
+        self.table = LoadedAdapters()
         self.slots: torch.Tensor | None = None
         """Int32 [rows] on the CPU: the slot of each row's adapter, or -1; None: no row has one."""
         self.row_quantum = 1

@@ -16,9 +16,9 @@ import torch
 
 from baton.errors import AdapterRefused
 from baton.model_formats.adapters import AdapterFiles, AdapterInfo, TensorPiece, read_adapter
-from baton.runner.adapters.adaptable import AdaptableProduct, AdapterTable, HasProducts, ModuleOutputs, RowsOfStep
+from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts, LoadedAdapters, ModuleOutputs, RowsOfStep
 from baton.runner.adapters.embedding import AdaptableEmbedding
-from baton.runner.backends.cpu.kernels.adapters import StepAdapters
+from baton.runner.backends.cpu.kernels.adapters import AdapterTable, StepAdapters
 from baton.runner.backends.low_rank import LowRank, Outputs
 from baton.runner.backends.operations import Operations
 
@@ -146,12 +146,12 @@ class ModelAdapters:
                 self._loaded[slot] = None
                 self.rows.table = self._table()
 
-    def _table(self) -> AdapterTable:
-        return AdapterTable(
-            [
+    def _table(self) -> LoadedAdapters:
+        return LoadedAdapters(
+            AdapterTable(
                 [None if loaded is None else loaded.products.get(number) for loaded in self._loaded]
                 for number in range(len(self._products))
-            ],
+            ),
             [None if loaded is None else loaded.embedding for loaded in self._loaded],
         )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from baton.errors import AdapterRefused
@@ -206,6 +209,25 @@ def test_rows_of_an_adapter_that_was_just_unloaded_do_no_harm(base: Path, tmp_pa
     step = adapters.of_step()
     assert step is not None
     assert all(len(of_product) == 2 for of_product in step.table)
+
+
+def test_the_memory_of_an_unloaded_adapter_is_free_at_once(base: Path, tmp_path: Path) -> None:
+    runner = runner_of(base)
+    digest = load(runner, write_adapter(tmp_path, lora_tensors({Q_PROJ: (64, 64)})))
+    tokens(runner, digest)
+    kept = [
+        weakref.ref(packed)
+        for of_product in runner._transformer.adapters.rows.table.products
+        for of_slot in of_product
+        for part in of_slot or ()
+        if part is not None
+        for packed in part.kept
+        if isinstance(packed, torch.Tensor)
+    ]
+    assert any(one() is not None for one in kept)
+    runner.unload_adapter(digest)
+    gc.collect()
+    assert all(one() is None for one in kept)
 
 
 def test_a_module_without_a_or_b_stays_as_it_is(base: Path, tmp_path: Path) -> None:

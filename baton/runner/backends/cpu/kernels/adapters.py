@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -121,8 +122,11 @@ def _panels_of(
     return b, panels
 
 
-AdapterTable = Sequence[Sequence[Sequence[KernelAdapter | None] | None]]
-"""By product of the model, then by slot, then by part of the product's weight. It is never changed."""
+class AdapterTable(list[Sequence[Sequence[KernelAdapter | None] | None]]):
+    """By product of the model, then by slot, then by part of the product's weight. It is never changed.
+
+    Programs refer to it weakly, so that they keep no adapter in memory that was unloaded.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,26 +160,25 @@ class ProductAdapters:
         return ctypes.addressof(self.call)
 
 
-@dataclass(slots=True)
 class ProgramAdapters:
-    """What a program's products have of a table of adapters: pointers [products][slots], and the widest t."""
+    """What a program's products have of a table of adapters: pointers [products][slots], and the widest t.
 
-    weights: AdapterTable = ()
-    """The table from which the pointers are."""
-    num_slots: int = 0
-    stride: int = 0
-    pointers: ctypes.Array[ctypes.c_void_p] = field(default_factory=lambda: (ctypes.c_void_p * 0)())
+    The pointers are good while the table is there, which whoever computes with it keeps.
+    """
 
-    @classmethod
-    def of(cls, weights: AdapterTable, products: Sequence[tuple[int, int]]) -> ProgramAdapters:
+    def __init__(self, table: AdapterTable, products: Sequence[tuple[int, int]]) -> None:
         """`products`: of each of the program's products, its number in the model and the part of its weight."""
-        num_slots = len(weights[0]) if weights else 0
-        pointers = (ctypes.c_void_p * (len(products) * num_slots))()
-        stride = 0
+        self._table = weakref.ref(table)
+        self.num_slots = len(table[0]) if table else 0
+        self.pointers = (ctypes.c_void_p * (len(products) * self.num_slots))()
+        self.stride = 0
         for index, (product, part) in enumerate(products):
-            for slot, of_slot in enumerate(weights[product]):
+            for slot, of_slot in enumerate(table[product]):
                 one = None if of_slot is None else of_slot[part]
                 if one is not None:
-                    pointers[index * num_slots + slot] = one.address
-                    stride = max(stride, one.rank)
-        return cls(weights, num_slots, stride, pointers)
+                    self.pointers[index * self.num_slots + slot] = one.address
+                    self.stride = max(self.stride, one.rank)
+
+    def is_of(self, table: AdapterTable) -> bool:
+        """Whether the pointers are those of this table."""
+        return self._table() is table

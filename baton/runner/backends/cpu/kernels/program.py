@@ -87,7 +87,7 @@ class Program:
         self._times: list[ctypes.Array[ctypes.c_int64]] = []
         self._products: list[tuple[int, int]] = []
         """The products that adapters may change: the number of each in the model, and the part of its weight."""
-        self._adapters = ProgramAdapters()
+        self._adapters: ProgramAdapters | None = None
         """Of the table of adapters in the latest step that had any."""
 
     def argument(self, width: int, *, sampled: bool = False, dtype: torch.dtype | None = None) -> Rows:
@@ -271,9 +271,9 @@ class Program:
         slots, table = adapters.slots, adapters.table
         if slots.shape != (step.rows,) or slots.dtype != torch.int32 or not slots.is_contiguous():
             raise KernelArgumentError("adapters", f"must have int32 slots [{step.rows}], contiguous")
-        if table is not self._adapters.weights:
-            self._adapters = ProgramAdapters.of(table, self._products)
         own = self._adapters
+        if own is None or not own.is_of(table):
+            own = self._adapters = ProgramAdapters(table, self._products)
         of_sampled = slots[sampled]
         t = torch.empty(max(step.rows, step.num_sampled) * own.stride)
         step.adapter_slots, step.sampled_slots = slots.data_ptr(), of_sampled.data_ptr()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Lock
 
@@ -17,6 +18,7 @@ from cachetools import LRUCache
 from baton.errors import AdapterRefused
 from baton.messages.adapters import is_adapter_directory
 from baton.model_formats.adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterInfo
+from baton.model_formats.regular_files import is_below, only_below
 
 _MOST_REMEMBERED = 512
 _Stamp = tuple[tuple[int, int, int, int], ...]
@@ -42,7 +44,8 @@ class AdapterDirectories:
             known = self._known.get(directory)
         if known is not None and known[0] == stamp:
             return known[1]
-        info = self._check(Path(directory))
+        with self.reading():
+            info = self._check(Path(directory))
         with self._lock:
             self._known[directory] = stamp, info
         return info
@@ -56,6 +59,13 @@ class AdapterDirectories:
                 "files to all nodes"
             )
 
+    def reading(self) -> AbstractContextManager[None]:
+        """While this lasts, the thread opens no adapter's file outside of the allowed directories."""
+        return only_below(self._roots())
+
+    def _roots(self) -> Sequence[str]:
+        return [os.path.realpath(root) for root in self._allowed]
+
     def check_place(self, directory: str) -> _Stamp:
         """Check where an adapter's files are, and that they are files; returns what changes when they do.
 
@@ -63,7 +73,7 @@ class AdapterDirectories:
         """
         if not is_adapter_directory(directory):
             raise AdapterRefused("the directory of an adapter must be an absolute path of at most 1024 bytes")
-        roots = [os.path.realpath(root) for root in self._allowed]
+        roots = self._roots()
         if not _is_below(directory, roots):
             raise AdapterRefused(
                 f"{directory} is in no directory from which this node loads adapters; start the node with --lora-dir"
@@ -88,5 +98,4 @@ class AdapterDirectories:
 
 
 def _is_below(path: str, roots: Sequence[str]) -> bool:
-    real = os.path.realpath(path)
-    return any(real == root or real.startswith(root.rstrip("/") + "/") for root in roots)
+    return is_below(os.path.realpath(path), roots)

@@ -62,7 +62,8 @@ class AdapterThreads:
     def _load(self, digest: str, directory: str) -> AdapterFault | None:
         try:
             self._directories.check_place(directory)
-            self._runner.load_adapter(Path(directory), digest)
+            with self._directories.reading():
+                self._runner.load_adapter(Path(directory), digest)
         except Exception as error:
             return _fault(error, "could not load an adapter: its requests fail", digest, directory)
         return None

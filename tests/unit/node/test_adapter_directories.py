@@ -62,6 +62,20 @@ def test_links_within_allowed_directories_are_followed(tmp_path: Path) -> None:
     assert found == check(blobs)
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_link_that_leads_elsewhere_once_it_was_checked_is_not_followed(tmp_path: Path, name: str) -> None:
+    one, secret = write_simple_adapter(tmp_path / "allowed" / "one"), write_simple_adapter(tmp_path / "secret")
+
+    def check_late(directory: Path) -> AdapterInfo:
+        (one / name).unlink()
+        (one / name).symlink_to(secret / name)
+        return check(directory)
+
+    with pytest.raises(AdapterRefused, match="leads out of the directories"):
+        AdapterDirectories([tmp_path / "allowed"], check_late).inspect(str(one))
+    check(one)
+
+
 def _fifo(path: Path) -> None:
     os.mkfifo(path)
 

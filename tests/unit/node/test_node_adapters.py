@@ -390,6 +390,27 @@ async def test_a_fault_of_no_known_kind_may_pass(tmp_path: Path) -> None:
     await threads.close()
 
 
+async def test_a_load_opens_no_file_outside_of_the_allowed_directories(tmp_path: Path) -> None:
+    one, secret = write_simple_adapter(tmp_path / "allowed" / "one"), write_simple_adapter(tmp_path / "secret")
+    digest = open_adapter(one).digest()
+    runner = SimulatedRunner(SimulatedSpec())
+    load = runner.load_adapter
+
+    def load_late(directory: Path, digest: str) -> None:
+        (one / "adapter_model.safetensors").unlink()
+        (one / "adapter_model.safetensors").symlink_to(secret / "adapter_model.safetensors")
+        load(directory, digest)
+
+    runner.load_adapter = load_late  # type: ignore[method-assign]
+    threads = AdapterThreads(runner, AdapterDirectories([tmp_path / "allowed"], runner.check_adapter))
+    faults: queue.SimpleQueue[AdapterFault | None] = queue.SimpleQueue()
+    threads.load(digest, str(one), faults.put)
+    fault = await asyncio.to_thread(faults.get, timeout=30)
+    assert fault is not None
+    assert "leads out of the directories" in fault.reason
+    await threads.close()
+
+
 class _Hanging:
     """Reads that hang until they may end."""
 

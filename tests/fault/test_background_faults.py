@@ -216,9 +216,9 @@ STARTERS = {"create_task", "ensure_future", "Thread", "ThreadPoolExecutor", "Dae
 GUARDED_OTHERWISE = {
     "router/app.py": (1, "the question to another router awaits it"),
     "router/process.py": (4, "the run itself awaits them"),
-    "router/http/endpoints.py": (1, "the answer to the call awaits its parts"),
     "router/http/server.py": (1, "the start awaits it"),
     "router/node_links.py": (1, "the link's task awaits the attachment"),
+    "router/operations/adapters.py": (2, "the follower of adapters awaits them"),
     "router/operations/steering.py": (2, "the drain that waits awaits them"),
     "kv_transfer/link/link.py": (4, "the link's run awaits them"),
     "kv_transfer/mover/daemon_worker.py": (1, "a fault of what is submitted is in its future"),
@@ -227,6 +227,7 @@ GUARDED_OTHERWISE = {
     "kv_transfer/mover/parts_mover.py": (2, "the watch and the stop of all parts await them"),
     "kv_transfer/remote/mover_server.py": (1, "the thread reports the fault to the node"),
     "kv_transfer/remote/remote_mover.py": (1, "the thread reports its fault"),
+    "baton/node/attempts/encoder_thread.py": (1, "the work reports its faults to the requests that need it"),
     "baton/node/driver.py": (1, "the thread reports its fault"),
     "baton/node/serve.py": (3, "the drain awaits them"),
     "baton/registry/redis_flights.py": (1, "a read is awaited by who asked"),

@@ -57,6 +57,7 @@ from router.front import GenerationHandler, OperatorHandler
 from router.http.adapters import adapter_routes
 from router.http.app import HttpFront
 from router.http.cors import with_cors
+from router.http.image_urls import ImageFetcher
 from router.http.json_body import base64_bytes
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
@@ -132,6 +133,9 @@ class RouterProcess:
         rules = None
         if images is not None:
             rules = ImageRules(images, config.max_images, config.max_image_bytes, config.max_image_pixels)
+        fetcher = None
+        if takes_images and (prefixes := [part for each in config.image_urls.split(",") if (part := each.strip())]):
+            fetcher = ImageFetcher(prefixes, config.max_images, config.max_image_bytes)
         limits = DispatchLimits(**settings_for(DispatchLimits, config), prompt_embeds_bytes=embeds_bytes)
         workers = BoundedWorkers()
         work = BoundedWork(ConstraintChecker(workers))
@@ -166,7 +170,7 @@ class RouterProcess:
             parsers = AnswerParsers.of(config.tool_call_parser, config.reasoning_parser, template.source)
         front = HttpFront(
             handler,
-            ServedModel(cards, codec, template, datetime.now, request_template, parsers, rules),
+            ServedModel(cards, codec, template, datetime.now, request_template, parsers, rules, fetcher),
             self._why_not_ready,
             self._metrics,
             clock,

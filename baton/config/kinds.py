@@ -22,6 +22,8 @@ _ORIGIN = re.compile(
     r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]{1,5})?\Z|[a-z][a-z0-9+.-]*://\[[0-9a-f:]+\](:[0-9]{1,5})?\Z"
 )
 """An origin as browsers write it in their header `origin`: in lower case, without a path or a slash at its end."""
+_URL_PREFIX = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?(/[A-Za-z0-9_.~/-]*)?\Z")
+"""The beginning of URLs: a scheme, a host in lower case, and a path."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 
@@ -42,6 +44,13 @@ def _origins(value: str) -> str:
     for origin in filter(None, (part.strip() for part in value.split(","))):
         if origin != "*" and not _ORIGIN.match(origin):
             raise ValueError(f"{origin[:80]!r} must be * or an origin such as https://chat.example.org:8443")
+    return value
+
+
+def _url_prefixes(value: str) -> str:
+    for prefix in _parts(value):
+        if not _URL_PREFIX.match(prefix):
+            raise ValueError(f"{prefix[:80]!r} must be a URL such as https://images.example.org/public/")
     return value
 
 
@@ -94,6 +103,7 @@ class Several:
 
 Name = Annotated[str, AfterValidator(_name)]
 Origins = Annotated[str, AfterValidator(_origins)]
+UrlPrefixes = Annotated[str, AfterValidator(_url_prefixes), Several]
 SpeculativeConfig = Annotated[str, AfterValidator(checked_speculation)]
 AdapterModules = Annotated[str, AfterValidator(_adapter_modules), Several]
 AdapterDirectories = Annotated[str, AfterValidator(_adapter_directories), Several]

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ByteSize, Field
 
 from baton.config.cluster import ClusterSettings, ProcessSettings
-from baton.config.kinds import Count, CountOrZero, Name, OnOff, Origins, Port, Seconds
+from baton.config.kinds import Count, CountOrZero, Name, OnOff, Origins, Port, Seconds, UrlPrefixes
 from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_IMAGES, MAX_PROMPT_EMBEDS_BYTES
 
 
@@ -80,6 +80,11 @@ class RouterSettings(ClusterSettings):
         16 << 20,
         le=MAX_IMAGE_PIXELS,
         description="Most pixels of one image, which are decoded on a node: three bytes each.",
+    )
+    image_urls: UrlPrefixes = Field(
+        "",
+        description="Beginnings of URLs, separated by commas, such as https://images.example.org/public/, from which "
+        "the router fetches images that requests name. Default: none; images come with their requests.",
     )
     tool_call_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "mistral-args", "smollm2"] = Field(
         "auto",

@@ -41,6 +41,7 @@ from router.http.answers import (
 )
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.completions import CompletionBody
+from router.http.bodies.content_parts import message_parts
 from router.http.bodies.generation import GenerationBody, read_generation
 from router.http.chat_plan import plan_chat
 from router.http.client import Client
@@ -161,6 +162,8 @@ class Endpoint(Generic[P]):
         with with_client_names(self.names, sent):
             async with Client(receive, send, self._keep_alive_s, self.keep_alive) as client:
                 card = self._model.card if last_event_id is None else _card_for_resuming(self._model.card, found)
+                if self.takes_images and self._model.image_fetcher is not None:
+                    await self._model.image_fetcher.put_images_in(found, place.take)
                 arguments = found, scope["state"]["request_id"], timeout_s, card
                 parser = self._parser(found)
                 parsed = await make_prompts(
@@ -408,10 +411,7 @@ _IMAGE_TYPES = ("image", "image_url", "input_image")
 
 def has_images(found: Mapping[str, Any]) -> bool:
     """Whether messages of a body, or of its input, have images, whose headers and tokens take long for their bytes."""
-    lists = [value for name in ("messages", "input") if isinstance(value := found.get(name), list)]
-    contents = (message.get("content") for messages in lists for message in messages if isinstance(message, dict))
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, dict) and part.get("type") in _IMAGE_TYPES for part in parts)
+    return any(part.get("type") in _IMAGE_TYPES for part in message_parts(found))
 
 
 async def in_thread_if_large(

@@ -15,6 +15,7 @@ from router.admission.images import ImageRules, check_takes_images
 from router.admission.validation import check_text
 from router.http.bodies.chats import ChatPrompt
 from router.http.bodies.tools import ToolBody
+from router.http.image_urls import ImageFetcher
 from router.http.logprobs import as_token_id
 from router.http.parsed_text import AnswerParsers
 from router.http.template_messages import template_message, with_parts
@@ -69,11 +70,13 @@ class ServedModel:
         request_template: Callable[[str], Template] | None = None,
         answer_parsers: AnswerParsers | None = None,
         image_rules: ImageRules | None = None,
+        image_fetcher: ImageFetcher | None = None,
     ) -> None:
         """`request_template` makes a template of the source that a request has; None: such requests are refused.
         `answer_parsers`: by default those that fit the model's template. `image_rules`: None: the model takes no
-        images.
+        images. `image_fetcher`: None: images come with their requests alone.
         """
+        self.image_fetcher = image_fetcher
         self._image_rules = image_rules
         self._card = card
         self._vocabulary = vocabulary

@@ -21,6 +21,7 @@ from baton.runner.model_runner import TorchModelRunner
 from baton.text.tokenizer import Tokenizer
 from tests.support.caller import TokenCount
 from tests.support.image_models import add_image_tokens, random_image, write_image_model
+from tests.support.image_server import image_server
 from tests.support.mini_cluster import BOTH_KINDS, mini_cluster
 
 pytestmark = pytest.mark.one_transport
@@ -111,6 +112,24 @@ async def check_responses(client: openai.AsyncOpenAI, model: str, image: bytes) 
         )
 
 
+async def check_urls(client: openai.AsyncOpenAI, model: str, image: bytes, url: str) -> None:
+    """A chat and a response about an image that the router fetches have the texts of the same image in the request."""
+    (asked,) = chat("What is this? ", image)
+    text, part = asked["content"]
+    by_url = {"role": "user", "content": [text, part | {"image_url": {"url": url}}]}
+    texts = [
+        (await client.chat.completions.create(model=model, messages=cast(Any, [message]), temperature=0, max_tokens=4))
+        .choices[0]
+        .message.content
+        for message in (asked, by_url)
+    ]
+    parts = [{"type": "input_text", "text": text["text"]}, {"type": "input_image", "image_url": url}]
+    response = await client.responses.create(
+        model=model, input=cast(Any, [{"role": "user", "content": parts}]), temperature=0, max_output_tokens=4
+    )
+    assert texts == [response.output_text] * 2
+
+
 @pytest.mark.parametrize("name", ["idefics3", "qwen2_vl"])
 async def test_chats_with_images_have_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
     write_image_model(tmp_path, name)
@@ -135,7 +154,14 @@ async def test_chats_with_images_have_the_tokens_of_transformers(tmp_path: Path,
     }
     expected = {each: generate_with_transformers(tmp_path, parts) for each, parts in chats.items()}
     async with (
-        mini_cluster(make_runner, tmp_path, decode=2, router_settings=BOTH_KINDS, max_num_batched_tokens=24) as cluster,
+        image_server({"/open/a": a}) as (served, base),
+        mini_cluster(
+            make_runner,
+            tmp_path,
+            decode=2,
+            router_settings={**BOTH_KINDS, "image_urls": f"{base}/open/"},
+            max_num_batched_tokens=24,
+        ) as cluster,
         openai.AsyncOpenAI(base_url=f"http://{cluster.router.http}/v1", api_key="any") as client,
     ):
         (card,) = (await client.models.list()).data
@@ -167,6 +193,8 @@ async def test_chats_with_images_have_the_tokens_of_transformers(tmp_path: Path,
         ]
 
         await check_responses(client, card.id, a)
+        await check_urls(client, card.id, a, f"{base}/open/a")
+        assert served.requested == ["/open/a"] * 2
 
         for content, reason in (
             ([{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}], "not fetched"),

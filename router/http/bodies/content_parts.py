@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,14 @@ def image_of_base64(data: str, name: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except ValueError:
         raise ValueError(f"{name}: the image is not base64") from None
+
+
+def message_parts(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The parts of the messages of a body, or of its input, before anything of it was checked, in any API."""
+    lists = [value for name in ("messages", "input") if isinstance(value := found.get(name), list)]
+    contents = (message.get("content") for messages in lists for message in messages if isinstance(message, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return (part for part in parts if isinstance(part, dict))
 
 
 def images_in(contents: Sequence[Content]) -> list[bytes]:

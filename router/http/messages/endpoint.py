@@ -26,7 +26,7 @@ from router.http.endpoints import (
     with_client_names,
 )
 from router.http.errors import Headers
-from router.http.json_body import MAX_BODY_BYTES, base64_bytes, parse_json, read_body
+from router.http.json_body import MAX_BODY_BYTES, LargeBodies, LargeBody, base64_bytes, parse_json, read_body
 from router.http.messages.bodies import CountBody, MessagesBody
 from router.http.messages.content import WholeContent
 from router.http.messages.events import PING, MessageLabel, MessageWriter, usage_of
@@ -107,13 +107,20 @@ class CountTokens:
     def __init__(self, handler: Handler, model: ServedModel) -> None:
         self._handler = handler
         self._model = model
+        self._large_bodies = LargeBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._large_bodies.place() as place:
+            await self._answer(scope, receive, send, place)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, place: LargeBody) -> None:
         _check_version(scope)
-        content = await read_body(scope, receive, MAX_BODY_BYTES + base64_bytes(self._model.most_image_bytes))
+        content = await read_body(scope, receive, MAX_BODY_BYTES + base64_bytes(self._model.most_image_bytes), place)
         found = await in_thread_if_large(self._handler, content, parse_json, content)
         async with Client(receive, send) as client:
             with with_client_names(_NAMES, found):
+                if self._model.image_fetcher is not None:
+                    await self._model.image_fetcher.put_images_in(found, place.take)
                 more_bytes = MAX_BODY_BYTES if has_images(found) else 0
                 count = await in_thread_if_large(self._handler, content, self._count, found, more_bytes=more_bytes)
             headers = [(b"content-type", b"application/json"), *id_headers(scope["state"]["request_id"])]

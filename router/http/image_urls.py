@@ -1,0 +1,158 @@
+"""Fetches the images that a request names by URL, from the servers that the operator allows and from no others.
+
+Whoever may send requests can make the router send one of its own to these servers. So a URL is compared with the
+operator's list as the HTTP client reads it, redirects are not followed, proxies of the environment are not used, and
+what is fetched is bounded in number, bytes and time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import httpx2
+
+from baton.background import gather_all
+from baton.errors import InvalidRequest
+from router.http.bodies.content_parts import message_parts
+
+FETCH_S = 10.0
+"""How long all images of a request may take to arrive."""
+_MAX_URL_CHARS = 2048
+_MOST_AT_ONCE = 4
+"""The most images of one request that are fetched at once."""
+_DOTS = re.compile(rb"%2e|%2f|%5c|\\|//|/\.", re.IGNORECASE)
+"""What in a path some servers read as a way to another folder."""
+_MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    data: bytes
+    media_type: str
+
+
+@dataclass(slots=True)
+class _Budget:
+    """The bytes that a request's images may still have."""
+
+    most_bytes: int
+    used: int = 0
+
+    def take(self, count: int) -> None:
+        self.used += count
+        if self.used > self.most_bytes:
+            raise InvalidRequest("images", f"have more than {self.most_bytes} bytes together")
+
+
+class ImageFetcher:
+    """Fetches images from URLs that begin with one of `prefixes`, which have a scheme, a host and a path.
+
+    `most_images` and `most_bytes` (together, as they are sent) bound one request; `fetch_s`: seconds for all of them.
+    """
+
+    def __init__(self, prefixes: Sequence[str], most_images: int, most_bytes: int, fetch_s: float = FETCH_S) -> None:
+        self._prefixes = [_with_slash(httpx2.URL(prefix)) for prefix in prefixes]
+        self._most_images = most_images
+        self._most_bytes = most_bytes
+        self._fetch_s = fetch_s
+        # Loading the system's authorities takes 35 ms.
+        self._tls = ssl.create_default_context()
+
+    async def put_images_in(self, found: Mapping[str, Any], before: Callable[[], None]) -> None:
+        """Replace the URLs in a body's messages by the images; others than those on the list are left there.
+
+        `before`: called before anything is fetched. Raises InvalidRequest, and what `before` raises.
+        """
+        places = [(url, put) for part in message_parts(found) if (place := _place_of(part)) for url, put in [place]]
+        wanted = {text: url for text, _ in places if (url := self._allowed(text)) is not None}
+        if not wanted:
+            return
+        if len(places) > self._most_images:
+            raise InvalidRequest("images", f"are {len(places)}; at most {self._most_images} are taken")
+        before()
+        budget, turns = _Budget(self._most_bytes), asyncio.Semaphore(_MOST_AT_ONCE)
+        try:
+            async with (
+                asyncio.timeout(self._fetch_s),
+                httpx2.AsyncClient(verify=self._tls, trust_env=False, timeout=self._fetch_s) as client,
+            ):
+                images = await gather_all([self._fetch(client, url, budget, turns) for url in wanted.values()])
+        except TimeoutError:
+            raise InvalidRequest("images", f"did not arrive from their URLs within {self._fetch_s:g} s") from None
+        fetched = dict(zip(wanted, images, strict=True))
+        await asyncio.to_thread(_put_all, [(put, fetched[text]) for text, put in places if text in fetched])
+
+    def _allowed(self, text: str) -> httpx2.URL | None:
+        """The URL as it is to be fetched; None: it is not to be fetched."""
+        if len(text) > _MAX_URL_CHARS or not text.startswith(("http://", "https://")):
+            return None
+        try:
+            url = httpx2.URL(text)
+        except (httpx2.InvalidURL, ValueError):
+            return None
+        path = url.raw_path.partition(b"?")[0]
+        if url.userinfo or _DOTS.search(path):
+            return None
+        is_allowed = any(
+            (url.scheme, url.host, url.port) == (prefix.scheme, prefix.host, prefix.port)
+            and path.startswith(prefix.raw_path)
+            for prefix in self._prefixes
+        )
+        return url if is_allowed else None
+
+    async def _fetch(
+        self, client: httpx2.AsyncClient, url: httpx2.URL, budget: _Budget, turns: asyncio.Semaphore
+    ) -> _Image:
+        named = f"{url.scheme}://{url.netloc.decode('latin-1')}{url.path}"[:200]
+        try:
+            # Compressed answers would be bounded by what they decompress to, which is not known.
+            async with turns, client.stream("GET", url, headers={"accept-encoding": "identity"}) as answer:
+                if answer.status_code != 200:
+                    raise InvalidRequest("images", f"can't be had: {named} answered {answer.status_code}")
+                if answer.headers.get("content-encoding", "identity") != "identity":
+                    raise InvalidRequest("images", f"can't be had: {named} answered in another encoding")
+                data = bytearray()
+                async for piece in answer.aiter_raw():
+                    budget.take(len(piece))
+                    data += piece
+        except (httpx2.HTTPError, httpx2.StreamError) as error:
+            raise InvalidRequest("images", f"can't be had: {named} failed ({type(error).__name__})") from None
+        media_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+        return _Image(bytes(data), media_type if media_type in _MEDIA_TYPES else _MEDIA_TYPES[0])
+
+
+def _with_slash(prefix: httpx2.URL) -> httpx2.URL:
+    return prefix if prefix.path.endswith("/") else prefix.copy_with(path=f"{prefix.path}/")
+
+
+def _place_of(part: dict[str, Any]) -> tuple[str, Callable[[_Image], None]] | None:
+    """The URL that a part has, if any, and what puts an image in its place. The part may be anything."""
+    match part:
+        case {"type": "image_url", "image_url": {"url": str() as url} as holder}:
+            return url, partial(_put_url, holder, "url")
+        case {"type": "image_url" | "input_image", "image_url": str() as url}:
+            return url, partial(_put_url, part, "image_url")
+        case {"type": "image", "source": {"type": "url", "url": str() as url} as source} if len(source) == 2:
+            return url, partial(_put_source, source)
+    return None
+
+
+def _put_all(images: Sequence[tuple[Callable[[_Image], None], _Image]]) -> None:
+    for put, image in images:
+        put(image)
+
+
+def _put_url(holder: dict[str, Any], name: str, image: _Image) -> None:
+    holder[name] = f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
+
+
+def _put_source(source: dict[str, Any], image: _Image) -> None:
+    source.clear()
+    source.update(type="base64", media_type=image.media_type, data=base64.b64encode(image.data).decode())

@@ -35,6 +35,7 @@ PER_PROCESS = {"threads", "metrics_port", "grpc_port", "http_port"}
 SPECIAL: dict[str, Any] = {
     "advertise": "host:37",
     "cors_origins": "https://chat.example.org",
+    "image_urls": "https://images.example.org/public/",
     "decode_block_size": 48,
     "first_host": "host:37",
     "prefill_block_size": 48,

@@ -10,7 +10,15 @@ from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, Em
 from baton.messages.generation import Finished, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN
 from baton.messages.pooling import Pooling, PoolingRequest
-from router.pooling import PoolingCall, PoolingHandler, PoolingInput, PoolingVocabulary, numbers_of, pool_all
+from router.pooling import (
+    SMALL_VECTORS,
+    PoolingCall,
+    PoolingHandler,
+    PoolingInput,
+    PoolingVocabulary,
+    numbers_of,
+    pool_all,
+)
 from router.scoring import TextPair, score_pairs
 
 
@@ -54,10 +62,17 @@ async def embed(
         return EmbedResponse(call.request_id, results, _num_tokens(scored.results))
     inputs = [_input(one, place, is_pair=is_classified) for place, one in enumerate(request.inputs)]
     ends = await pool_all(replace(call, inputs=inputs), handler, vocabulary, card, timeout_s)
-    vectors = [numbers_of(one.embedding) for one in ends]
     labels = card.pooling.labels if is_classified else ()
-    results = [EmbedResult(vector, labels[vector.index(max(vector))] if labels else "") for vector in vectors]
+    if sum(len(one.embedding) for one in ends) <= SMALL_VECTORS:
+        results = _results(ends, labels)
+    else:
+        results = await handler.in_thread(_results, ends, labels)
     return EmbedResponse(call.request_id, results, _num_tokens(ends))
+
+
+def _results(ends: Sequence[Finished], labels: Sequence[str]) -> Sequence[EmbedResult]:
+    vectors = [numbers_of(one.embedding) for one in ends]
+    return [EmbedResult(vector, labels[vector.index(max(vector))] if labels else "") for vector in vectors]
 
 
 def _input(one: EmbedInput, place: int, *, is_pair: bool) -> PoolingInput:

@@ -9,7 +9,6 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import math
 import struct
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -29,6 +28,8 @@ _LEAST_AT_ONCE, _MOST_AT_ONCE, _TOKENS_AT_ONCE = 32, 128, 4096
 bounds. The others wait here, and not in the queue of all clients."""
 _SMALL_CHARS = 16 << 10
 """Texts that are together no longer than this are tokenized on the event loop."""
+SMALL_VECTORS = 16 << 10
+"""Vectors that are together no longer than so many bytes are computed with and written on the event loop."""
 
 T = TypeVar("T")
 
@@ -240,8 +241,3 @@ def _within(texts: Sequence[Sequence[int]], most: int | None, *, is_first: bool)
 def numbers_of(vector: bytes) -> Sequence[float]:
     """The numbers of a vector; written as JSON and read again, each is the same float32."""
     return struct.unpack(f"<{len(vector) // 4}f", vector)
-
-
-def cosine(one: bytes, other: bytes) -> float:
-    """The cosine of the angle between two vectors of length 1."""
-    return math.fsum(x * y for x, y in zip(numbers_of(one), numbers_of(other), strict=True))

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import Finished, ModelCard
 from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_INPUTS
-from router.pooling import PoolingCall, PoolingHandler, PoolingInput, PoolingVocabulary, cosine, numbers_of, pool_all
+from router.pooling import (
+    SMALL_VECTORS,
+    PoolingCall,
+    PoolingHandler,
+    PoolingInput,
+    PoolingVocabulary,
+    numbers_of,
+    pool_all,
+)
 
 
 class TextPair(NamedTuple):
@@ -62,4 +73,17 @@ async def score_pairs(
     pooling = replace(call.pooling, normalize=True)
     results = await pool_all(replace(call, inputs=inputs, pooling=pooling), handler, vocabulary, card, timeout_s)
     vectors = [one.embedding for one in results]
-    return Scores([cosine(vectors[places[pair.first]], vectors[places[pair.second]]) for pair in pairs], results)
+    compared = [(places[pair.first], places[pair.second]) for pair in pairs]
+    num_bytes = sum(map(len, vectors)) + len(pairs) * len(vectors[0])
+    if num_bytes <= SMALL_VECTORS:
+        return Scores(cosines(vectors, compared), results)
+    return Scores(await handler.in_thread(cosines, vectors, compared), results)
+
+
+def cosines(vectors: Sequence[bytes], pairs: Sequence[tuple[int, int]]) -> list[float]:
+    """The cosines of pairs of vectors of length 1, by their places. May be called in a thread.
+
+    A product of two float32 is exact in float64, and the sum is rounded once: it depends on no order.
+    """
+    numbers = [np.frombuffer(vector, dtype="<f4").astype(np.float64) for vector in vectors]
+    return [math.fsum((numbers[one] * numbers[other]).tolist()) for one, other in pairs]

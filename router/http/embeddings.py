@@ -21,10 +21,10 @@ class Embeddings(PoolingEndpoint[EmbeddingBody]):
         return as_json(
             {
                 "object": "list",
-                "data": [
+                "data": (
                     {"object": "embedding", "index": place, "embedding": write(one.embedding)}
                     for place, one in enumerate(results)
-                ],
+                ),
                 "model": body.model or self._model.card.name,
                 "usage": usage_of(results),
             }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -16,7 +16,7 @@ from router.http.client import Client
 from router.http.endpoints import Handler, check_request_id, in_thread_if_large, timeout_of, with_client_names
 from router.http.json_body import parse_json, read_body
 from router.http.model import ServedModel
-from router.pooling import PoolingCall, pool_all
+from router.pooling import SMALL_VECTORS, PoolingCall, pool_all
 
 B = TypeVar("B", bound=PoolingBody)
 
@@ -30,8 +30,6 @@ class Response(NamedTuple):
 
 
 _NAMES: Mapping[str, Sequence[str]] = {"request_id": ("request_id", "x-request-id")}
-_MANY = 16
-"""An answer of more results than this is written in a thread: hundreds of vectors would hold the event loop."""
 
 
 class PoolingEndpoint(Generic[B]):
@@ -65,11 +63,12 @@ class PoolingEndpoint(Generic[B]):
     async def _respond(self, body: B, call: PoolingCall, timeout_s: float | None) -> Response:
         """The answer to a body; raises BatonError."""
         results = await pool_all(call, self._handler, self._model.vocabulary, self._model.card, timeout_s)
-        return Response(await self._written(len(results), self._answer, body, call, results), results[0])
+        num_bytes = sum(len(one.embedding) for one in results)
+        return Response(await self._written(num_bytes, self._answer, body, call, results), results[0])
 
-    async def _written(self, num_results: int, write: Callable[..., bytes], *arguments: object) -> bytes:
-        """What `write` makes of an answer's results, in a thread if there are many."""
-        return await self._handler.in_thread(write, *arguments) if num_results > _MANY else write(*arguments)
+    async def _written(self, num_bytes: int, write: Callable[..., bytes], *arguments: object) -> bytes:
+        """What `write` makes of results of so many bytes, in a thread if they are many."""
+        return await self._handler.in_thread(write, *arguments) if num_bytes > SMALL_VECTORS else write(*arguments)
 
     def _answer(self, body: B, call: PoolingCall, results: Sequence[Finished]) -> bytes:
         """The JSON of the answer. May be called in a thread."""
@@ -83,5 +82,12 @@ def usage_of(results: Sequence[Finished]) -> dict[str, Any]:
 
 
 def as_json(answer: Mapping[str, Any]) -> bytes:
-    """The answer as JSON text."""
-    return json.dumps(answer, ensure_ascii=False).encode()
+    """The answer as JSON text. An iterator becomes an array, which is written one item at a time: one call for
+    hundreds of vectors would keep the interpreter from the event loop for as long as it takes, even in a thread."""
+    return ("{" + ", ".join(f"{_dumped(name)}: {_dumped(value)}" for name, value in answer.items()) + "}").encode()
+
+
+def _dumped(value: Any) -> str:
+    if isinstance(value, Iterator):
+        return "[" + ", ".join(map(_dumped, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from baton.clock import Clock
@@ -28,22 +28,23 @@ class Classify(PoolingEndpoint[ClassifyBody]):
 
     def _answer(self, body: ClassifyBody, call: PoolingCall, results: Sequence[Finished]) -> bytes:
         labels = self._model.card.pooling.labels
-        data = []
-        for place, one in enumerate(results):
-            probs = numbers_of(one.embedding)
-            best = max(range(len(probs)), key=probs.__getitem__)
-            label = labels[best] if best < len(labels) else None
-            data.append({"index": place, "label": label, "probs": probs, "num_classes": len(probs)})
         return as_json(
             {
                 "id": f"classify-{call.request_id}",
                 "object": "list",
                 "created": int(self._clock.wall()),
                 "model": self._model.card.name,
-                "data": data,
+                "data": (_classified(place, one, labels) for place, one in enumerate(results)),
                 "usage": usage_of(results),
             }
         )
+
+
+def _classified(place: int, result: Finished, labels: Sequence[str]) -> Mapping[str, Any]:
+    probs = numbers_of(result.embedding)
+    best = max(range(len(probs)), key=probs.__getitem__)
+    label = labels[best] if best < len(labels) else None
+    return {"index": place, "label": label, "probs": probs, "num_classes": len(probs)}
 
 
 class _ScoringEndpoint(PoolingEndpoint[S]):
@@ -56,7 +57,9 @@ class _ScoringEndpoint(PoolingEndpoint[S]):
     async def _respond(self, body: S, call: PoolingCall, timeout_s: float | None) -> Response:
         pairs = body.pairs()
         scored = await score_pairs(pairs, call, self._handler, self._model.vocabulary, self._model.card, timeout_s)
-        answer = await self._written(len(pairs), self._write, body, call, pairs, scored)
+        # An answer may repeat the texts of the pairs.
+        num_bytes = sum(len(pair.second) for pair in pairs)
+        answer = await self._written(num_bytes, self._write, body, call, pairs, scored)
         return Response(answer, scored.results[0])
 
     def _write(self, body: S, call: PoolingCall, pairs: Sequence[TextPair], scored: Scores) -> bytes:

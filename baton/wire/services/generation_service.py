@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence, Sized
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -44,6 +45,8 @@ from baton.wire.http2.call import Call
 SERVICE_NAME = "baton.v1.Generation"
 _SMALL_BYTES = 16 << 10
 """Size up to which the fields of a message are listed without further checks."""
+_FEW_NUMBERS = 4096
+"""The most numbers of vectors that are put into a message on the event loop."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -184,7 +187,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         decoded = embed_request_from_pb(request)
         if self._takes_traces:
             decoded = replace(decoded, traceparent=_traceparent(context))
-        return EMBED_RESPONSE.to_pb(await self._handler.embed(decoded, context.time_remaining()))
+        response = await self._handler.embed(decoded, context.time_remaining())
+        if sum(len(one.values) for one in response.results) <= _FEW_NUMBERS:
+            return EMBED_RESPONSE.to_pb(response)
+        # A million numbers would hold the event loop for as long as a hundred tokens take.
+        return await asyncio.to_thread(EMBED_RESPONSE.to_pb, response)
 
     async def ListModels(
         self, request: generation.ListModelsRequest, context: _Context

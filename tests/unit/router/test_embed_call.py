@@ -55,6 +55,13 @@ async def test_texts_are_labelled_and_pairs_are_scored() -> None:
     assert [list(one.values) for one in scored.results] == [[pytest.approx(0.6)], [1.0]]
 
 
+async def test_results_of_many_numbers_are_made_in_a_thread() -> None:
+    for size, num_threads in ((2, 0), (4097, 1)):
+        answer, handler = await answered(replace(PLAIN, inputs=PLAIN.inputs[:1]), CARD, vector(*range(size)))
+        assert list(answer.results[0].values) == list(range(size))
+        assert handler.num_in_threads == num_threads
+
+
 async def test_a_call_that_is_cancelled_ends_its_parts() -> None:
     handler = FakeHandler()
     answering = asyncio.create_task(embed(PLAIN, handler, FakeTokenizer(), CARD, None))

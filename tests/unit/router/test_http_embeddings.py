@@ -13,6 +13,7 @@ from baton.errors import EngineFault, InvalidRequest, QuotaExceeded
 from baton.messages.generation import Finished
 from baton.messages.pooling import PoolingRequest
 from baton.testing.fake_handler import FakeCall
+from router.http.pooling_endpoint import as_json
 from tests.support.http_rig import CARD, HttpRig, finished
 from tests.support.router_parts import MODEL
 
@@ -93,6 +94,27 @@ async def test_one_failed_input_fails_the_call_and_ends_the_others() -> None:
         await exchange.end()
         assert (exchange.status, exchange.error["param"]) == (status, param)
         await third.is_closed.wait()
+
+
+@pytest.mark.parametrize(("count", "size", "num_threads"), [(40, 2, 0), (1, 4096, 0), (1, 4097, 1), (3, 2048, 1)])
+async def test_an_answer_of_many_numbers_is_written_in_a_thread(count: int, size: int, num_threads: int) -> None:
+    rig = HttpRig()
+    exchange = rig.post(PATH, {"input": ["a"] * count})
+    calls = [await rig.next_call() for _ in range(min(count, 32))]
+    for number in range(count):
+        if number >= len(calls):
+            calls.append(await rig.next_call())
+        calls[number].tell(embedded(*range(number, number + size)))
+    data = (await exchange.end()).json["data"]
+    assert [one["embedding"] for one in data] == [list(range(place, place + size)) for place in range(count)]
+    assert rig.handler.num_in_threads == num_threads
+
+
+def test_the_items_of_an_answer_are_written_one_at_a_time() -> None:
+    written = as_json({"object": "list", "data": ({"index": n, "text": "ä"} for n in range(2)), "none": iter(())})
+    assert written == (
+        '{"object": "list", "data": [{"index": 0, "text": "ä"}, {"index": 1, "text": "ä"}], "none": []}'.encode()
+    )
 
 
 async def test_a_client_that_leaves_ends_all_inputs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import struct
 from dataclasses import replace
 from typing import Any
@@ -86,6 +87,15 @@ async def test_models_that_embed_score_by_cosine_and_each_text_is_embedded_once(
     scores = [one["score"] for one in answer["data"]]
     assert scores == [pytest.approx(0.6), pytest.approx(0.6)]
     assert answer["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
+
+
+async def test_cosines_of_long_vectors_are_made_in_a_thread_and_rounded_once() -> None:
+    long = [vector(*(math.sin(n * place) for n in range(5000))) for place in (1, 2)]
+    rig = HttpRig()
+    answer = await answered(rig, "/score", {"text_1": "a", "text_2": "b"}, *long)
+    first, second = (struct.unpack("<5000f", one.embedding) for one in long)
+    assert answer["data"][0]["score"] == math.fsum(x * y for x, y in zip(first, second, strict=True))
+    assert rig.handler.num_in_threads == 1
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])

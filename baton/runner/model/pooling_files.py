@@ -7,7 +7,7 @@ with others is refused, since its vectors would be wrong without them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ _MODES = {
     "pooling_mode_lasttoken": Pooling.LAST,
 }
 _KINDS = {"cls": Pooling.CLS, "mean": Pooling.MEAN, "lasttoken": Pooling.LAST}
+_ACTIVATIONS: Mapping[str, Activation] = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+"""torch's names."""
 _MAX_LABELS = 4096
 _MAX_LABEL_CHARS = 256
-_FILES = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json")
 
 
 def read_pooling(directory: Path) -> ModelPooling:
@@ -45,7 +46,7 @@ def read_pooling(directory: Path) -> ModelPooling:
         is_encoder=encodes,
         generates=not (encodes or labels),
         labels=labels,
-        activation=_activation(config, len(labels)),
+        activation=_activation(config, len(labels), directory) if labels else "softmax",
         has_token_types=encodes and _number(config.get("type_vocab_size")) > 1,
         first_position=first_position(config) if encodes else 0,
         max_length=_max_length(config, directory) if encodes else 0,
@@ -70,9 +71,23 @@ def is_classifier(config: Mapping[str, Any]) -> bool:
     return any(str(name).endswith(_CLASSIFIER) for name in _list(config.get("architectures")))
 
 
+def is_decoder_of_both_ways(config: Mapping[str, Any]) -> bool:
+    """Whether a decoder with this config.json, or its text part, was trained to attend to the tokens behind, too."""
+    text = config.get("text_config")
+    parts = [config, text] if isinstance(text, dict) else [config]
+    return any(
+        one.get("use_bidirectional_attention") in (True, "all") or one.get("is_causal") is False for one in parts
+    )
+
+
 def pooling_fields(directory: Path) -> list[bytes]:
-    """The files that change vectors beside config.json, for the model's fingerprint; empty where there are none."""
-    return [(directory / name).read_bytes() for name in _FILES if (directory / name).is_file()]
+    """The files that change vectors beside config.json, for the model's fingerprint; empty where there are none.
+
+    Raises ConfigError for a modules.json that is not understood.
+    """
+    pooling = _pooling_path(_modules(directory)) or "1_Pooling"
+    names = ("modules.json", f"{pooling}/config.json", "sentence_bert_config.json")
+    return [(directory / name).read_bytes() for name in names if (directory / name).is_file()]
 
 
 def first_position(config: Mapping[str, Any]) -> int:
@@ -95,24 +110,39 @@ def _max_length(config: Mapping[str, Any], directory: Path) -> int:
 
 def _sentence_modules(directory: Path) -> tuple[Pooling, bool] | None:
     """How sentence-transformers pools, and whether it normalises; None for a directory that is not of its layout."""
-    file = directory / "modules.json"
-    if not file.is_file():
-        return None
-    modules = _json(file)
-    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
-        raise ConfigError(f"{file} is not a list of modules; copy it again")
-    kinds = [str(one.get("type", "")).rpartition(".")[2] for one in modules]
+    modules = _modules(directory)
+    kinds = list(map(_kind, modules))
     if unknown := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
         raise ConfigError(
             f"{directory} makes its vectors with a module {unknown[0]!r:.80}, which is not supported: choose a model "
             "that pools and normalises alone"
         )
-    path = next((str(one.get("path", "")) for one, kind in zip(modules, kinds, strict=True) if kind == "Pooling"), "")
+    path = _pooling_path(modules)
     if not path:
         return None
+    return _pooling_mode(_read(directory / path / "config.json"), directory / path), "Normalize" in kinds
+
+
+def _modules(directory: Path) -> list[Mapping[str, Any]]:
+    """The modules of sentence-transformers; empty for a directory that is not of its layout."""
+    file = directory / "modules.json"
+    if not file.is_file():
+        return []
+    modules = _json(file)
+    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+        raise ConfigError(f"{file} is not a list of modules; copy it again")
+    path = _pooling_path(modules)
     if Path(path).is_absolute() or ".." in Path(path).parts:
         raise ConfigError(f"{file} names the path {path!r:.80}, which is not below its directory")
-    return _pooling_mode(_read(directory / path / "config.json"), directory / path), "Normalize" in kinds
+    return modules
+
+
+def _kind(module: Mapping[str, Any]) -> str:
+    return str(module.get("type", "")).rpartition(".")[2]
+
+
+def _pooling_path(modules: Sequence[Mapping[str, Any]]) -> str:
+    return next((str(one.get("path", "")) for one in modules if _kind(one) == "Pooling"), "")
 
 
 def _pooling_mode(config: Mapping[str, Any], directory: Path) -> Pooling:
@@ -147,16 +177,28 @@ def classifier_labels(config: Mapping[str, Any], directory: Path) -> tuple[str, 
     return tuple(labels)
 
 
-def _activation(config: Mapping[str, Any], num_labels: int) -> Activation:
-    """What vLLM applies to the outputs: what the model says, otherwise sigmoid for one label, softmax for several."""
+def _activation(config: Mapping[str, Any], num_labels: int, directory: Path) -> Activation:
+    """What vLLM applies to the outputs: what the model says, otherwise sigmoid for one label, softmax for several.
+
+    A function that is named counts more than the kind of problem. Raises ConfigError for a name that is not known.
+    """
     of_cross_encoder = config.get("sentence_transformers")
     named = of_cross_encoder.get("activation_fn") if isinstance(of_cross_encoder, dict) else None
     named = str(named or config.get("sbert_ce_default_activation_function") or "")
-    if named.endswith("Identity") or config.get("problem_type") == "regression":
-        return "identity"
-    if named.endswith("Sigmoid") or config.get("problem_type") == "multi_label_classification" or num_labels == 1:
-        return "sigmoid"
-    return "softmax"
+    if named:
+        known = _ACTIVATIONS.get(named.rpartition(".")[2])
+        if known is None:
+            raise ConfigError(
+                f"{directory / 'config.json'} names the activation {named!r:.80}, which is not supported: "
+                f"{', '.join(_ACTIVATIONS)} are"
+            )
+        return known
+    match config.get("problem_type"):
+        case "regression":
+            return "identity"
+        case "multi_label_classification":
+            return "sigmoid"
+    return "sigmoid" if num_labels == 1 else "softmax"
 
 
 def _dimensions(value: Any, directory: Path) -> tuple[int, ...]:

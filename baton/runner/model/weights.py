@@ -26,7 +26,7 @@ from baton.runner.model.image_parts import divide_image_model, takes_images
 from baton.runner.model.layers import EXPERTS_NAME
 from baton.runner.model.mapped_files import DuplicateTensor, TensorOnFile, tensors_on_file
 from baton.runner.model.plain_on_file import dequantized_on_file, weights_on_file
-from baton.runner.model.pooling_files import is_classifier, is_encoder
+from baton.runner.model.pooling_files import is_classifier, is_decoder_of_both_ways, is_encoder
 from baton.runner.model.pooling_models import classifier_class, encoder_class, is_unused, with_head_renamed
 from baton.runner.model.quantization.formats import format_of
 from baton.runner.model.quantization.quantize import GROUP, Quantization
@@ -386,6 +386,11 @@ def _model_class(checkpoint: Checkpoint, config: Any) -> Any:
     known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     if is_encoder(checkpoint.config):
         return encoder_class(checkpoint.directory, config, checkpoint.config)
+    if is_decoder_of_both_ways(checkpoint.config):
+        raise ConfigError(
+            refusal + "its tokens attend to those behind, too (use_bidirectional_attention, or is_causal: false, in "
+            "config.json), and decoders are computed causally"
+        )
     if config.is_encoder_decoder or type(config) not in known:
         raise ConfigError(refusal + "only decoder-only text models are, and some that take images")
     model_class = known[type(config)]

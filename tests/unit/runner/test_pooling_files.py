@@ -69,6 +69,17 @@ def test_sentence_transformers_say_how_to_pool(tmp_path: Path, said: dict[str, A
     assert not read_pooling(tmp_path).normalizes
 
 
+def test_the_file_that_says_how_to_pool_is_part_of_the_fingerprint_wherever_it_is(tmp_path: Path) -> None:
+    found = []
+    for mode in ("mean", "cls"):
+        path = tmp_path / mode
+        (path / "pool").mkdir(parents=True)
+        (path / "pool" / "config.json").write_text(json.dumps({"pooling_mode": mode}))
+        directory(path, BERT, [MODULES[0], {**MODULES[1], "path": "pool"}])
+        found.append(pooling_fields(path))
+    assert found[0] != found[1]
+
+
 @pytest.mark.parametrize(
     ("modules", "said", "why"),
     [
@@ -98,8 +109,12 @@ def test_labels_and_what_makes_probabilities_of_their_outputs(tmp_path: Path) ->
         ({"problem_type": "multi_label_classification"}, "sigmoid"),
         ({"problem_type": "regression"}, "identity"),
         ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "identity"),
+        ({"sbert_ce_default_activation_function": "torch.nn.Sigmoid", "problem_type": "regression"}, "sigmoid"),
+        ({"sbert_ce_default_activation_function": "torch.nn.Softmax", "num_labels": 1}, "softmax"),
     ):
         assert read_pooling(directory(tmp_path, {**config, **named})).activation == activation
+    with pytest.raises(ConfigError, match=r"names the activation 'torch\.nn\.Tanh', which is not supported"):
+        read_pooling(directory(tmp_path, {**config, "sbert_ce_default_activation_function": "torch.nn.Tanh"}))
     wrongs: list[dict[str, Any]] = [{"num_labels": 0}, {"num_labels": 1 << 30}, {"id2label": {"0": "x" * 300}}]
     for wrong in (*wrongs, {"id2label": {}}):
         with pytest.raises(ConfigError, match="label"):

@@ -148,6 +148,8 @@ def test_weights_that_give_no_finite_logits_are_refused(directory: Path, number:
         ),
         (lambda d: edit_config(d, model_type="t5"), "'t5', which is not supported.*decoder-only"),
         (lambda d: edit_config(d, model_type="bloom"), "'bloom', which is not supported.*attention"),
+        (lambda d: edit_config(d, is_causal=False), "'qwen2', which is not supported: its tokens attend to those"),
+        (lambda d: edit_config(d, use_bidirectional_attention=True), "decoders are computed causally"),
         (
             lambda d: (d / "config.json").write_text('{"model_type": "mamba"}'),
             "'mamba', which is not supported.*attention",

@@ -26,6 +26,7 @@ from baton.errors import (
 from baton.fair_executor import FairExecutor
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.ids import SCOPED_ID_PATTERN, new_request_id, unscoped
+from baton.messages.request_limits import MAX_POOLED_TOKENS
 from baton.messages.sampling import Constraint
 from router.admission.bounded_work import BoundedWork
 from router.admission.images import ImageRules
@@ -57,6 +58,10 @@ class Links(NodeSender, Protocol):
     def listen(self, listener: LinkListener) -> None:
         """Set the listener of the links' events."""
         ...
+
+
+_QUICK_IDS = MAX_POOLED_TOKENS // 16
+"""The most token ids of a vector's input that are checked on the event loop, which takes some milliseconds."""
 
 
 class Dispatcher:
@@ -298,9 +303,11 @@ class Dispatcher:
             *(raw, self._card(), encode, self._rng, limits.min_priority, encode_part),
             *(limits.prompt_embeds_bytes, self._image_rules),
         )
-        num_chars = (
-            len(raw.prompt or ()) + _num_constraint_chars(raw) + sum([len(one.data) for one in raw.prompt_embeds])
-        )
+        # Of a vector's input the ids are only compared with bounds. A call has up to 256 inputs: were each long one
+        # checked in a thread, there would be more of them than the threads of a tenant take.
+        is_vector = raw.pooling is not None and not isinstance(raw.prompt, str)
+        num_prompt = max(0, len(raw.prompt or ()) - (_QUICK_IDS if is_vector else 0))
+        num_chars = num_prompt + _num_constraint_chars(raw) + sum([len(one.data) for one in raw.prompt_embeds])
         # Each image has thousands of tokens, and a header that takes milliseconds.
         if raw.images or num_chars > self._limits.thread_text_chars:
             request = await self.in_thread(raw.tenant, validate, *args)

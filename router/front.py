@@ -122,6 +122,10 @@ class GenerationHandler:
         named = replace(request, request_id=request.request_id or self._dispatcher.new_request_id())
         return await embed(named, self, self._codec, self._card(), timeout_s)
 
+    def embedding_size(self) -> int:
+        """Numbers in an embedding of the model, as nodes have reported it; 0: none has."""
+        return self._card().embedding_size
+
     def list_models(self) -> Sequence[ModelCard]:
         return self._card().with_adapters()
 

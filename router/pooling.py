@@ -9,6 +9,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import struct
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -28,6 +29,8 @@ _LEAST_AT_ONCE, _MOST_AT_ONCE, _TOKENS_AT_ONCE = 32, 128, 4096
 bounds. The others wait here, and not in the queue of all clients."""
 _SMALL_CHARS = 16 << 10
 """Texts that are together no longer than this are tokenized on the event loop."""
+_LONGEST_PREFIX = 60
+"""The most letters of a call's id in front of the numbers of its parts, whose ids have 64 at most."""
 SMALL_VECTORS = 16 << 10
 """Vectors that are together no longer than so many bytes are computed with and written on the event loop."""
 
@@ -58,6 +61,8 @@ class PoolingHandler(Protocol):
 
     def most_at_once(self) -> int | None: ...
 
+    def embedding_size(self) -> int: ...
+
     async def in_thread(self, work: Callable[..., T], *args: object) -> T: ...
 
 
@@ -71,6 +76,8 @@ class PoolingInput:
     """The second text of a pair; None: the input is no pair."""
     field: str = "input"
     """The client's field, for refusals."""
+    second_field: str = ""
+    """That of the second text, which is also blamed if both together are too long; empty: `field`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,7 @@ class PoolingCall:
     truncate: int | None = None
     """The most tokens of an input, special ones included; -1: as many as the model takes; None: longer inputs are
     refused. The first tokens of an encoder's input stay, and the last ones of others."""
+    most_inputs: int = MAX_INPUTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +145,11 @@ async def pool_all(
             except InvalidRequest as error:
                 if error.field != "prompt":
                     raise
-                raise InvalidRequest(call.inputs[place].field, error.reason) from error
+                blamed = call.inputs[place]
+                raise InvalidRequest(blamed.second_field or blamed.field, error.reason) from error
         if call.pooling.kind is not Pooling.CLASSIFY:
-            # Before a node has reported its size it was not known whether the vector can be cut.
-            check_dimensions(call.pooling.dimensions, card, len(finished.embedding) // 4)
+            # Before a node had reported its size it was not known whether the vector can be cut. Now one has.
+            check_dimensions(call.pooling.dimensions, card, handler.embedding_size() or len(finished.embedding) // 4)
         return finished
 
     return await gather_all([embed(*part) for part in enumerate(part_ids(call.request_id, len(call.inputs)))])
@@ -150,8 +159,9 @@ def check_call(call: PoolingCall, card: ModelCard) -> None:
     """Raises InvalidRequest for a call that asks this model for what it can't make."""
     check_model(call.model, card)
     check_pooling(call.pooling, card)
-    if len(call.inputs) > MAX_INPUTS:
-        raise InvalidRequest(call.inputs[0].field, f"has {len(call.inputs)} inputs; at most {MAX_INPUTS} are taken")
+    if len(call.inputs) > call.most_inputs:
+        count = f"has {len(call.inputs)} inputs; at most {call.most_inputs} are taken"
+        raise InvalidRequest(call.inputs[0].field, count)
 
 
 async def _vector(handler: PoolingHandler, request: GenerateRequest, timeout_s: float | None) -> Finished:
@@ -164,7 +174,13 @@ async def _vector(handler: PoolingHandler, request: GenerateRequest, timeout_s: 
 
 def part_ids(request_id: str, count: int) -> Sequence[str]:
     """The ids of the requests to the core that one call makes."""
-    return [request_id] if count == 1 else [f"{request_id[:60]}-{place}" for place in range(count)]
+    if count == 1:
+        return [request_id]
+    if len(request_id) > _LONGEST_PREFIX:
+        # Cut alone, two long ids with the same beginning would have the same parts.
+        digest = hashlib.sha256(request_id.encode()).hexdigest()[:16]
+        request_id = f"{request_id[: _LONGEST_PREFIX - 17]}.{digest}"
+    return [f"{request_id}-{place}" for place in range(count)]
 
 
 def tokenize(
@@ -183,20 +199,24 @@ def tokenize(
             assert vocabulary is not None
             texts = [ids_of[one.first]] + ([] if one.second is None else [ids_of[one.second]])
             num_special = vocabulary.num_special_tokens(pair=one.second is not None)
-            texts = _within(
-                texts, most if most is None else max(0, most - num_special), is_first=card.pooling.is_encoder
-            )
+            if most is not None and most < max(1, num_special):
+                reason = f"is {most}, and {num_special} tokens are put around the text: there is no room for it"
+                raise InvalidRequest("truncate_prompt_tokens", reason)
+            texts = _within(texts, most if most is None else most - num_special, is_first=card.pooling.is_encoder)
             num_tokens = sum(map(len, texts)) + num_special
         else:
             texts = _within([one.first], most, is_first=card.pooling.is_encoder)
             num_tokens = len(texts[0])
+        field = one.second_field or one.field
         if not num_tokens:
             raise InvalidRequest(one.field, "has no tokens")
         if num_tokens > longest:
-            raise InvalidRequest(one.field, f"has {num_tokens} tokens; {card.name} takes at most {longest}")
+            # The first text alone may be too long for any second one.
+            faulty = one.field if num_tokens - len(texts[-1]) > longest else field
+            raise InvalidRequest(faulty, f"has {num_tokens} tokens; {card.name} takes at most {longest}")
         total += num_tokens
         if total > MAX_POOLED_TOKENS:
-            raise InvalidRequest(one.field, f"makes the call longer than {MAX_POOLED_TOKENS} tokens; divide it")
+            raise InvalidRequest(field, f"makes the call longer than {MAX_POOLED_TOKENS} tokens; divide it")
         if not isinstance(one.first, str):
             found.append(PooledInput(texts[0]))
             continue
@@ -209,12 +229,12 @@ def tokenize(
 def _ids_of_texts(inputs: Sequence[PoolingInput], vocabulary: PoolingVocabulary | None) -> Mapping[str, Sequence[int]]:
     texts: dict[str, None] = {}
     for one in inputs:
-        for text in (one.first, one.second):
+        for text, field in ((one.first, one.field), (one.second, one.second_field or one.field)):
             if not isinstance(text, str):
                 continue
             if vocabulary is None:
-                raise InvalidRequest(one.field, "is text, but this model is served without a tokenizer; send token ids")
-            check_text(one.field, text, MAX_PROMPT_BYTES)
+                raise InvalidRequest(field, "is text, but this model is served without a tokenizer; send token ids")
+            check_text(field, text, MAX_PROMPT_BYTES)
             texts[text] = None
     return dict(zip(texts, vocabulary.encode_all(list(texts)), strict=True)) if vocabulary and texts else {}
 
@@ -231,8 +251,8 @@ def _within(texts: Sequence[Sequence[int]], most: int | None, *, is_first: bool)
     else:
         shorter = min(map(len, texts))
         rooms = [most - shorter if len(text) > shorter else shorter for text in texts]
-        if most < 2 * shorter or len(texts[0]) == len(texts[1]):
-            rooms = [most - most // 2, most // 2]
+        if most < 2 * shorter:
+            rooms = [most // 2, most - most // 2]
             if len(texts[0]) > len(texts[1]):
                 rooms.reverse()
     return [text[:room] if is_first else text[len(text) - room :] for text, room in zip(texts, rooms, strict=True)]

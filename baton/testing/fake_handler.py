@@ -56,6 +56,8 @@ class FakeHandler:
         self.calls: asyncio.Queue[FakeCall] = asyncio.Queue()
         self.most: int | None = None
         """The value that `most_at_once` returns."""
+        self.reported_size = 0
+        """The value that `embedding_size` returns."""
         self.num_in_threads = 0
         """Number of functions that ran in a thread."""
         self.num_in_waiting_threads = 0
@@ -68,6 +70,9 @@ class FakeHandler:
 
     def most_at_once(self) -> int | None:
         return self.most
+
+    def embedding_size(self) -> int:
+        return self.reported_size
 
     def resume(
         self,

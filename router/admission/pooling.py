@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.errors import InvalidRequest
+from baton.messages.capabilities import Capability
 from baton.messages.generation import ModelCard
 from baton.messages.pooling import Pooling, PoolingParams, PoolingRequest
 
@@ -27,8 +28,11 @@ def check_generates(card: ModelCard) -> None:
     """Raises InvalidRequest for a model that generates nothing."""
     if not card.pooling.generates:
         kind = "an encoder" if card.pooling.is_encoder else "a classifier"
-        paths = "/v1/embeddings, /v1/score and /v1/rerank" + (" and /classify" if card.pooling.labels else "")
-        raise InvalidRequest("model", f"{card.name} is {kind}, which generates nothing: use {paths}")
+        can = card.pooling.capabilities
+        paths = ["/v1/embeddings"]
+        paths += ["/v1/score", "/v1/rerank"] if Capability.SCORE in can else []
+        paths += ["/classify"] if Capability.CLASSIFY in can else []
+        raise InvalidRequest("model", f"{card.name} is {kind}, which generates nothing: use {' or '.join(paths)}")
 
 
 def check_pooling(request: PoolingRequest, card: ModelCard) -> None:

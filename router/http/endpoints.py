@@ -87,6 +87,10 @@ class Handler(Protocol):
         """
         ...
 
+    def embedding_size(self) -> int:
+        """Numbers in an embedding of the model, as nodes have reported it; 0: none has."""
+        ...
+
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
         """Do long work in a thread, so that the event loop is free; raises Overloaded if too much of it waits."""
         ...

@@ -29,7 +29,10 @@ class Response(NamedTuple):
     """The end of the first request to the core, for headers."""
 
 
-_NAMES: Mapping[str, Sequence[str]] = {"request_id": ("request_id", "x-request-id")}
+_NAMES: Mapping[str, Sequence[str]] = {
+    "request_id": ("request_id", "x-request-id"),
+    "activate": ("use_activation", "activation"),
+}
 
 
 class PoolingEndpoint(Generic[B]):

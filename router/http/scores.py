@@ -33,7 +33,7 @@ class Classify(PoolingEndpoint[ClassifyBody]):
                 "id": f"classify-{call.request_id}",
                 "object": "list",
                 "created": int(self._clock.wall()),
-                "model": self._model.card.name,
+                "model": body.model or self._model.card.name,
                 "data": (_classified(place, one, labels) for place, one in enumerate(results)),
                 "usage": usage_of(results),
             }
@@ -78,7 +78,7 @@ class Score(_ScoringEndpoint[ScoreBody]):
                 "id": f"score-{call.request_id}",
                 "object": "list",
                 "created": int(self._clock.wall()),
-                "model": self._model.card.name,
+                "model": body.model or self._model.card.name,
                 "data": [
                     {"index": place, "object": "score", "score": score} for place, score in enumerate(scored.scores)
                 ],
@@ -94,7 +94,7 @@ class Rerank(_ScoringEndpoint[RerankBody]):
 
     def _write(self, body: RerankBody, call: PoolingCall, pairs: Sequence[TextPair], scored: Scores) -> bytes:
         order = sorted(range(len(pairs)), key=lambda place: (-scored.scores[place], place))
-        if body.top_n is not None:
+        if body.top_n:
             order = order[: body.top_n]
         results: list[dict[str, Any]] = [{"index": place, "relevance_score": scored.scores[place]} for place in order]
         if body.return_documents is not False:
@@ -103,7 +103,7 @@ class Rerank(_ScoringEndpoint[RerankBody]):
         return as_json(
             {
                 "id": f"rerank-{call.request_id}",
-                "model": self._model.card.name,
+                "model": body.model or self._model.card.name,
                 "results": results,
                 "usage": usage_of(scored.results),
             }

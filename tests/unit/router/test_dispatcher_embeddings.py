@@ -279,3 +279,10 @@ async def test_a_node_that_generates_instead_of_embedding_fails_the_request(told
         rig.nodes["p1"].report(RequestDelta(attempt, **told))  # type: ignore[arg-type]
         with pytest.raises(EngineFault, match="did not embed"):
             await reader.finished()
+
+
+async def test_many_long_inputs_of_a_call_need_no_threads() -> None:
+    async with router_rig(*nodes("p1"), limits=DispatchLimits(thread_text_chars=2, max_tokenizing=0)) as rig:
+        reader = rig.ask(pooling=PoolingRequest(), prompt=[1, 2, 3, 4])
+        report_embedding(rig, "p1", (await rig.next_submit("p1")).attempt)
+        assert (await reader.finished()).embedding == VECTOR

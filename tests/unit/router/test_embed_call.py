@@ -11,10 +11,13 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
 from baton.messages.generation import Finished, ModelCard
+from baton.messages.ids import REQUEST_ID_PATTERN
 from baton.messages.pooling import ModelPooling, Pooling, PoolingRequest
 from baton.testing.fake_handler import FakeHandler
 from baton.testing.fake_tokenizer import FakeTokenizer
+from router.admission.pooling import check_generates
 from router.embed_call import embed
+from router.pooling import part_ids
 from tests.support.http_rig import CARD, finished
 
 LABELS = replace(CARD, pooling=ModelPooling(labels=("spam", "ham")))
@@ -87,6 +90,8 @@ async def test_a_call_that_is_cancelled_ends_its_parts() -> None:
         (replace(PLAIN, model="another"), "model"),
         (replace(PLAIN, task=EmbedTask.CLASSIFY), "model"),
         (replace(PLAIN, task=EmbedTask.SCORE), "inputs[0]"),
+        (EmbedRequest([EmbedInput("a", "b")], EmbedTask.SCORE, request_id="mine", activate=False), "activate"),
+        (EmbedRequest([EmbedInput("a", "b")], EmbedTask.SCORE, request_id="mine", normalize=False), "normalize"),
         (replace(PLAIN, inputs=[EmbedInput([1], "b")], task=EmbedTask.SCORE), "inputs[0]"),
     ],
 )
@@ -115,3 +120,33 @@ async def test_an_answer_of_another_length_than_asked_for_is_noticed() -> None:
     unknown = replace(CARD, embedding_size=0)
     with pytest.raises(InvalidRequest, match="dimensions: must be 2"):
         await answered(replace(PLAIN, inputs=PLAIN.inputs[:1], dimensions=1), unknown, vector(0.6, 0.8))
+
+
+async def test_a_cut_vector_is_compared_with_the_size_that_nodes_have_reported_meanwhile() -> None:
+    handler = FakeHandler()
+    request = replace(PLAIN, inputs=PLAIN.inputs[:1], dimensions=1)
+    answering = asyncio.create_task(embed(request, handler, FakeTokenizer(), replace(CARD, embedding_size=0), None))
+    call = await handler.calls.get()
+    handler.reported_size = 2
+    call.tell(vector(1))
+    with pytest.raises(InvalidRequest, match="dimensions: must be 2"):
+        await answering
+
+
+def test_parts_of_calls_with_long_ids_have_ids_of_their_own() -> None:
+    assert part_ids("mine", 1) == ["mine"]
+    assert part_ids("m" * 60, 2) == ["m" * 60 + "-0", "m" * 60 + "-1"]
+    found = {one for end in "ab" for one in part_ids("m" * 63 + end, 512)}
+    assert len(found) == 1024
+    assert all(REQUEST_ID_PATTERN.match(one) for one in found)
+
+
+def test_a_model_that_generates_nothing_names_what_it_can_do() -> None:
+    for pooling, paths in (
+        (ModelPooling(is_encoder=True, generates=False), "/v1/embeddings or /v1/score or /v1/rerank"),
+        (ModelPooling(labels=("a",), generates=False), "/v1/embeddings or /v1/score or /v1/rerank or /classify"),
+        (ModelPooling(labels=("a", "b"), generates=False), "/v1/embeddings or /classify"),
+    ):
+        with pytest.raises(InvalidRequest) as refusal:
+            check_generates(replace(CARD, pooling=pooling))
+        assert refusal.value.reason.endswith(f": use {paths}")

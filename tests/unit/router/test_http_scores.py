@@ -12,14 +12,23 @@ from typing import Any
 import pytest
 
 from baton.errors import EngineFault, InvalidRequest
+from baton.messages.adapters import AdapterSource
 from baton.messages.generation import Finished
 from baton.messages.pooling import ModelPooling, Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_POOLED_TOKENS
+from baton.testing.fake_tokenizer import FakeTokenizer
 from tests.support.http_rig import CARD, HttpRig, finished
 from tests.support.router_parts import MODEL
 
 CROSS = replace(CARD, pooling=ModelPooling(labels=("LABEL_0",), is_encoder=True, has_token_types=True))
 LABELS = replace(CARD, pooling=ModelPooling(labels=("spam", "ham"), generates=False))
+
+
+class Framed(FakeTokenizer):
+    """Puts three special tokens around a pair, as BERT's tokenizer does."""
+
+    def num_special_tokens(self, *, pair: bool) -> int:
+        return 3
 
 
 def vector(*numbers: float) -> Finished:
@@ -132,6 +141,8 @@ async def test_documents_are_sorted_by_score_and_equal_ones_by_place(path: str) 
         ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents", "must be"),
         ("/rerank", {"query": "a", "documents": ["b"] * 257}, "documents", "at most 256"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "0"),
+        ("/score", {"text_1": "a", "text_2": "b", "use_activation": False}, "use_activation", "is a cosine"),
+        ("/rerank", {"query": "a", "documents": ["b"], "activation": False}, "activation", "is a cosine"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_k": 1}, "top_k", "did you mean top_n"),
         ("/classify", {"input": "a"}, "model", "has no classification head"),
     ],
@@ -155,15 +166,72 @@ async def test_pairs_are_bounded_before_any_is_sent() -> None:
 
 
 async def test_the_longer_text_of_a_pair_is_cut_first() -> None:
-    for first, second, kept in (("aaaaaa", "bb", (4, 2)), ("aa", "bbbbbb", (2, 4)), ("aaaaaa", "bbbbb", (3, 3))):
+    # With an odd room the longer one keeps more, and of equal ones the second, as tokenizers' "longest_first" does.
+    for first, second, room, kept in (
+        ("aaaaaa", "bb", 6, (4, 2)),
+        ("aa", "bbbbbb", 6, (2, 4)),
+        ("aaaaaa", "bbbbb", 6, (3, 3)),
+        ("a" * 10, "b" * 8, 7, (4, 3)),
+        ("a" * 8, "b" * 10, 7, (3, 4)),
+        ("a" * 10, "b" * 10, 7, (3, 4)),
+        ("a" * 3, "b" * 10, 7, (3, 4)),
+    ):
         rig = HttpRig(card=CROSS)
-        body = {"text_1": first, "text_2": second, "truncate_prompt_tokens": 7}
+        body = {"text_1": first, "text_2": second, "truncate_prompt_tokens": room + 1}
         exchange = rig.post("/score", body)
         call = await rig.next_call()
         assert call.request is not None
         assert call.request.prompt == [97] * kept[0] + [0] + [98] * kept[1]
         call.tell(vector(1))
         assert (await exchange.end()).status == 200
+
+
+@pytest.mark.parametrize(("path", "count"), [("/rerank", 257), ("/score", 512)])
+async def test_as_many_pairs_are_scored_by_cosine_as_by_a_classifier(path: str, count: int) -> None:
+    rig = HttpRig(card=replace(CARD, vocab_size=2000))
+    texts = [chr(200 + number) for number in range(count)]
+    body: dict[str, Any] = {"text_1": texts[:256], "text_2": texts[256:]}
+    if path == "/rerank":
+        body = {"query": texts[0], "documents": texts[1:]}
+    answer = await answered(rig, path, body, *[vector(1, 0)] * count)
+    assert len(answer["data" if path == "/score" else "results"]) == 256
+
+
+async def test_no_top_n_and_zero_are_all_documents() -> None:
+    body = {"query": "q", "documents": ["a", "b"], "top_n": 0}
+    answer = await answered(HttpRig(card=CROSS), "/rerank", body, vector(0.5), vector(0.75))
+    assert [one["index"] for one in answer["results"]] == [1, 0]
+
+
+async def test_the_query_is_blamed_for_its_own_faults() -> None:
+    for body, param, story in (
+        ({"query": "q" * 70, "documents": ["d"]}, "query", "at most 64"),
+        ({"query": "q", "documents": ["d" * 70]}, "documents", "at most 64"),
+        ({"query": "\ud800", "documents": ["d"]}, "query", "UTF-8"),
+        ({"query": "q", "documents": ["\ud800"]}, "documents", "UTF-8"),
+    ):
+        exchange = await HttpRig(card=CROSS).post("/rerank", body).end()
+        assert (exchange.status, exchange.error["param"]) == (400, param)
+        assert story in exchange.error["message"]
+
+
+async def test_a_text_is_not_cut_to_less_than_its_special_tokens() -> None:
+    body = {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 2}
+    rig = HttpRig(card=CROSS, vocabulary=Framed())
+    exchange = await rig.post("/score", body).end()
+    assert (exchange.status, exchange.error["param"]) == (400, "truncate_prompt_tokens")
+    assert "3 tokens are put around the text" in exchange.error["message"]
+
+
+async def test_answers_name_the_model_as_the_client_has_named_it() -> None:
+    adapter = AdapterSource("mine", "/adapters/mine", "d" * 64)
+    rig = HttpRig(card=replace(CROSS, adapters={"mine": adapter}))
+    for path, body in (
+        ("/rerank", {"query": "q", "documents": ["a"]}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/classify", {"input": "a"}),
+    ):
+        assert (await answered(rig, path, {**body, "model": "mine"}, vector(0.5)))["model"] == "mine"
 
 
 async def test_a_classifier_with_several_labels_gives_no_score() -> None:

@@ -15,6 +15,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from baton.bench.micro.adapter_files import lora_tensors, write_adapter
 from baton.bench.micro.engine import EngineBenchConfig
 from baton.bench.micro.engine_drive import EngineDrive
 from baton.bench.results.spread import Spread
@@ -110,13 +111,11 @@ def _adapters(count: int) -> str:
 
 
 def _load_adapters(runner: TorchModelRunner, place: Path, count: int, rank: int) -> list[str]:
-    from baton.runner.adapters.random_adapter import write_random_adapter
-
     modules = {name: shape for name, shape in runner.adaptable_modules.items() if name != "lm_head"}
     digests = []
     for seed in range(count):
         directory = place / f"{seed}"
-        write_random_adapter(directory, modules, rank, seed)
+        write_adapter(directory, lora_tensors(modules, rank, seed, scale=0.02), rank)
         digests.append(open_adapter(directory).digest())
         runner.load_adapter(directory, digests[-1])
     return digests

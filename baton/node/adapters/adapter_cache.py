@@ -169,6 +169,8 @@ class AdapterCache:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         """All that are not gone, by digest; the one that was wanted least recently comes first."""
+        self._deadline: float | None = math.inf
+        """The result of `deadline`, which is asked for in each step; None: it may have changed."""
         self._wanted: Set[str] | None = None
         """The adapters that routers want; None: no router has said so yet."""
 
@@ -185,7 +187,9 @@ class AdapterCache:
     @property
     def deadline(self) -> float:
         """When `expire` is to be called next, on the clock's monotonic time; infinite: not at all."""
-        return min((entry.deadline for entry in self._entries.values()), default=math.inf)
+        if self._deadline is None:
+            self._deadline = min((entry.deadline for entry in self._entries.values()), default=math.inf)
+        return self._deadline
 
     @property
     def needs_turn(self) -> bool:
@@ -199,6 +203,7 @@ class AdapterCache:
 
     def want(self, request_id: str, digest: str, directory: str) -> Sequence[CacheEffect]:
         """A request with this adapter has come. `turn` is to be called next."""
+        self._deadline = None
         entry = self._entries.get(digest)
         if entry is None:
             entry = _Entry(Machine(f"adapter {digest:.12}", AdapterState.QUEUED, ADAPTER_TABLE), directory)
@@ -222,6 +227,7 @@ class AdapterCache:
 
     def turn(self, in_use: Set[str]) -> Sequence[CacheEffect]:
         """Begin the loads that may begin, and evict what has to make room. `in_use`: adapters of all live requests."""
+        self._deadline = None
         effects: list[CacheEffect] = []
         for digest, entry in list(self._entries.items()):
             if digest in in_use:
@@ -242,6 +248,7 @@ class AdapterCache:
 
     def finished(self, digest: str, refusal: str = "") -> Sequence[CacheEffect]:
         """A load has ended; `refusal`: why it failed."""
+        self._deadline = None
         entry = self._entries.get(digest)
         if entry is None or entry.state not in _BEING_LOADED:
             return ()
@@ -253,6 +260,7 @@ class AdapterCache:
 
     def expire(self) -> Sequence[CacheEffect]:
         """Give up what has taken too long. `turn` is to be called next."""
+        self._deadline = None
         now, effects = self._clock.monotonic(), []
         for digest, entry in list(self._entries.items()):
             if entry.state is AdapterState.LOADING and entry.overdue_at <= now:
@@ -266,6 +274,7 @@ class AdapterCache:
 
     def unloaded(self, digest: str) -> None:
         """The adapter is out of memory. `turn` is to be called next."""
+        self._deadline = None
         wanted = bool(self._entries[digest].waiting)
         self._feed(digest, AdapterEvent.UNLOADED_AND_WANTED if wanted else AdapterEvent.UNLOADED)
 

@@ -134,6 +134,24 @@ def test_loads_that_hang_hold_up_no_others_but_keep_their_room() -> None:
     assert cache.turn(set("dfgh")) == [], "a and b may still come into memory"
 
 
+def test_the_deadline_follows_what_happens() -> None:
+    clock = FakeClock()
+    cache = AdapterCache(1, clock)
+    assert cache.deadline == math.inf
+    began = clock.monotonic()
+    cache.want("r1", "a", "/a")
+    assert cache.deadline == began + WAIT_S
+    cache.turn(set())
+    assert cache.deadline == math.inf, "its request has ended"
+    clock.advance(1)
+    cache.want("r2", "a", "/a")
+    clock.advance(1)
+    cache.turn({"a"})
+    assert cache.deadline == began + 1 + WAIT_S
+    cache.finished("a")
+    assert cache.deadline == math.inf
+
+
 def test_no_request_waits_for_ever_for_room() -> None:
     clock = FakeClock()
     cache = AdapterCache(1, clock)

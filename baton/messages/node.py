@@ -110,6 +110,11 @@ class NodeDescription:
         return self.capabilities or (GENERATES_AND_EMBEDS if self.embedding_size else GENERATES)
 
     @property
+    def takes_pooling(self) -> bool:
+        """Whether the node reads `Submit.pooling`: one of an earlier version does not."""
+        return bool(self.capabilities)
+
+    @property
     def shape(self) -> NodeShape:
         """How the node's model is divided among ranks; one rank where that is not known."""
         return NodeShape.of(self.tp, self.pp)

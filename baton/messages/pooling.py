@@ -50,6 +50,12 @@ class PoolingParams:
         return Capability.CLASSIFY if self.kind is Pooling.CLASSIFY else Capability.EMBED
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is the whole normalised vector of the last token, which nodes of earlier versions make whatever
+        they are asked for."""
+        return self.kind is Pooling.LAST and self.normalize and not self.dimensions
+
+    @property
     def takes_all_rows(self) -> bool:
         """Whether hidden states before the last one are needed: a cache of keys and values has none, so the whole
         prompt is computed."""

@@ -70,6 +70,8 @@ class Demand:
     """What its nodes must be able to do."""
     adapter: str = ""
     """Digest of the adapter that the nodes must acknowledge; empty: none."""
+    pools: bool = False
+    """Whether its vector is another than nodes make that don't read `Submit.pooling`."""
 
     @property
     def num_tokens(self) -> int:
@@ -90,16 +92,18 @@ class NodeSize(NamedTuple):
     kv_tokens: int
     """How many tokens' KV its cache holds."""
     can: frozenset[Capability]
+    takes_pooling: bool = True
 
     def holds(self, demand: Demand) -> bool:
         """Whether an idle node of this size could serve the request."""
         is_long_enough = demand.num_tokens <= self.max_model_len and demand.num_stored_tokens <= self.kv_tokens
-        return self.model == demand.model and is_long_enough and demand.needs <= self.can
+        can = demand.needs <= self.can and (self.takes_pooling or not demand.pools)
+        return self.model == demand.model and is_long_enough and can
 
 
 def size_of(node: NodeDescription) -> NodeSize:
     """A node's size."""
-    return NodeSize(node.model, node.max_model_len, node.num_blocks * node.block_size, node.can)
+    return NodeSize(node.model, node.max_model_len, node.num_blocks * node.block_size, node.can, node.takes_pooling)
 
 
 @value(frozen=True, slots=True)
@@ -152,13 +156,15 @@ def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[
         c
         for c in candidates
         if (n := c.node).model == model and tokens <= n.max_model_len and stored <= n.num_blocks * n.block_size
-        if demand.needs <= n.can
+        if demand.needs <= n.can and (n.takes_pooling or not demand.pools)
         if not demand.adapter or demand.adapter in c.adapters
     ]
     if able:
         return [c for c in able if c.node.incarnation not in exclude] or able if exclude else able
     if demand.adapter and not any(demand.adapter in c.adapters for c in candidates):
         raise NoCapacity(f"no node that is up acknowledges the adapter {demand.adapter:.12}")
+    if demand.pools and not any(c.node.takes_pooling for c in candidates if c.node.model == model):
+        raise NoCapacity(f"no node that pools as asked for with {model} is up: those that are have an earlier version")
     if any(c.node.model == model and demand.needs <= c.node.can for c in candidates):
         whole = "comes" if demand.embeds else "with max_tokens comes"
         raise InvalidRequest("prompt", f"{whole} to {tokens} tokens, more than any node's KV cache holds")

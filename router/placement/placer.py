@@ -67,6 +67,7 @@ def demand_of(request: ValidRequest) -> Demand:
         embeds=request.embeds,
         needs=request.needs,
         adapter=request.adapter,
+        pools=request.pooling is not None and not request.pooling.is_plain,
     )
 
 

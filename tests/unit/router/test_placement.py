@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, NoCapacity
-from baton.messages.capabilities import Capability
+from baton.messages.capabilities import GENERATES_AND_EMBEDS, Capability
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, LoadReport, NodeDescription, Submit
+from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams
-from router.placement.placement import Candidate, Demand, Placement, choose, disagreement
+from router.placement.placement import Candidate, Demand, Placement, choose, disagreement, size_of
+from router.placement.placer import demand_of
 from router.placement.view import LOST_SHOWN_S, ClusterView
-from tests.support.router_parts import MODEL, decode, key, prefill, record_of
+from tests.support.router_parts import MODEL, decode, key, prefill, record_of, request
 
 DEMAND = Demand(MODEL, num_prompt_tokens=10, max_tokens=8)
 
@@ -88,6 +90,21 @@ def test_without_a_fitting_node_the_reason_is_given() -> None:
         choose([], DEMAND)
     with pytest.raises(NoCapacity, match="no node that serves demo is up"):
         choose([at(decode(model="other"))], DEMAND)
+
+
+def test_nodes_of_an_earlier_version_make_plain_vectors_alone() -> None:
+    old, new = prefill("p1", embedding_size=4), prefill("p2", capabilities=GENERATES_AND_EMBEDS, embedding_size=4)
+    for pooling, is_plain in (
+        (PoolingParams(), True),
+        (PoolingParams(Pooling.MEAN), False),
+        (PoolingParams(normalize=False), False),
+        (PoolingParams(dimensions=2), False),
+    ):
+        demand = demand_of(replace(request(), pooling=pooling))
+        assert size_of(old).holds(demand) is is_plain
+        assert names(choose([at(old), at(new, 9)], demand)) == (None, "p1" if is_plain else "p2")
+    with pytest.raises(NoCapacity, match="those that are have an earlier version"):
+        choose([at(old)], demand)
 
 
 def test_only_nodes_that_can_do_what_is_needed_are_chosen() -> None:

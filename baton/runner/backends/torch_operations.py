@@ -33,6 +33,8 @@ ROWS_PER_CALL = (8, 16, 32, 64, 128)
 
 _WIDENED_ROWS = 4096
 """How many rows of a weight are widened to float32 at a time, so that a head of many rows needs little memory."""
+_QUERY_ROWS = 256
+"""How many rows of a text attend to all of its keys at a time: the scores of 8,192 rows with 12 heads take 3 GB."""
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -225,6 +227,8 @@ class TorchOperations:
             blocks = block_tables[sequence, : -(-length // cache.block_size)].long()
             keys, values = (rows.float() for rows in read_blocks(cache, blocks, query.dtype))
             if ahead:
+                if softcap or extra is not None:
+                    raise ValueError("attention to keys behind has neither a soft cap nor sinks")
                 rows = slice(first, last)
                 out[rows] = _attend_both_ways(query[rows], keys[:, :length], values[:, :length], scale, window, ahead)
                 continue
@@ -283,13 +287,32 @@ def _attend_both_ways(
 ) -> torch.Tensor:
     """Attention of all rows [n, H, KD] of a sequence to float32 keys [KH, n, KD] and values [KH, n, VD]: [n, H, VD].
 
-    The bits depend on the sequence alone, which is computed by products of its own.
+    The bits depend on the sequence alone, which is computed by products of its own: one for each block of its rows, so
+    that the scores of a long text need not be in memory all at once.
     """
+    before = keys.shape[1] - query.shape[0]
+    blocks = [
+        _attend_block(query[row : row + _QUERY_ROWS], before + row, keys.contiguous(), values, scale, window, ahead)
+        for row in range(0, query.shape[0], _QUERY_ROWS)
+    ]
+    return torch.cat(blocks)
+
+
+def _attend_block(
+    query: torch.Tensor,
+    start: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    window: int | None,
+    ahead: int,
+) -> torch.Tensor:
+    """Attention of rows [n, H, KD] at the positions from `start` on, as `_attend_both_ways`."""
     num_rows, heads, length = query.shape[0], keys.shape[0], keys.shape[1]
     grouped = query.float().view(num_rows, heads, -1, keys.shape[2]).permute(1, 2, 0, 3)
-    scores = torch.bmm(grouped.reshape(heads, -1, keys.shape[2]), keys.contiguous().transpose(1, 2)) * scale
+    scores = torch.bmm(grouped.reshape(heads, -1, keys.shape[2]), keys.transpose(1, 2)) * scale
     at = torch.arange(length, device=query.device)
-    own = at[length - num_rows :, None]
+    own = at[start : start + num_rows, None]
     seen = at <= own + ahead
     if window:
         seen &= at > own - window

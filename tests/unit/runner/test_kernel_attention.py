@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import CacheView, KernelArgumentError
+from baton.runner.backends.torch_operations import TorchOperations
 from tests.support.kernel_inputs import randn
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
@@ -164,6 +165,19 @@ def test_rows_attend_to_keys_behind_their_own(isa: str, dtype: torch.dtype, wind
     for place, (length, start) in enumerate(zip(lengths, paged.query_start.tolist(), strict=False)):
         alone = Paged.make(dtype, lengths=[length], query_lens=[length], head_dim=40, seed=place, block_size=7)
         assert torch.equal(alone.attend(window, ahead=ahead), together[start : start + length])
+
+
+@pytest.mark.parametrize(("window", "ahead"), [(None, 1 << 30), (300, 299)])
+def test_without_kernels_rows_of_a_long_text_attend_block_by_block(window: int | None, ahead: int) -> None:
+    lengths = [5, 700]
+    paged = Paged.make(torch.float32, lengths=lengths, query_lens=lengths, head_dim=16)
+    operations = TorchOperations(1)
+    step = (paged.query, paged.cache, paged.query_start, paged.seq_lens, paged.tables)
+    found = operations.paged_attention(*step, scale=0.3, window=window, ahead=ahead)
+    assert _relative_error(found, paged.expected(window, ahead=ahead)) < TOLERANCE[torch.float32]
+    for features in ({"softcap": 5.0}, {"sinks": torch.zeros(paged.query.shape[1])}):
+        with pytest.raises(ValueError, match="neither a soft cap nor sinks"):
+            operations.paged_attention(*step, scale=0.3, ahead=ahead, **features)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -492,6 +492,19 @@ def test_the_paths_of_the_written_files_are_returned(kind: Emission, tmp_path: P
     assert all(path.read_text() for path in written)
 
 
+def test_a_model_that_generates_nothing_has_no_decode_nodes(tmp_path: Path) -> None:
+    bert = {"model_type": "bert", "architectures": ["BertModel"], "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(bert))
+    config = up(model=tmp_path, prefill=1, decode=2)
+    composed, *_ = write(Emission.COMPOSE, config, None, tmp_path / "compose")
+    services = yaml.safe_load(composed.read_text())["services"]
+    assert {"prefill-0", "prefill-1", "prefill-2"} < set(services)
+    assert not [name for name in services if name.startswith("decode")]
+    values = next(path for path in write(Emission.HELM, config, None, tmp_path / "helm") if "values" in path.name)
+    numbers = yaml.safe_load(values.read_text())
+    assert (numbers["prefill"]["replicas"], numbers["decode"]["replicas"]) == (3, 0)
+
+
 @pytest.mark.parametrize("kind", [Emission.COMPOSE, Emission.HELM, Emission.SLURM])
 def test_a_cluster_on_a_network_needs_certificates_and_keys(kind: Emission, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--certs DIR and --api-keys FILE"):

@@ -14,6 +14,7 @@ from baton.cli.cluster.emit.helm import helm_files
 from baton.cli.cluster.emit.processes import emitted_processes
 from baton.cli.cluster.emit.slurm import slurm_files
 from baton.cli.cluster.emit.systemd import RUN_DIR, systemd_files
+from baton.cli.cluster.supervisor.preflight import without_decode_nodes
 from baton.config import UpConfig
 from baton.errors import ConfigError, UsageError
 from baton.registry.embedded import embedded_redis
@@ -40,7 +41,8 @@ def write(kind: Emission, config: UpConfig, file: Path | None, directory: Path) 
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return [_write(directory / name, text) for name, text in _files(kind, config, file).items()]
+        files = _files(kind, without_decode_nodes(config), file)
+        return [_write(directory / name, text) for name, text in files.items()]
     except OSError as error:
         raise ConfigError(
             f"can't write to {directory} ({error.strerror}): choose another directory with --emit-dir"

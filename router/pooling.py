@@ -95,6 +95,7 @@ class PoolingCall:
     """The most tokens of an input, special ones included; -1: as many as the model takes; None: longer inputs are
     refused. The first tokens of an encoder's input stay, and the last ones of others."""
     most_inputs: int = MAX_INPUTS
+    """The most inputs that are taken: scores by cosine have two for each pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ def tokenize(
             assert vocabulary is not None
             texts = [ids_of[one.first]] + ([] if one.second is None else [ids_of[one.second]])
             num_special = vocabulary.num_special_tokens(pair=one.second is not None)
-            if most is not None and most < max(1, num_special):
+            if most is not None and most <= num_special:
                 reason = f"is {most}, and {num_special} tokens are put around the text: there is no room for it"
                 raise InvalidRequest("truncate_prompt_tokens", reason)
             texts = _within(texts, most if most is None else most - num_special, is_first=card.pooling.is_encoder)

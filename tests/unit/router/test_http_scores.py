@@ -216,7 +216,7 @@ async def test_the_query_is_blamed_for_its_own_faults() -> None:
 
 
 async def test_a_text_is_not_cut_to_less_than_its_special_tokens() -> None:
-    body = {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 2}
+    body = {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 3}
     rig = HttpRig(card=CROSS, vocabulary=Framed())
     exchange = await rig.post("/score", body).end()
     assert (exchange.status, exchange.error["param"]) == (400, "truncate_prompt_tokens")

@@ -121,7 +121,7 @@ class RouterRig:
             self.dispatcher.requests.changed.clear()
             await self.dispatcher.requests.changed.wait()
 
-    def ask(self, prompt: str = "hello", timeout_s: float | None = None, **fields: object) -> Reader:
+    def ask(self, prompt: str | Sequence[int] = "hello", timeout_s: float | None = None, **fields: object) -> Reader:
         return Reader(self.dispatcher.generate(GenerateRequest(prompt, **fields), timeout_s))  # type: ignore[arg-type]
 
     def resume(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import PlainValidator
+from pydantic import BeforeValidator, PlainValidator
 
 from router.http.bodies.content_parts import ImagePart, image_of_base64
 from router.http.bodies.fields import NotServed
@@ -34,11 +34,18 @@ def _data(value: Any) -> bytes:
     return image_of_base64(value, "data")
 
 
-class ImageSource(Strict):
-    """The data of an image; URLs are refused, since nothing is fetched."""
+def _source_type(value: Any) -> Any:
+    if value == "url":
+        raise ValueError("must be 'base64': images are not fetched from elsewhere")
+    return value
 
-    type: Literal["base64"]
+
+class ImageSource(Strict):
+    """The data of an image. By URL it comes only where the router fetches it, which puts the data in its place."""
+
+    type: Annotated[Literal["base64"], BeforeValidator(_source_type)]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    url: NotServed = None
     data: Annotated[bytes, PlainValidator(_data, json_schema_input_type=str)]
 
 

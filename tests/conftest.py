@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -66,3 +68,14 @@ def _record_instances(kind: type[Any], made: list[Any], monkeypatch: pytest.Monk
         made.append(self)
 
     monkeypatch.setattr(kind, "__init__", recording)
+
+
+@pytest.fixture
+def logging_as_it_was() -> Iterator[None]:
+    """Undoes what a test's `configure_logging` does to this process."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()

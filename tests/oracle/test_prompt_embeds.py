@@ -218,11 +218,14 @@ def test_drafts_change_no_token_and_beams_are_those_of_the_tokens(tmp_path: Path
 @pytest.mark.parametrize("how", ["ranks", "stages", "stages with own caches"])
 def test_ranks_and_stages_give_the_bits_of_one_process(tmp_path: Path, how: str) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama" if how == "ranks" else "gpt2"], seed=5)
-    settings: dict[str, Any] = {
+    choices: dict[str, dict[str, Any]] = {
         "ranks": {"tensor_parallel": 2, "start_ranks": FakeRankGroup},
         "stages": {"pipeline_parallel": 2, "start_ranks": FakeRankGroup},
-        "stages with own caches": {"pipeline_parallel": 3, "stages": FakeStages(3, tmp_path)},
-    }[how]
+        "stages with own caches": {"pipeline_parallel": 3},
+    }
+    settings = choices[how]
+    if how == "stages with own caches":
+        settings["stages"] = FakeStages(3, tmp_path)
     one = load_runner(tmp_path, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=64)
     prompts = prompts_of(one.model.row_width)
     expected = run_recorded(make_engine(one), prompts, DRAWN)

@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,7 @@ from baton.errors import UsageError
 from baton.observe.logs import configure_logging, log_format, log_level
 from baton.observe.ready import AnnouncementReader, Failed, Ready, announce
 
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 
 
 class Terminal(io.StringIO):

@@ -8,11 +8,9 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 import typer
 
 from baton.cli.cluster.log_files import LogFile, LogLine, merged, parse_line
@@ -24,14 +22,7 @@ AT = "2026-11-22T02:11:51.839405Z"
 LINE = {"timestamp": AT, "level": "info", "event": "another attempt", "node": "router-0", "request": "r", "attempt": 2}
 
 
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 
 
 def test_lines_are_read_as_a_process_logged_them(tmp_path: Path) -> None:

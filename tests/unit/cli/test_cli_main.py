@@ -15,6 +15,8 @@ import pytest
 from baton.cli import main as command
 from baton.errors import ConfigError, Unreachable
 
+pytestmark = pytest.mark.usefixtures("logging_as_it_was")
+
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import baton
 from baton.background import OnFault, start_background
 from baton.clock import SystemClock
 from baton.config import RouterConfig
+from baton.config.kinds import parts_of
 from baton.config.setting import settings_for
 from baton.errors import BackgroundFault
 from baton.messages.capabilities import Capability
@@ -134,7 +135,7 @@ class RouterProcess:
         if images is not None:
             rules = ImageRules(images, config.max_images, config.max_image_bytes, config.max_image_pixels)
         fetcher = None
-        if takes_images and (prefixes := [part for each in config.image_urls.split(",") if (part := each.strip())]):
+        if takes_images and (prefixes := parts_of(config.image_urls)):
             fetcher = ImageFetcher(prefixes, config.max_images, config.max_image_bytes)
         limits = DispatchLimits(**settings_for(DispatchLimits, config), prompt_embeds_bytes=embeds_bytes)
         workers = BoundedWorkers()
@@ -180,9 +181,8 @@ class RouterProcess:
             more_routes=[*adapter_routes(lambda: self._adapters), *live_pages(self._live)],
             prompt_embeds_bytes=embeds_bytes,
         )
-        origins = [origin for part in config.cors_origins.split(",") if (origin := part.strip())]
         self._http = HttpServer(
-            with_cors(front, origins),
+            with_cors(front, parts_of(config.cors_origins)),
             limits.stall_s,
             config.tls,
             limit=limit,

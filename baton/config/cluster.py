@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 import baton
-from baton.config.kinds import AdapterModules, Internal, Name, Seconds, SecondsFromOneToAnHour
+from baton.config.kinds import AdapterModules, Internal, Name, Seconds, SecondsFromOneToAnHour, parts_of
 from baton.security.access import DEFAULT_CLUSTER
 from baton.security.binds import Protection
 from baton.security.tls_files import TlsFiles
@@ -85,7 +85,7 @@ class ClusterSettings(Settings):
     @property
     def adapter_modules(self) -> Mapping[str, str]:
         """The directories of `lora_modules`, by name."""
-        parts = (part.partition("=") for part in self.lora_modules.split(",") if part)
+        parts = (part.partition("=") for part in parts_of(self.lora_modules))
         return {name: directory for name, _, directory in parts}
 
     @property

@@ -41,14 +41,14 @@ def _host_port(value: str) -> str:
 
 
 def _origins(value: str) -> str:
-    for origin in filter(None, (part.strip() for part in value.split(","))):
+    for origin in parts_of(value):
         if origin != "*" and not _ORIGIN.match(origin):
             raise ValueError(f"{origin[:80]!r} must be * or an origin such as https://chat.example.org:8443")
     return value
 
 
 def _url_prefixes(value: str) -> str:
-    for prefix in _parts(value):
+    for prefix in parts_of(value):
         if not _URL_PREFIX.match(prefix):
             raise ValueError(f"{prefix[:80]!r} must be a URL such as https://images.example.org/public/")
     return value
@@ -56,7 +56,7 @@ def _url_prefixes(value: str) -> str:
 
 def _adapter_modules(value: str) -> str:
     found: dict[str, str] = {}
-    for part in _parts(value):
+    for part in parts_of(value):
         name, mark, directory = part.partition("=")
         if not (mark and directory and is_adapter_name(name)):
             raise ValueError(
@@ -72,7 +72,7 @@ def _adapter_modules(value: str) -> str:
 
 
 def _adapter_directories(value: str) -> str:
-    return ",".join(map(_absolute, _parts(value)))
+    return ",".join(map(_absolute, parts_of(value)))
 
 
 def _absolute(directory: str) -> str:
@@ -83,7 +83,8 @@ def _absolute(directory: str) -> str:
     return absolute
 
 
-def _parts(value: str) -> list[str]:
+def parts_of(value: str) -> list[str]:
+    """The parts of a setting that has several, separated by commas."""
     return [part for each in value.split(",") if (part := each.strip())]
 
 

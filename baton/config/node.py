@@ -33,6 +33,7 @@ from baton.config.kinds import (
     SecondsToAnHour,
     Share,
     SpeculativeConfig,
+    parts_of,
 )
 from baton.model_formats.adapters import DEFAULT_MAX_RANK, MAX_RANK
 
@@ -196,8 +197,7 @@ class NodeSettings(ClusterSettings):
     @property
     def adapter_directories(self) -> Sequence[Path]:
         """The directories in and below which adapters are read."""
-        allowed = [directory for directory in self.lora_dir.split(",") if directory]
-        return [Path(directory) for directory in (*allowed, *self.adapter_modules.values())]
+        return [Path(directory) for directory in (*parts_of(self.lora_dir), *self.adapter_modules.values())]
 
 
 class NodeConfig(NodeSettings, ProcessSettings):

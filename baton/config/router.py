@@ -83,8 +83,9 @@ class RouterSettings(ClusterSettings):
     )
     image_urls: UrlPrefixes = Field(
         "",
-        description="Beginnings of URLs, separated by commas, such as https://images.example.org/public/, from which "
-        "the router fetches images that requests name. Default: none; images come with their requests.",
+        description="Beginnings of URLs, such as https://images.example.org/public/, from which the router fetches "
+        "images that requests name. The flag may be given several times; elsewhere commas separate them. Default: "
+        "none; images come with their requests.",
     )
     tool_call_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "mistral-args", "smollm2"] = Field(
         "auto",

@@ -313,6 +313,26 @@ class ModelRunner(Protocol):
         ...
 
 
+class OneProcessRunner:
+    """The part of a ModelRunner that is the same for all that compute in their own process alone, a step at a time."""
+
+    @property
+    def remote_parts(self) -> Sequence[RemotePart]:
+        return ()
+
+    def rank_reports(self) -> Sequence[RankReport]:
+        return ()
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Nothing computes beside this process."""
+
+    def close(self) -> None:
+        """Nothing computes beside this process."""
+
+    def expect(self, scheduler_output: SchedulerOutput) -> None:
+        """Steps are begun when they are executed."""
+
+
 class StepExecutor(Protocol):
     """Executes steps in the background. Called from one thread."""
 

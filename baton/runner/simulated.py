@@ -8,7 +8,7 @@ block with another request's KV, a block missed by a transfer or a stale table g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,10 @@ import numpy.typing as npt
 import xxhash
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, RemotePart
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, OneProcessRunner
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.messages.capabilities import Capability
 from baton.messages.images import EncodedImage
-from baton.messages.node_report import RankReport
 from baton.messages.pooling import NO_POOLING_FILES, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.model_formats.adapters import AdapterInfo, open_adapter
@@ -164,7 +163,7 @@ def _next_token(kv: Bytes, params: SamplingParams, index: int, spec: SimulatedSp
     return token_id
 
 
-class SimulatedRunner:
+class SimulatedRunner(OneProcessRunner):
     """A `ModelRunner` for tests and for clusters larger than the machine. Called from one thread."""
 
     def __init__(self, spec: SimulatedSpec) -> None:
@@ -233,10 +232,6 @@ class SimulatedRunner:
         """Requests that the runner has not forgotten."""
         return len(self._requests)
 
-    @property
-    def remote_parts(self) -> Sequence[RemotePart]:
-        return ()
-
     def check_adapter(self, directory: Path) -> AdapterInfo:
         """What an adapter's files say; every adapter fits. Raises AdapterRefused."""
         return open_adapter(directory, self._spec.max_lora_rank).info()
@@ -257,18 +252,6 @@ class SimulatedRunner:
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """Forget the rows of images."""
         self._encoded.forget(digests)
-
-    def rank_reports(self) -> Sequence[RankReport]:
-        return ()
-
-    def on_lost(self, callback: Callable[[str], None]) -> None:
-        """Nothing computes beside this process."""
-
-    def close(self) -> None:
-        """Nothing computes beside this process."""
-
-    def expect(self, scheduler_output: SchedulerOutput) -> None:
-        """Steps are begun when they are executed."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised."""

@@ -19,12 +19,11 @@ import numpy as np
 import xxhash
 
 from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo, RemotePart
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo, OneProcessRunner
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.errors import AdapterRefused, InvalidRequest
 from baton.messages.capabilities import Capability
 from baton.messages.images import EncodedImage
-from baton.messages.node_report import RankReport
 from baton.messages.pooling import NO_POOLING_FILES, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.spans import Span
@@ -134,7 +133,7 @@ def with_spans(token_ids: Sequence[int], spans: Sequence[Span]) -> list[int]:
     return replaced
 
 
-class FakeRunner:
+class FakeRunner(OneProcessRunner):
     """Computes deterministic tokens on a cache of `num_blocks` blocks.
 
     Raises ContradictoryStep when the scheduler's output contradicts its own state of a request.
@@ -259,22 +258,6 @@ class FakeRunner:
         """Forget images."""
         for digest in [*self.encoded] if digests is None else digests:
             self.encoded.pop(digest, None)
-
-    @property
-    def remote_parts(self) -> Sequence[RemotePart]:
-        return ()
-
-    def rank_reports(self) -> Sequence[RankReport]:
-        return ()
-
-    def on_lost(self, callback: Callable[[str], None]) -> None:
-        """Nothing computes beside this process."""
-
-    def close(self) -> None:
-        """Nothing computes beside this process."""
-
-    def expect(self, scheduler_output: SchedulerOutput) -> None:
-        """Steps are begun when they are executed."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import KVLayout, KVMemory, ModelInfo, RemotePart
+from baton.engine.runner import KVLayout, KVMemory, ModelInfo, OneProcessRunner
 from baton.errors import AdapterRefused, InvalidRequest
 from baton.messages.images import EncodedImage
-from baton.messages.node_report import RankReport
 from baton.messages.pooling import PoolingParams
 from baton.model_formats.adapters import AdapterInfo
 from baton.runner.encoder.encoder import Encoder
@@ -21,7 +20,7 @@ from baton.runner.execution.input_batch import RequestTable, Scheduled, flatten
 from baton.runner.execution.pooling import Pooler
 
 
-class EncoderRunner:
+class EncoderRunner(OneProcessRunner):
     """One encoder on one device of this machine. Called from one thread.
 
     Each prompt is computed by one step. Its blocks hold keys and values during the step alone.
@@ -46,10 +45,6 @@ class EncoderRunner:
     @property
     def memory(self) -> KVMemory:
         return self._memory
-
-    @property
-    def remote_parts(self) -> Sequence[RemotePart]:
-        return ()
 
     @property
     def num_host_blocks(self) -> int:
@@ -77,18 +72,6 @@ class EncoderRunner:
 
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """No image is ever encoded."""
-
-    def rank_reports(self) -> Sequence[RankReport]:
-        return ()
-
-    def on_lost(self, callback: Callable[[str], None]) -> None:
-        """Nothing computes beside this process."""
-
-    def close(self) -> None:
-        """Nothing computes beside this process."""
-
-    def expect(self, scheduler_output: SchedulerOutput) -> None:
-        """Steps are begun when they are executed."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised."""

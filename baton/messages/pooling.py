@@ -102,9 +102,9 @@ class ModelPooling:
     has_token_types: bool = False
     """Whether the texts of a pair are told apart by token types."""
     first_position: int = 0
-    """Of an encoder, the position of the first token."""
+    """The position that an encoder gives to the first token."""
     max_length: int = 0
-    """Of an encoder, the most tokens of a text; 0: as many as config.json says."""
+    """The most tokens of a text that an encoder takes; 0: as many as config.json says."""
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -115,7 +115,7 @@ class ModelPooling:
         if self.labels:
             can.add(Capability.CLASSIFY)
         if len(self.labels) < 2:
-            # Of an embedding model the cosine of two vectors, of a classifier its only number.
+            # A score is the cosine of two vectors of an embedding model, or the only number of a classifier.
             can.add(Capability.SCORE)
         return frozenset(can)
 

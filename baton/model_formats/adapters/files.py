@@ -47,7 +47,7 @@ class TensorPlace(NamedTuple):
 
     name: str
     dtype: str
-    """As safetensors names it: F32, F16 or BF16."""
+    """The name that safetensors has for it: F32, F16 or BF16."""
     shape: tuple[int, ...]
     start: int
     """Its first byte, counted from the first tensor."""
@@ -195,7 +195,7 @@ def _rows_at_a_time(place: TensorPlace, is_cut: bool) -> Iterator[tuple[TensorPl
 
 
 def open_adapter(directory: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
-    """As `read_adapter`, with `AdapterFiles.check_ranks`."""
+    """The adapter in a directory, whose ranks are checked, too; raises as `read_adapter` and `check_ranks` do."""
     files = read_adapter(directory)
     files.check_ranks(max_rank)
     return files

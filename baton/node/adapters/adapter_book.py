@@ -87,7 +87,7 @@ class AdapterBook:
             return
         del self._checking[digest]
         if refusal and self._refusals.get(digest) == "" and self._is_listed(digest, self._directories[digest]):
-            # It is still named where it was found before, by another router.
+            # Another router still names the adapter where it was found before.
             return
         self._refusals[digest], self._directories[digest] = refusal[:MAX_REFUSAL_CHARS], source.directory
 

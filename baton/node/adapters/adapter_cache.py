@@ -36,12 +36,12 @@ class AdapterState(enum.Enum):
     """Requests wait for it, and it waits for its turn or for room."""
     LOADING = enum.auto()
     OVERDUE = enum.auto()
-    """It has been loading for too long, and the requests that waited for it have failed."""
+    """The adapter has been loading for too long, and the requests that waited for it have failed."""
     LOADED = enum.auto()
     UNLOADING = enum.auto()
-    """It is taken out of memory as soon as the steps that may name it are over."""
+    """The adapter is taken out of memory as soon as the steps that may name it are over."""
     GONE = enum.auto()
-    """It is not in memory, and nobody waits for it."""
+    """The adapter is not in memory, and nobody waits for it."""
 
 
 class AdapterEvent(enum.Enum):
@@ -56,7 +56,7 @@ class AdapterEvent(enum.Enum):
     EVICTED = enum.auto()
     UNLOADED = enum.auto()
     UNLOADED_AND_WANTED = enum.auto()
-    """It is out of memory, and requests have come for it meanwhile."""
+    """The adapter is out of memory, and requests have come for it meanwhile."""
 
 
 ADAPTER_TABLE = {

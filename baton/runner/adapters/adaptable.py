@@ -106,13 +106,13 @@ class AdaptableProduct:
     def linear(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """As `Operations.linear`."""
+        """The product, as `Operations.linear` computes it, with the adapters of the step's rows."""
         if (adapters := self._adapters(x)) is None:
             return self._operations.linear(x, self.packed, bias, out_dtype=out_dtype)
         return self._operations.linear(x, self.packed, bias, out_dtype=out_dtype, adapters=adapters)
 
     def gated_linear(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """As `Operations.gated_linear`."""
+        """The gated product, as `Operations.gated_linear` computes it, with the adapters of the step's rows."""
         if (adapters := self._adapters(x)) is None:
             return self._operations.gated_linear(x, self.packed, activation=activation)
         return self._operations.gated_linear(x, self.packed, activation=activation, adapters=adapters)
@@ -151,4 +151,4 @@ class HasProducts(ABC):
 
 
 _NO_ROWS = RowsOfStep()
-"""Of products that aren't attached: no row has an adapter."""
+"""What a product that is not attached reads: no row has an adapter."""

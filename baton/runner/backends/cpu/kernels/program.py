@@ -88,7 +88,7 @@ class Program:
         self._products: list[tuple[int, int]] = []
         """The products that adapters may change: the number of each in the model, and the part of its weight."""
         self._adapters: ProgramAdapters | None = None
-        """Of the table of adapters in the latest step that had any."""
+        """The adapters of the program, for the table in the latest step that had any."""
 
     def argument(self, width: int, *, sampled: bool = False, dtype: torch.dtype | None = None) -> Rows:
         """Declare a matrix that callers of `run` pass: [T, width], or [S, width] with `sampled`, contiguous.

@@ -173,11 +173,8 @@ def load_runner(
 
 
 def _image_inputs(loaded: LoadedModel, operations: Operations) -> ImageInputs | None:
-    """What makes rows of images; None for a model that takes none, or can't do so here. Raises ConfigError."""
+    """What makes rows of images; None for a model that takes none. Raises ConfigError."""
     if loaded.image_part is None:
-        return None
-    if loaded.device.type != "cpu":
-        _log.warning("%s takes no images here: they are encoded on CPUs only so far", loaded.architecture)
         return None
     processor = ImageProcessor(loaded.checkpoint.directory)
     return ImageInputs(processor, ImageEncoder(loaded, operations), ImageLimits(MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS))

@@ -29,6 +29,8 @@ class Capability(enum.StrEnum):
     """Takes rows of numbers in place of a prompt's tokens."""
     IMAGE = "image"
     """Takes images beside text."""
+    TRANSCRIBE = "transcribe"
+    """Writes down speech."""
 
 
 GENERATES = frozenset((Capability.GENERATE,))

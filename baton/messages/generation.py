@@ -91,6 +91,9 @@ class GenerateRequest:
     images: Sequence[bytes] = ()
     """Encoded images, in the order of their places in the prompt: a text has the model's image token once for each, a
     prompt of token ids once for each row of an image."""
+    audio: bytes = b""
+    """Speech for a model that writes it down: one channel of 16-bit little-endian PCM, 16,000 samples a second, at most
+    MAX_AUDIO_BYTES. The prompt is then the beginning of what its decoder writes, as token ids."""
     schemas: Mapping[str, str] = field(default_factory=dict)
     """JSON schemas that are checked and otherwise not used, by the field that a refusal names."""
 

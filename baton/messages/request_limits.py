@@ -64,6 +64,10 @@ MAX_IMAGE_PIXELS = 1 << 26
 """The most that the setting `max_image_pixels` may allow for one image."""
 MAX_IMAGE_BYTES = 12 << 20
 """The most that the setting `max_image_bytes` may allow for all images of a request."""
+AUDIO_RATE = 16_000
+"""Samples per second of a request's audio."""
+MAX_AUDIO_BYTES = 30 * AUDIO_RATE * 2
+"""The most bytes of a request's audio, 30 seconds: longer speech is divided among several requests."""
 
 MAX_SEQUENCES = 128
 """The most sequences of one request (`n`, `best_of`)."""

@@ -132,7 +132,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "sampling_params", "priority", "cache_salt", "service_level", "prompt_embeds", "images")
+    __slots__ = ("request_id", "model", "text", "token_ids", "sampling_params", "priority", "cache_salt", "service_level", "prompt_embeds", "images", "audio")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,7 @@ class GenerateRequest(_message.Message):
     SERVICE_LEVEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_EMBEDS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    AUDIO_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -153,7 +154,8 @@ class GenerateRequest(_message.Message):
     service_level: ServiceLevel
     prompt_embeds: _containers.RepeatedCompositeFieldContainer[PromptEmbeds]
     images: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., service_level: _Optional[_Union[ServiceLevel, _Mapping]] = ..., prompt_embeds: _Optional[_Iterable[_Union[PromptEmbeds, _Mapping]]] = ..., images: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    audio: bytes
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., service_level: _Optional[_Union[ServiceLevel, _Mapping]] = ..., prompt_embeds: _Optional[_Iterable[_Union[PromptEmbeds, _Mapping]]] = ..., images: _Optional[_Iterable[bytes]] = ..., audio: _Optional[bytes] = ...) -> None: ...
 
 class PromptEmbeds(_message.Message):
     __slots__ = ("safetensors", "start")

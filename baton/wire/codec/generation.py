@@ -79,6 +79,8 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
         )
     with _field_errors("images"):
         pb.images.extend(request.images)
+    with _field_errors("audio"):
+        pb.audio = request.audio
     with _field_errors("prompt"):
         if isinstance(request.prompt, str):
             pb.text = request.prompt
@@ -130,6 +132,7 @@ def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
             ]
         ),
         images=tuple(pb.images),
+        audio=pb.audio,
         **present,
     )
 

@@ -17,6 +17,7 @@ from baton.messages.embedding import EmbedRequest, EmbedResponse
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
+    MAX_AUDIO_BYTES,
     MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_IMAGES,
@@ -131,7 +132,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                     yield stream.response(event)
 
     def _checked_rows_bytes(self, request: generation.GenerateRequest) -> int:
-        """The size of a request's rows or images, for which there are bounds of their own. Raises InvalidRequest."""
+        """The size of a request's rows, images or audio, which have bounds of their own. Raises InvalidRequest."""
+        if request.audio:
+            if len(request.audio) > MAX_AUDIO_BYTES:
+                raise InvalidRequest("audio", f"has {len(request.audio)} bytes; at most {MAX_AUDIO_BYTES} are taken")
+            return len(request.audio)
         if request.images:
             check_count("images", request.images, MAX_IMAGES)
             num_image_bytes, most = sum(map(len, request.images)), self._images_bytes

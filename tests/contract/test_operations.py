@@ -1,7 +1,9 @@
-"""Every implementation of the operations equals float64 within the rounding of its dtype."""
+"""Every implementation of the operations equals float64 within the rounding of its dtype, row by row in fixed bits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from baton.runner.backends import reference
 from baton.runner.backends.cpu import kernels
+from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
@@ -87,6 +90,70 @@ def test_norms_and_rotations_equal_those_in_float64(operations: Any, dtype: torc
     assert_near(turned, torch.cat([first * c - second * s, second * c + first * s, rest], dim=2))
 
 
+@dataclass(frozen=True)
+class Paged:
+    """Sequences of random keys and values, in shuffled blocks of a cache, and queries for their last positions."""
+
+    cache: CacheView
+    tables: torch.Tensor
+    queries: list[torch.Tensor]
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    @classmethod
+    def make(
+        cls,
+        operations: Any,
+        dtype: torch.dtype,
+        *,
+        heads: tuple[int, int] = (6, 2),
+        widths: tuple[int, int] = (16, 16),
+        lengths: Sequence[int] = LENGTHS,
+        counts: Sequence[int] = QUERIES,
+    ) -> Paged:
+        """`heads`: of queries and of keys; `widths`: of keys and of values; `counts`: of queries."""
+        (num_heads, kv_heads), (key_dim, value_dim) = heads, widths
+        width = -(-max(lengths) // SIZE)
+        half, stride = kv_heads * SIZE * key_dim, kv_heads * SIZE * (key_dim + value_dim)
+        blocks = 1 + width * len(lengths)
+        memory = torch.zeros(blocks * stride, dtype=dtype)
+        cache = CacheView(memory, blocks, stride, 0, half, kv_heads, SIZE, key_dim, value_dim)
+        order = torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1
+        paged = cls(cache, order.view(len(lengths), width).to(torch.int32), [], [], [])
+        for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            keys, values = (randn(length, kv_heads, d, seed=10 * index + d, dtype=dtype) for d in (key_dim, value_dim))
+            position = torch.arange(length)
+            slots = paged.tables[index, position // SIZE].long() * SIZE + position % SIZE
+            operations.store_kv(keys, values, cache, slots)
+            paged.queries.append(randn(count, num_heads, key_dim, seed=10 * index + 1, dtype=dtype))
+            paged.keys.append(keys)
+            paged.values.append(values)
+        return paged
+
+    def attend(self, operations: Any, *chunks: tuple[int, int, int], **features: Any) -> torch.Tensor:
+        """Attention of chunks (sequence, first position, position behind the last) in one call; without any, of all."""
+        chunks = chunks or tuple(
+            (index, len(keys) - len(query), len(keys))
+            for index, (keys, query) in enumerate(zip(self.keys, self.queries, strict=True))
+        )
+        rows = []
+        for index, first, behind in chunks:
+            start = len(self.keys[index]) - len(self.queries[index])
+            rows.append(self.queries[index][first - start : behind - start])
+        starts = torch.tensor([0, *map(len, rows)]).cumsum(0).to(torch.int32)
+        lengths = torch.tensor([behind for *_, behind in chunks], dtype=torch.int32)
+        tables = self.tables[[index for index, *_ in chunks]]
+        out: torch.Tensor = operations.paged_attention(
+            torch.cat(rows), self.cache, starts, lengths, tables, scale=0.2, **features
+        )
+        return out
+
+    def expected(self, **features: Any) -> torch.Tensor:
+        """What `attend` computes of all queries, in float64."""
+        parts = zip(self.queries, self.keys, self.values, strict=True)
+        return torch.cat([attend(*part, **features) for part in parts])
+
+
 @pytest.mark.parametrize("widths", [(16, 16), (24, 16), (256, 256)])
 @pytest.mark.parametrize(
     ("window", "softcap", "sinks"), [(None, None, False), (20, None, False), (20, 5.0, False), (None, None, True)]
@@ -99,52 +166,83 @@ def test_attention_equals_attention_in_float64(
     softcap: float | None,
     sinks: bool,
 ) -> None:
-    (key_dim, value_dim), heads, kv_heads = widths, 6, 2
-    width = -(-max(LENGTHS) // SIZE)
-    half, stride = kv_heads * SIZE * key_dim, kv_heads * SIZE * (key_dim + value_dim)
-    blocks = 1 + width * len(LENGTHS)
-    memory = torch.zeros(blocks * stride, dtype=dtype)
-    cache = CacheView(memory, blocks, stride, 0, half, kv_heads, SIZE, key_dim, value_dim)
-    order = torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1
-    tables = order.view(len(LENGTHS), width).to(torch.int32)
-    scores_of_sinks = randn(heads, seed=9, dtype=dtype) if sinks else None
-    queries, expected = [], []
-    for index, (length, count) in enumerate(zip(LENGTHS, QUERIES, strict=True)):
-        keys, values = (randn(length, kv_heads, d, seed=10 * index + d, dtype=dtype) for d in (key_dim, value_dim))
-        position = torch.arange(length)
-        operations.store_kv(keys, values, cache, tables[index, position // SIZE].long() * SIZE + position % SIZE)
-        query = randn(count, heads, key_dim, seed=10 * index + 1, dtype=dtype)
-        queries.append(query)
-        expected.append(attend(query, keys, values, window, softcap, scores_of_sinks))
-    starts = torch.tensor([0, *QUERIES]).cumsum(0).to(torch.int32)
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    out = operations.paged_attention(
-        torch.cat(queries),
-        cache,
-        starts,
-        lengths,
-        tables,
-        scale=0.2,
-        window=window,
-        softcap=softcap,
-        sinks=scores_of_sinks,
-    )
-    assert_near(out, torch.cat(expected))
+    paged = Paged.make(operations, dtype, widths=widths)
+    features = {"window": window, "softcap": softcap, "sinks": randn(6, seed=9, dtype=dtype) if sinks else None}
+    assert_near(paged.attend(operations, **features), paged.expected(**features))
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (5, 1)])
+@pytest.mark.parametrize("distances", [1, 7, 64, 300])
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (20, False), (70, True)])
+def test_a_head_adds_its_bias_of_the_distance_to_each_score(
+    operations: Any, dtype: torch.dtype, heads: tuple[int, int], distances: int, window: int | None, sinks: bool
+) -> None:
+    paged = Paged.make(operations, dtype, heads=heads)
+    features = {
+        "window": window,
+        "sinks": randn(heads[0], seed=9) if sinks else None,
+        "distance_bias": 2 * randn(heads[0], distances, seed=8),
+    }
+    assert_near(paged.attend(operations, **features), paged.expected(**features))
+
+
+@pytest.mark.parametrize("distances", [10, 300])
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_row_with_biases_has_the_same_bits_in_every_chunk_and_batch(
+    operations: Any, dtype: torch.dtype, distances: int, window: int | None
+) -> None:
+    paged = Paged.make(operations, dtype, lengths=(150, 90), counts=(150, 90))
+    features = {"window": window, "distance_bias": 2 * randn(6, distances, seed=8)}
+    whole = paged.attend(operations, (0, 0, 150), **features)
+    other = paged.attend(operations, (1, 0, 90), **features)
+    for first, behind in ((0, 1), (0, 70), (70, 71), (64, 140), (149, 150)):
+        assert torch.equal(paged.attend(operations, (0, first, behind), **features), whole[first:behind])
+    mixed = paged.attend(operations, (1, 80, 90), (0, 100, 150), (1, 0, 3), **features)
+    assert torch.equal(mixed, torch.cat([other[80:], whole[100:], other[:3]]))
+    # Decode steps of several requests that begin with the same blocks.
+    positions = (149, 130, 149, 66, 127)
+    decoded = paged.attend(operations, *((0, position, position + 1) for position in positions), **features)
+    assert torch.equal(decoded, whole[list(positions)])
+
+
+@pytest.mark.parametrize(
+    ("bias", "features"),
+    [
+        (torch.zeros(5, 8), {}),
+        (torch.zeros(6), {}),
+        (torch.zeros(6, 0), {}),
+        (torch.zeros(6, 8, dtype=torch.bfloat16), {}),
+        (torch.zeros(6, 8, dtype=torch.float64), {}),
+        (torch.zeros(8, 6).T, {}),
+        (torch.zeros(6, 8, device="meta"), {}),
+        (torch.zeros(6, 8), {"softcap": 5.0}),
+        (torch.zeros(6, 8), {"ahead": 3}),
+    ],
+)
+def test_biases_that_do_not_fit_are_refused(operations: Any, bias: torch.Tensor, features: dict[str, Any]) -> None:
+    paged = Paged.make(operations, torch.float32)
+    with pytest.raises(KernelArgumentError) as error:
+        paged.attend(operations, distance_bias=bias, **features)
+    assert error.value.argument == "distance_bias"
 
 
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention in float64 of the last rows of a sequence."""
     group, length = query.shape[1] // keys.shape[1], len(keys)
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys.double().repeat_interleave(group, 1)) * 0.2
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     at, key_at = torch.arange(length - len(query), length)[:, None], torch.arange(length)[None]
+    if distance_bias is not None:
+        distances = (at - key_at).clamp(0, distance_bias.shape[1] - 1)
+        scores = scores + distance_bias.double()[:, distances]
     seen = (key_at <= at) & (key_at > at - (window or length))
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:

@@ -95,6 +95,7 @@ class CompiledOperations:
         sinks: torch.Tensor | None = None,
         sharing: torch.Tensor | None = None,
         ahead: int = 0,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return kernels.paged_attention(
             query,
@@ -107,6 +108,7 @@ class CompiledOperations:
             softcap=softcap,
             sinks=sinks,
             ahead=ahead,
+            distance_bias=distance_bias,
             threads=self.num_threads,
         )
 

@@ -130,6 +130,7 @@ class Operations(Protocol):
         sinks: torch.Tensor | None = None,
         sharing: torch.Tensor | None = None,
         ahead: int = 0,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of query [T, H, KD] over the cache; returns [T, H, VD], zero in rows of no sequence.
 
@@ -139,5 +140,9 @@ class Operations(Protocol):
         as its sequence has them; then all tokens of a sequence are in the same call. `sinks` [H]: one more score for
         each head, which has no value. `sharing`: which sequences share leading blocks (cuda/shared_splits.py), for
         operations that do not find out themselves.
+
+        `distance_bias`: float32 [H, D], contiguous, finite: head h adds distance_bias[h, min(q - k, D - 1)] to the
+        scaled score of a query at position q and a key at position k. None: nothing is added. Raises
+        KernelArgumentError for another shape, dtype or layout, and for biases with a soft cap or with `ahead`.
         """
         ...

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from baton.runner.backends.cache_rows import read_blocks, write_rows
+from baton.runner.backends.cpu.kernels.attention import require_distance_bias
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
@@ -198,7 +199,9 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     sharing: torch.Tensor | None = None,
     ahead: int = 0,
+    distance_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    require_distance_bias(distance_bias, query, softcap, ahead)
     out = torch.zeros(*query.shape[:2], cache.value_dim, dtype=query.dtype)
     starts: list[Any] = query_start.tolist()
     for sequence, length in enumerate(seq_lens.tolist()):
@@ -210,19 +213,31 @@ def paged_attention(
         for row in range(first, last):
             stop = length - (last - 1 - row)
             seen = slice(max(0, stop - window) if window else 0, min(stop + ahead, length))
-            attended = _attend(_array(query[row]), keys[:, seen], values[:, seen], scale, softcap, sinks)
+            biases = None
+            if distance_bias is not None:
+                distances = stop - 1 - np.arange(seen.start, seen.stop)
+                biases = _array(distance_bias)[:, np.minimum(distances, distance_bias.shape[1] - 1)]
+            attended = _attend(_array(query[row]), keys[:, seen], values[:, seen], scale, softcap, sinks, biases)
             out[row] = torch.from_numpy(attended).to(query.dtype)
     return out
 
 
 def _attend(
-    query: Array, keys: Array, values: Array, scale: float, softcap: float | None, sinks: torch.Tensor | None
+    query: Array,
+    keys: Array,
+    values: Array,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    biases: Array | None,
 ) -> Array:
-    """Attention of one row: query [H, KD], keys [KH, L, KD], values [KH, L, VD] to [H, VD]."""
+    """Attention of one row: query [H, KD], keys [KH, L, KD], values [KH, L, VD], biases [H, L] to [H, VD]."""
     grouped = query.reshape(keys.shape[0], -1, query.shape[-1])
     scores = np.einsum("hgd,hld->hgl", grouped, keys, optimize=False) * np.float32(scale)
     if softcap:
         scores = np.tanh(scores / np.float32(softcap)) * np.float32(softcap)
+    if biases is not None:
+        scores += biases.reshape(scores.shape)
     if sinks is not None:
         scores = np.concatenate([scores, _array(sinks).reshape(*scores.shape[:2], 1)], axis=-1)
     scores -= scores.max(axis=-1, keepdims=True)

@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from baton.runner.backends.cache_rows import read_blocks, write_rows
+from baton.runner.backends.cpu.kernels.attention import require_distance_bias
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.device import CPU
 from baton.runner.backends.float8_weight import Float8Weight
@@ -216,7 +217,9 @@ class TorchOperations:
         sinks: torch.Tensor | None = None,
         sharing: torch.Tensor | None = None,
         ahead: int = 0,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        require_distance_bias(distance_bias, query, softcap, ahead)
         out = query.new_zeros(*query.shape[:2], cache.value_dim)
         extra = None if sinks is None else sinks.float().view(cache.num_kv_heads, -1, 1)
         starts: list[Any] = query_start.tolist()
@@ -232,6 +235,7 @@ class TorchOperations:
                 rows = slice(first, last)
                 out[rows] = _attend_both_ways(query[rows], keys[:, :length], values[:, :length], scale, window, ahead)
                 continue
+            biases = None if distance_bias is None else _biases_of_keys(distance_bias, length, cache.num_kv_heads)
             for row in range(first, last):
                 stop = length - (last - 1 - row)
                 start = max(0, stop - window) if window else 0
@@ -241,6 +245,8 @@ class TorchOperations:
                 scores = torch.bmm(grouped, keys[:, seen].contiguous().transpose(1, 2)) * scale
                 if softcap:
                     scores = torch.tanh(scores / softcap) * softcap
+                if biases is not None:
+                    scores = scores + biases[..., length - (stop - start) :]
                 if extra is not None:
                     scores = torch.cat((scores, extra), dim=-1)
                 weights = torch.softmax(scores, dim=-1)[..., : stop - start]
@@ -280,6 +286,15 @@ class TorchOperations:
         with _disable_current_modes():
             parts = [compute(padded[row : row + size]) for row in range(0, max(rows, 1), size)]
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[:rows]
+
+
+def _biases_of_keys(distance_bias: torch.Tensor, length: int, num_kv_heads: int) -> torch.Tensor:
+    """The biases [KH, H / KH, length] that the last of `length` positions adds to the scores of all keys.
+
+    An earlier position adds the last columns of it to the scores of the keys that it sees.
+    """
+    distances = torch.arange(length - 1, -1, -1, device=distance_bias.device).clamp(max=distance_bias.shape[1] - 1)
+    return distance_bias[:, distances].view(num_kv_heads, -1, length)
 
 
 def _attend_both_ways(

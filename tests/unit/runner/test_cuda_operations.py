@@ -15,6 +15,7 @@ from baton.errors import ConfigError
 from baton.messages.node_report import ComputePath
 from baton.messages.sampling import SamplingParams
 from baton.runner import TorchSpec, load
+from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU, resolve_device
 from baton.runner.backends.operations import Operations
@@ -53,6 +54,16 @@ def tokens_of(runner: TorchModelRunner) -> dict[str, list[int]]:
     driver.finish(chunk=7)
     assert not any(request.failed for request in driver.requests.values())
     return {name: request.output for name, request in driver.requests.items()}
+
+
+def test_biases_of_distances_are_added_the_plain_way() -> None:
+    """Steps with them are not recorded as graphs, since not all layers take Triton's way."""
+    operations = CudaOperations(CPU, no_kernel)
+    cache = CacheView(torch.ones(2 * 8 * 16), 2, 8 * 16, 0, 8 * 8, 1, 8, 8, 8)
+    starts, lengths, tables = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [8], [[1]]))
+    step = (torch.ones(1, 2, 8), cache, starts, lengths, tables)
+    operations.paged_attention(*step, scale=1.0, distance_bias=torch.zeros(2, 3))
+    assert (operations.ways, operations.why_plain) == ({"plain"}, "Triton's kernel adds no biases to scores")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "deepseek_v3", "gpt_oss"])

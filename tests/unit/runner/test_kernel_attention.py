@@ -64,6 +64,7 @@ class Paged:
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     sinks: torch.Tensor | None = None
+    distance_bias: torch.Tensor | None = None
 
     @classmethod
     def make(
@@ -116,6 +117,7 @@ class Paged:
             softcap=softcap,
             sinks=self.sinks,
             ahead=ahead,
+            distance_bias=self.distance_bias,
             threads=threads,
         )
 
@@ -129,6 +131,9 @@ class Paged:
                 scores = softcap * torch.tanh(scores / softcap)
             at = torch.arange(len(key) - len(query), len(key))[:, None]
             key_at = torch.arange(len(key))[None]
+            if self.distance_bias is not None:
+                distances = (at - key_at).clamp(0, self.distance_bias.shape[1] - 1)
+                scores = scores + self.distance_bias.double()[:, distances]
             seen = key_at <= at + ahead
             if window is not None:
                 seen &= key_at > at - window
@@ -351,6 +356,28 @@ def test_sinks_take_probability_and_add_no_value(isa: str, dtype: torch.dtype, w
     assert torch.equal(paged.attend(window), plain)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(14, 2), (71, 1), (4, 4)])
+@pytest.mark.parametrize("distances", [1, 63, 64, 128, 500])
+def test_scores_have_biases_of_heads_and_distances(
+    isa: str, dtype: torch.dtype, window: int | None, heads: int, kv_heads: int, distances: int
+) -> None:
+    kernels.use_isa(isa)
+    paged = Paged.make(
+        dtype, lengths=[1, 64, 90, 200, 130], query_lens=[1, 64, 1, 77, 1], heads=heads, kv_heads=kv_heads
+    )
+    paged.distance_bias = torch.zeros(heads, distances)
+    no_bias = paged.attend(window)
+    paged.distance_bias = None
+    assert torch.equal(paged.attend(window), no_bias)
+    paged.distance_bias = 2 * randn(heads, distances, seed=7)
+    out = paged.attend(window)
+    assert _relative_error(out, paged.expected(window)) < TOLERANCE[dtype]
+    assert torch.equal(paged.attend(window, threads=1), out)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_keys_values_and_tables_may_have_strides(dtype: torch.dtype) -> None:
     paged = Paged.make(dtype, lengths=[70, 33], query_lens=[9, 1])
@@ -373,7 +400,10 @@ def test_instruction_sets_agree_in_every_bit(dtype: torch.dtype) -> None:
     results = []
     for isa in SAME_BITS:
         kernels.use_isa(isa)
-        results.append(paged.attend(window=50, softcap=20.0))
+        paged.distance_bias = None
+        capped = paged.attend(window=50, softcap=20.0)
+        paged.distance_bias = randn(6, 100, seed=7)
+        results.append(torch.cat([capped, paged.attend(window=110)]))
     for isa, result in zip(SAME_BITS, results, strict=True):
         assert torch.equal(result, results[-1]), isa
 

@@ -75,6 +75,7 @@ class Step:
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    distance_bias: torch.Tensor | None = None
 
     def attend(self, seqs: Sequence[int], threads: int) -> list[torch.Tensor]:
         """The rows of each of some requests, computed in one call, in this order."""
@@ -91,6 +92,7 @@ class Step:
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
+            distance_bias=self.distance_bias,
             threads=threads,
         )
         return list(torch.split(out, counts))
@@ -138,6 +140,7 @@ def _decodes(tables: list[list[int]], lengths: list[int], *, size: int = 16, hea
     dims=st.sampled_from([(32, 32), (64, 64), (24, 40), (192, 128), (72, 8)]),
     window=st.sampled_from([None, None, 30, 200, 1000]),
     with_more=st.booleans(),
+    distances=st.sampled_from([None, None, 1, 70, 500]),
 )
 def test_rows_that_share_tiles_have_the_bits_that_they_have_alone(
     isa: str,
@@ -150,6 +153,7 @@ def test_rows_that_share_tiles_have_the_bits_that_they_have_alone(
     dims: tuple[int, int],
     window: int | None,
     with_more: bool,
+    distances: int | None,
 ) -> None:
     kernels.use_isa(isa)
     random = Random(seed)
@@ -163,8 +167,9 @@ def test_rows_that_share_tiles_have_the_bits_that_they_have_alone(
         query_lens,
         randn(sum(query_lens), heads[0], dims[0], seed=3, dtype=dtype),
         window,
-        30.0 if with_more else None,
+        30.0 if with_more and distances is None else None,
         randn(heads[0], seed=4) if with_more else None,
+        None if distances is None else randn(heads[0], distances, seed=5),
     )
     alone = [step.attend([seq], 1)[0] for seq in range(count)]
     order = random.sample(range(count), count)

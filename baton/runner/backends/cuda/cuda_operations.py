@@ -4,7 +4,7 @@ There are two ways to compute attention. For every kind of layer the first one i
 runs, gives the plain one's result, and gives a row the same bits alone and in a batch. Rows attend to blocks that they
 share together (shared_splits.py) only if that gives the same bits, too:
   triton     kernels that follow the block tables (triton_attention.py)
-  plain      row by row, as in TorchOperations: exact and slow
+  plain      row by row, as in TorchOperations: exact and slow; the only one that adds biases of distances
 
 The kernel for norms (triton_norm.py) is tried in the same way. Without it torch computes them, whose bits depend on the
 number of rows, so that the model is hardly bit-exact.
@@ -50,6 +50,7 @@ class _Kind:
     window: int | None
     softcap: float | None
     has_sinks: bool
+    has_distance_bias: bool
 
     @property
     def may_share(self) -> bool:
@@ -202,21 +203,13 @@ class CudaOperations(TorchOperations):
         sinks: torch.Tensor | None = None,
         sharing: torch.Tensor | None = None,
         ahead: int = 0,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        step = (query, cache, query_start, seq_lens, block_tables)
+        features: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         if ahead:
             # Only encoders look ahead, and Triton's kernel is causal.
-            return super().paged_attention(
-                query,
-                cache,
-                query_start,
-                seq_lens,
-                block_tables,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                ahead=ahead,
-            )
+            return super().paged_attention(*step, **features, ahead=ahead, distance_bias=distance_bias)
         heads = query.shape[1]
         kind = _Kind(
             query.dtype,
@@ -228,25 +221,19 @@ class CudaOperations(TorchOperations):
             window,
             softcap,
             sinks is not None,
+            distance_bias is not None,
         )
         way = self._ways.get(kind)
         if way is None:
             way = self._ways[kind] = self._choose(kind)
-        attend = self._attend if way == "triton" else super().paged_attention
-        return attend(
-            query,
-            cache,
-            query_start,
-            seq_lens,
-            block_tables,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            sharing=sharing if kind in self._together else None,
-        )
+        if way == "plain":
+            return super().paged_attention(*step, **features, distance_bias=distance_bias)
+        return self._attend(*step, **features, sharing=sharing if kind in self._together else None)
 
     def _choose(self, kind: _Kind) -> str:
+        if kind.has_distance_bias:
+            self.why_plain = "Triton's kernel adds no biases to scores"
+            return "plain"
         sample, features = _sample(kind, self._device)
         expected = super().paged_attention(*sample, **features)
         try:

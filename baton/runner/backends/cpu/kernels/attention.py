@@ -30,6 +30,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     ahead: int = 0,
+    distance_bias: torch.Tensor | None = None,
     threads: int,
 ) -> torch.Tensor:
     """Attention of query [rows, heads, key_dim] on the paged cache: [rows, heads, value_dim].
@@ -42,6 +43,7 @@ def paged_attention(
     `ahead`: position i attends to the positions up to i + ahead, as far as its request has them; 0: causal attention.
     `softcap`: scores become softcap * tanh(score / softcap).
     `sinks` ([heads], float32 or the query's dtype): one more score for each head, which has no value.
+    `distance_bias` (float32 [heads, distances], contiguous): what is added to scaled scores, by the distance of a key.
 
     Rows behind the last request's are zero. A row's bits depend on its query and its own keys and values alone. Raises
     KernelArgumentError for tensors that don't fit, and for heads whose width is above 256 or no multiple of 8.
@@ -58,6 +60,7 @@ def paged_attention(
         raise KernelArgumentError("query", f"has heads of {key_dim}, the cache of {cache.key_dim}")
     table_stride = require_requests(query_start, seq_lens, block_tables)
     sinks = require_attention(heads, cache, scale, window, softcap, sinks)
+    require_distance_bias(distance_bias, query, softcap, ahead)
     out = query.new_empty((rows, heads, cache.value_dim))
     call = AttentionCall(
         query.data_ptr(),
@@ -67,6 +70,7 @@ def paged_attention(
         seq_lens.data_ptr(),
         block_tables.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
+        None if distance_bias is None else distance_bias.data_ptr(),
         cache.block_stride,
         cache.key_offset,
         cache.value_offset,
@@ -86,6 +90,7 @@ def paged_attention(
         cache.block_size,
         window or 0,
         ahead,
+        0 if distance_bias is None else distance_bias.shape[1],
         scale,
         softcap or 0.0,
         cache_format(cache),
@@ -183,6 +188,27 @@ def require_attention(
     if sinks.shape != (heads,) or not sinks.is_cpu:
         raise KernelArgumentError("sinks", f"must be [{heads}] on the CPU, is {tuple(sinks.shape)}")
     return sinks.detach().to(torch.float32).contiguous()
+
+
+def require_distance_bias(
+    distance_bias: torch.Tensor | None, query: torch.Tensor, softcap: float | None, ahead: int
+) -> None:
+    """Raises KernelArgumentError for biases that don't fit the query [rows, heads, key_dim], on any device.
+
+    They are refused with a soft cap or with keys behind, too.
+    """
+    if distance_bias is None:
+        return
+    heads = query.shape[1]
+    if distance_bias.ndim != 2 or distance_bias.shape[0] != heads or distance_bias.shape[1] < 1:
+        raise KernelArgumentError("distance_bias", f"must be [{heads}, at least 1], is {tuple(distance_bias.shape)}")
+    if distance_bias.dtype != torch.float32 or distance_bias.device != query.device:
+        found = f"{distance_bias.dtype} on {distance_bias.device}"
+        raise KernelArgumentError("distance_bias", f"must be torch.float32 on {query.device}, is {found}")
+    if not distance_bias.is_contiguous():
+        raise KernelArgumentError("distance_bias", "is not contiguous")
+    if softcap is not None or ahead:
+        raise KernelArgumentError("distance_bias", "can't be given with a soft cap or with keys behind")
 
 
 def row_dtypes(cache: CacheView) -> tuple[torch.dtype, ...]:

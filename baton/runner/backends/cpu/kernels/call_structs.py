@@ -108,12 +108,13 @@ class StoreCall(ctypes.Structure):
 
 class AttentionCall(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "query out cache query_start seq_lens block_tables sinks"),
+        *_fields(_POINTER, "query out cache query_start seq_lens block_tables sinks distance_bias"),
         *_fields(_INT64, "block_stride key_offset value_offset scale_offset scales_apart rows query_stride"),
         *_fields(_INT64, "out_stride num_seqs"),
         *_fields(
             _INT64, "table_width table_stride num_blocks heads kv_heads key_dim value_dim block_size window ahead"
         ),
+        *_fields(_INT64, "num_distances"),
         *_fields(_FLOAT, "scale softcap"),
         ("format", _INT),
     ]

@@ -28,9 +28,9 @@ enum { FEW_SCORE_ROWS = 0 };
 
 /* The softmax of one row over one tile: scores become unnormalised probabilities 2^(score - reference), in bfloat16 where the row
  * sees the whole tile. The reference is a maximum that the row has seen. It, the sum and the output are rescaled only for a
- * probability above 2^REFERENCE_SLACK; up to there float32 is as precise. */
+ * probability above 2^REFERENCE_SLACK; up to there float32 is as precise. biases: [KEY_TILE], added to scaled scores; or NULL. */
 INLINE void softmax_row(const struct attention_call *call, struct attention_state *state, float *scores, uint16_t *probabilities,
-                        size_t row, struct key_range range) {
+                        size_t row, struct key_range range, const float *biases) {
     float *output = state->output + row * state->out_stride;
     const v16 scale = v_set1(call->softcap != 0.0f ? call->scale : call->scale * LOG2_E);
     v16 s[KEY_TILE / LANES];
@@ -38,6 +38,7 @@ INLINE void softmax_row(const struct attention_call *call, struct attention_stat
     for (int i = 0; i < KEY_TILE / LANES; i++) {
         s[i] = v_mul(v_load(scores + i * LANES), scale);
         if (call->softcap != 0.0f) s[i] = v_mul(v_softcap(s[i], call->softcap), v_set1(LOG2_E));
+        if (biases != NULL) s[i] = v_add(s[i], v_mul(v_load(biases + i * LANES), v_set1(LOG2_E)));
     }
     if (range.start > 0 || range.end < KEY_TILE) {
 #pragma GCC unroll 4
@@ -68,6 +69,31 @@ INLINE void softmax_row(const struct attention_call *call, struct attention_stat
     v_store(state->sum + row * LANES, sum);
 }
 
+/* The biases that a row adds to the scores of a tile's keys; zero for keys behind its own, which it does not see. */
+INLINE void biases_of_row(const struct attention_call *call, struct biased_row row, int64_t tile, float *biases) {
+    const int64_t farthest = call->num_distances - 1, distance = row.position - tile; /* of the first key */
+    int64_t first_near = distance > farthest ? distance - farthest : 0;
+    int64_t first_behind = distance + 1 < KEY_TILE ? distance + 1 : KEY_TILE;
+    if (first_near > KEY_TILE) first_near = KEY_TILE;
+    for (int64_t j = 0; j < first_near; j++) biases[j] = row.of_distance[farthest];
+    for (int64_t j = first_near; j < first_behind; j++) biases[j] = row.of_distance[distance - j];
+    for (int64_t j = first_behind; j < KEY_TILE; j++) biases[j] = 0.0f;
+}
+
+/* softmax_row of `count` rows with the biases of their distances. Not inlined, so that rows without biases are computed by the same
+ * instructions as if there were none. */
+TARGET static __attribute__((noinline)) void softmax_biased_rows(const struct attention_call *call, struct attention_state *state,
+                                                                 size_t row, size_t count, struct key_range range, int64_t tile,
+                                                                 int whole) {
+    float biases[KEY_TILE];
+    for (size_t r = 0; r < count; r++) {
+        ask_ahead(state, count < 8 && !state->values_as_they_lie ? 3 : 1);
+        biases_of_row(call, state->biased[row + r], tile, biases);
+        softmax_row(call, state, state->scores + r * KEY_TILE, whole ? state->probabilities + r * 2 * KEY_TILE : NULL, row + r, range,
+                    biases);
+    }
+}
+
 /* Whether one of the tokens sees the whole tile. Both bounds of what a token sees grow with its position, so one check suffices. */
 INLINE int any_sees_all(const struct attention_call *call, int64_t length, int64_t first_position, int64_t tokens, int64_t tile) {
     int64_t last = tile + KEY_TILE - 1 - call->ahead, reaches = last > first_position ? last : first_position;
@@ -76,7 +102,7 @@ INLINE int any_sees_all(const struct attention_call *call, int64_t length, int64
 
 /* Computes scores, probabilities and outputs of rows that see the same keys of the loaded tile. */
 INLINE void attend_rows(const enum dtype dtype, const struct attention_call *call, struct attention_state *state, int64_t kv, size_t row,
-                        size_t count, struct key_range range) {
+                        size_t count, struct key_range range, int64_t tile) {
     const size_t dim = (size_t)call->key_dim, pairs = state->query_dim / 2, items = pairs * ROW_ITEMS_PER_PAIR;
     float *output = state->output + row * state->out_stride;
     (void)kv;
@@ -93,10 +119,14 @@ INLINE void attend_rows(const enum dtype dtype, const struct attention_call *cal
         product_bfloat16(count, KEY_TILE / LANES, (const bf16_row *)state->query + row * items, items, state->keys,
                          state->query_dim * LANES, 2 * LANES, pairs, state->scores, KEY_TILE, 0);
     int whole = dtype == DTYPE_BFLOAT16 && sees_all(range);
-    for (size_t r = 0; r < count; r++) {
-        ask_ahead(state, count < 8 && !state->values_as_they_lie ? 3 : 1);
-        softmax_row(call, state, state->scores + r * KEY_TILE, whole ? state->probabilities + r * 2 * KEY_TILE : NULL, row + r, range);
-    }
+    if (call->distance_bias != NULL)
+        softmax_biased_rows(call, state, row, count, range, tile, whole);
+    else
+        for (size_t r = 0; r < count; r++) {
+            ask_ahead(state, count < 8 && !state->values_as_they_lie ? 3 : 1);
+            softmax_row(call, state, state->scores + r * KEY_TILE, whole ? state->probabilities + r * 2 * KEY_TILE : NULL, row + r,
+                        range, NULL);
+        }
 #ifdef FEW_VALUES
     if (whole && state->values_as_they_lie) {
         few_values(state, count, (size_t)call->value_dim, output);
@@ -131,9 +161,19 @@ INLINE void attend_tile(const enum dtype dtype, const struct attention_call *cal
         }
         size_t end = range.start < range.end ? (size_t)next * heads : 0;
         for (size_t row = (size_t)token * heads; row < end; row += SCORE_ROWS)
-            attend_rows(dtype, call, state, kv, base + row, end - row < SCORE_ROWS ? end - row : SCORE_ROWS, range);
+            attend_rows(dtype, call, state, kv, base + row, end - row < SCORE_ROWS ? end - row : SCORE_ROWS, range, tile);
         token = next;
     }
+}
+
+/* Notes the positions and the biases of a task's rows, which are those from a row on. */
+INLINE void find_biased_rows(const struct attention_call *call, const struct attention_task *task, struct attention_state *state,
+                             size_t row) {
+    int64_t tokens = call->query_start[task->seq + 1] - call->query_start[task->seq];
+    int64_t position = call->seq_lens[task->seq] - tokens + task->token_start;
+    for (int64_t token = 0; token < task->token_count; token++)
+        for (int64_t head = task->head_start; head < task->head_start + task->head_count * task->kv_count; head++)
+            state->biased[row++] = (struct biased_row){call->distance_bias + head * call->num_distances, position + token};
 }
 
 /* Converts the queries of a task to the rows from a row on, and returns their number. */
@@ -142,6 +182,7 @@ INLINE size_t prepare_queries(const enum dtype dtype, const struct attention_cal
     const size_t dim = (size_t)call->key_dim, items = dtype == DTYPE_FLOAT32 ? dim : state->query_dim / 2 * ROW_ITEMS_PER_PAIR;
     const int64_t first_row = call->query_start[task->seq] + task->token_start;
     const size_t before = row;
+    if (call->distance_bias != NULL) find_biased_rows(call, task, state, row);
     for (int64_t token = 0; token < task->token_count; token++)
         for (int64_t head = 0; head < task->head_count * task->kv_count; head++, row++) {
             size_t from = (size_t)((first_row + token) * call->query_stride) + (size_t)(task->head_start + head) * dim;

@@ -9,6 +9,12 @@ struct tile_rows {
     int64_t start, end; /* the range of keys that it sees, from the tile's start */
 };
 
+/* What decides the biases of a row: its position and the biases of its head. */
+struct biased_row {
+    const float *of_distance; /* [num_distances] */
+    int64_t position;
+};
+
 /* The state of one task; most of it is in the thread's scratch. */
 struct attention_state {
     float *scores;  /* [SCORE_ROWS][KEY_TILE]: products, then probabilities */
@@ -29,6 +35,7 @@ struct attention_state {
     size_t key_bytes, value_bytes; /* in the cache */
     int few;                  /* whether all rows are of one token: then keys are not transposed into panels */
     int values_as_they_lie;   /* whether the values of a whole tile are not copied into pairs either */
+    struct biased_row biased[ATTENTION_ROWS]; /* of each row, only with distance_bias */
 };
 
 /* The keys of a tile, relative to its start, that a query token sees. */

@@ -167,12 +167,14 @@ struct attention_call {
     const void *cache;
     const int32_t *query_start, *seq_lens, *block_tables;
     const float *sinks; /* [heads] or NULL */
+    const float *distance_bias; /* [heads, num_distances], or NULL: added to scaled scores, see Operations.paged_attention */
     int64_t block_stride, key_offset, value_offset, scale_offset; /* in elements of the cache; scale_offset only with 8 bits */
     int64_t scales_apart; /* with 8 bits: how many scales the scale of a value is behind that of its key */
     int64_t rows, query_stride, out_stride, num_seqs, table_width, table_stride, num_blocks;
     int64_t heads, kv_heads, key_dim, value_dim, block_size;
     int64_t window;  /* the most keys that a query attends to up to its own; 0: all */
     int64_t ahead;   /* how many keys behind its own it attends to, as far as its request has them; 0: causal attention */
+    int64_t num_distances; /* at least 1 with distance_bias, which is only without ahead and softcap */
     float scale, softcap; /* softcap 0: none */
     int format;           /* enum cache_format */
 };

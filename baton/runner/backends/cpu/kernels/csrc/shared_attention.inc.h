@@ -63,7 +63,8 @@ INLINE void attend_shared(const enum dtype dtype, const struct attention_job *jo
         load_tile(dtype, call, &state, dtype == DTYPE_FLOAT32, dtype == DTYPE_BFLOAT16, 1);
         size_t end = first_row[at.member_end];
         for (size_t row = first_row[at.member]; row < end; row += SCORE_ROWS)
-            attend_rows(dtype, call, &state, 0, row, end - row < SCORE_ROWS ? end - row : SCORE_ROWS, (struct key_range){0, KEY_TILE});
+            attend_rows(dtype, call, &state, 0, row, end - row < SCORE_ROWS ? end - row : SCORE_ROWS, (struct key_range){0, KEY_TILE},
+                        at.tile * KEY_TILE);
         ask_ahead(&state, KEY_TILE);
         state.here = 1 - state.here;
         at = next;

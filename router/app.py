@@ -24,6 +24,7 @@ from baton.security.binds import check_bind
 from baton.security.matrix import CallerRole
 from baton.text.chat_template import ChatTemplate
 from baton.text.image_prompts import ImagePrompts
+from baton.text.speech_prompts import SpeechPrompts
 from baton.text.tokenizer import Tokenizer
 from baton.wire.clients.operator_client import OperatorStub
 from baton.wire.credentials import Dialer
@@ -68,6 +69,7 @@ async def run_router(
     codec = None if is_simulated else Tokenizer.load(config.model)
     template = None if is_simulated else ChatTemplate.load(config.model)
     images = None if is_simulated else ImagePrompts.load(config.model)
+    speech = None if codec is None else SpeechPrompts.load(config.model, codec)
     async with contextlib.AsyncExitStack() as stack:
         if membership is None:
             registry_url = with_authority(config.registry, config.tls_ca)
@@ -80,7 +82,7 @@ async def run_router(
         tls = config.tls.read() if config.tls is not None else None
         asks = asks_with(Dialer.to_role(CallerRole.ROUTER, config.cluster, tls))
         await require_free_name(membership, config.router_id, asks)
-        process = RouterProcess(config, membership, records, codec, template, card, asks, images)
+        process = RouterProcess(config, membership, records, codec, template, card, asks, images, speech)
         await process.run(ready, stop, fault)
 
 

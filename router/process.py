@@ -22,6 +22,7 @@ from baton.errors import BackgroundFault
 from baton.messages.capabilities import Capability
 from baton.messages.generation import ModelCard
 from baton.messages.ids import new_incarnation
+from baton.model_formats.audio import AudioLimits
 from baton.node.name_claim import Asks, require_first, start_number
 from baton.observe.metrics import declared_figures, render
 from baton.observe.process_figures import process_figures
@@ -37,6 +38,7 @@ from baton.text.chat_template import ChatTemplate
 from baton.text.constraint_checker import ConstraintChecker
 from baton.text.image_prompts import ImagePrompts
 from baton.text.request_template import RequestTemplate
+from baton.text.speech_prompts import SpeechPrompts
 from baton.text.tokenizer import Tokenizer
 from baton.wire.authenticator import Authenticator
 from baton.wire.clients.node_client import NodeClient
@@ -57,6 +59,7 @@ from router.flight.request_spans import RequestSpans
 from router.front import GenerationHandler, OperatorHandler
 from router.http.adapters import adapter_routes
 from router.http.app import HttpFront
+from router.http.audio.endpoint import SpeechRules
 from router.http.cors import with_cors
 from router.http.image_urls import ImageFetcher
 from router.http.json_body import base64_bytes
@@ -105,9 +108,10 @@ class RouterProcess:
         card: ModelCard,
         asks: Asks,
         images: ImagePrompts | None = None,
+        speech: SpeechPrompts | None = None,
     ) -> None:
         """`asks`: finds out which router answers at an address, if another one of this name starts, too. `images`:
-        None: the model takes none.
+        None: the model takes none. `speech`: None: it does not write down speech.
         """
         rng, clock = Random(), SystemClock()
         self._config = config
@@ -123,7 +127,12 @@ class RouterProcess:
         self._links = NodeLinks(connect, config.router_id, self._timers, rng, LinkTimes(), incarnation)
         takes_rows = config.allow_prompt_embeds == "on"
         takes_images = images is not None and config.max_images > 0
-        allowed = {Capability.PROMPT_EMBEDS: takes_rows, Capability.IMAGE: takes_images}
+        takes_audio = speech is not None and config.max_audio_seconds > 0
+        allowed = {
+            Capability.PROMPT_EMBEDS: takes_rows,
+            Capability.IMAGE: takes_images,
+            Capability.TRANSCRIBE: takes_audio,
+        }
         not_allowed = frozenset(one for one, is_allowed in allowed.items() if not is_allowed)
         cards = CurrentCard(card, self._view, self._timers.monotonic, not_allowed)
         journal = FlightJournal(records, incarnation, clock.wall) if records is not None else None
@@ -137,6 +146,10 @@ class RouterProcess:
         fetcher = None
         if takes_images and (prefixes := parts_of(config.image_urls)):
             fetcher = ImageFetcher(prefixes, config.max_images, config.max_image_bytes)
+        origins = parts_of(config.cors_origins)
+        speech_rules = None
+        if speech is not None and takes_audio:
+            speech_rules = SpeechRules(speech, AudioLimits(config.max_audio_bytes, config.max_audio_seconds), origins)
         limits = DispatchLimits(**settings_for(DispatchLimits, config), prompt_embeds_bytes=embeds_bytes)
         workers = BoundedWorkers()
         work = BoundedWork(ConstraintChecker(workers))
@@ -180,14 +193,16 @@ class RouterProcess:
             authenticator=PageAuthenticator(config.host, config.allowed_hosts, keys),
             more_routes=[*adapter_routes(lambda: self._adapters), *live_pages(self._live)],
             prompt_embeds_bytes=embeds_bytes,
+            speech=speech_rules,
         )
+        larger = base64_bytes(max(embeds_bytes, rules.most_bytes if rules is not None else 0))
         self._http = HttpServer(
-            with_cors(front, parts_of(config.cors_origins)),
+            with_cors(front, origins),
             limits.stall_s,
             config.tls,
             limit=limit,
             budget=budget,
-            more_body_bytes=base64_bytes(max(embeds_bytes, rules.most_bytes if rules is not None else 0)),
+            more_body_bytes=max(larger, config.max_audio_bytes if takes_audio else 0),
         )
         host = config.advertise_host or reached_as(config.host)
         self._record = NodeRecord(

@@ -8,7 +8,14 @@ from pydantic import ByteSize, Field
 
 from baton.config.cluster import ClusterSettings, ProcessSettings
 from baton.config.kinds import Count, CountOrZero, Name, OnOff, Origins, Port, Seconds, UrlPrefixes
-from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_IMAGES, MAX_PROMPT_EMBEDS_BYTES
+from baton.messages.request_limits import (
+    MAX_AUDIO_FILE_BYTES,
+    MAX_AUDIO_SECONDS,
+    MAX_IMAGE_BYTES,
+    MAX_IMAGE_PIXELS,
+    MAX_IMAGES,
+    MAX_PROMPT_EMBEDS_BYTES,
+)
 
 
 class RouterSettings(ClusterSettings):
@@ -86,6 +93,17 @@ class RouterSettings(ClusterSettings):
         description="Beginnings of URLs, such as https://images.example.org/public/, from which the router fetches "
         "images that requests name. The flag may be given several times; elsewhere commas separate them. Default: "
         "none; images come with their requests.",
+    )
+    max_audio_bytes: ByteSize = Field(
+        ByteSize(25 << 20),
+        gt=0,
+        le=MAX_AUDIO_FILE_BYTES,
+        description="Most bytes of an audio file, such as 10MiB, for a model that writes down speech; at most 512MiB.",
+    )
+    max_audio_seconds: Annotated[int, Field(ge=0, le=MAX_AUDIO_SECONDS)] = Field(
+        1500,
+        description="Most seconds of an audio file; 0: none is taken. The calls of a router have 8 times as many "
+        "together, 32,000 bytes each.",
     )
     tool_call_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "mistral-args", "smollm2"] = Field(
         "auto",

@@ -68,6 +68,10 @@ AUDIO_RATE = 16_000
 """Samples per second of a request's audio."""
 MAX_AUDIO_BYTES = 30 * AUDIO_RATE * 2
 """The most bytes of a request's audio, 30 seconds: longer speech is divided among several requests."""
+MAX_AUDIO_FILE_BYTES = 512 << 20
+"""The most that the setting `max_audio_bytes` may allow for a file."""
+MAX_AUDIO_SECONDS = 4 * 3600
+"""The most that the setting `max_audio_seconds` may allow for a file."""
 
 MAX_SEQUENCES = 128
 """The most sequences of one request (`n`, `best_of`)."""

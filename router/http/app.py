@@ -17,6 +17,7 @@ from baton.messages.ids import new_request_id
 from baton.security.callers import current_caller
 from baton.security.matrix import is_page
 from baton.security.pages import PageAuthenticator
+from router.http.audio.endpoint import AudioBodies, SpeechEndpoint, SpeechRules
 from router.http.embeddings import Embeddings
 from router.http.endpoints import ChatCompletions, Completions, Handler, request_id_of
 from router.http.errors import Headers, HttpError, Kind, error_body, error_headers, kind_of
@@ -56,15 +57,22 @@ class HttpFront:
         authenticator: PageAuthenticator | None = None,
         more_routes: Sequence[Route] = (),
         prompt_embeds_bytes: int = 0,
+        speech: SpeechRules | None = None,
     ) -> None:
         """`store`: of /v1/responses. `more_routes`: of further pages. `prompt_embeds_bytes`: the most bytes of rows in
-        place of tokens; 0: none are taken. Without an authenticator all are permitted.
+        place of tokens; 0: none are taken. `speech`: None: no audio is taken. Without an authenticator all are
+        permitted.
         """
         self._authenticator = authenticator or PageAuthenticator()
         self._rng = rng
         completions = Completions(handler, model, clock, keep_alive_s, prompt_embeds_bytes)
         chats = ChatCompletions(handler, model, clock, keep_alive_s)
         responses = ResponsesEndpoint(handler, model, clock, keep_alive_s, rng, store)
+        audio = AudioBodies(speech)
+
+        def speech_endpoint(*, translates: bool) -> SpeechEndpoint:
+            return SpeechEndpoint(handler, model, keep_alive_s, speech, audio, translates=translates)
+
         score, rerank = Score(handler, model, clock), Rerank(handler, model, clock)
         self._routes = Router(
             [
@@ -74,6 +82,8 @@ class HttpFront:
                 Route(f"{_MESSAGES}/count_tokens", CountTokens(handler, model), methods=["POST"]),
                 Route("/v1/responses", responses, methods=["POST"]),
                 *stored_routes(store),
+                Route("/v1/audio/transcriptions", speech_endpoint(translates=False), methods=["POST"]),
+                Route("/v1/audio/translations", speech_endpoint(translates=True), methods=["POST"]),
                 Route("/v1/embeddings", Embeddings(handler, model), methods=["POST"]),
                 *(Route(path, score, methods=["POST"]) for path in ("/v1/score", "/score")),
                 *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),

@@ -83,14 +83,21 @@ class LargeBodies:
 
 
 async def read_body(
-    scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES, large: LargeBody | None = None
+    scope: Scope,
+    receive: Receive,
+    most: int = MAX_BODY_BYTES,
+    large: LargeBody | None = None,
+    *,
+    is_json: bool = True,
 ) -> bytes:
-    """Read the whole body, of `most` bytes; `large`: its place, if that is above MAX_BODY_BYTES.
+    """Read the whole body, of `most` bytes; `large`: its place, if that is above MAX_BODY_BYTES. `is_json`: whether it
+    must be declared as JSON.
 
     Raises HttpError if it is too long or not declared as JSON, QueueFull for one large body too many, or ClientGone.
     """
     headers = dict(scope["headers"])
-    _check_content_type(headers.get(b"content-type", b""))
+    if is_json:
+        _check_content_type(headers.get(b"content-type", b""))
     if int(headers.get(b"content-length") or 0) > most:
         raise _too_long(most)
     try:

@@ -16,6 +16,7 @@ from baton.messages.sampling import NUMBER_RANGES, SamplingDefaults
 from baton.security.matrix import CallerRole, callers_of_page
 from router.http.adapters import LoadAdapterBody, UnloadAdapterBody
 from router.http.api_fields import FIELDS
+from router.http.audio.bodies import SpeechBody
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.completions import CompletionBody
 from router.http.bodies.embeddings import EmbeddingBody
@@ -104,6 +105,8 @@ class Operation:
     """An example of an event, if the answer may be a stream."""
     status: int = 200
     """The HTTP status of the answer."""
+    body_kind: str = "application/json"
+    """The content type of the body."""
 
 
 _GENERATING, _EMBEDDING, _TOKENS, _HEALTH, _PAGES = "Text", "Embeddings", "Tokens", "Models and health", "Pages"
@@ -224,6 +227,21 @@ OPERATIONS: Sequence[Operation] = (
         *("POST", f"{_STORED}/cancel", _GENERATING, "Is refused: only responses in the background could be cancelled"),
         {"error": {"message": "...", "type": "invalid_request_error", "param": None, "code": None}},
         status=400,
+    ),
+    *(
+        Operation(
+            *("POST", path, _GENERATING, summary),
+            {"text": "Hello, you.", "usage": {"type": "duration", "seconds": 2}},
+            (SpeechBody,),
+            {"file": "@speech.wav", "language": "en"},
+            about="For models that can transcribe. A recording is divided where it is quiet, at most every 30 s.",
+            event={"type": "transcript.text.delta", "delta": "Hello"},
+            body_kind="multipart/form-data",
+        )
+        for path, summary in (
+            ("/v1/audio/transcriptions", "Writes down speech, as in OpenAI's API"),
+            ("/v1/audio/translations", "Writes down speech in English, as in OpenAI's API"),
+        )
     ),
     Operation(
         *("POST", "/v1/embeddings", _EMBEDDING, "Turns texts into vectors, as in OpenAI's API"),
@@ -400,7 +418,7 @@ def _operation(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     if operation.bodies:
         found = [_body_schema(body, schemas) for body in operation.bodies]
         content = {"schema": found[0] if len(found) == 1 else {"oneOf": found}, "example": operation.example}
-        made["requestBody"] = {"required": True, "content": {"application/json": content}}
+        made["requestBody"] = {"required": True, "content": {operation.body_kind: content}}
     return made
 
 

@@ -24,7 +24,7 @@ _MODELS = "GET /v1/models lists the model"
 INSTEAD: Mapping[str, str] = {
     # OpenAI
     "/v1/assistants": _NO_AGENTS,
-    "/v1/audio": _TEXT_ONLY,
+    "/v1/audio": "speech is written down by /v1/audio/transcriptions and /v1/audio/translations, not spoken",
     "/v1/batches": _NO_STORE,
     "/v1/containers": _NO_AGENTS,
     "/v1/conversations": _NO_AGENTS,

@@ -16,6 +16,7 @@ from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.adapters import adapter_routes
 from router.http.app import HttpFront
+from router.http.audio.endpoint import SpeechRules
 from router.http.endpoints import Handler
 from router.http.model import ServedModel, Template
 from router.http.responses.store import ResponseStore, StoreBounds
@@ -40,6 +41,7 @@ class HttpRig(AsgiClient):
         request_template: Callable[[str], Template] | None = None,
         vocabulary: FakeTokenizer | None = None,
         prompt_embeds_bytes: int = 0,
+        speech: SpeechRules | None = None,
     ) -> None:
         self.card = card
         self.clock = FakeClock(5.0)
@@ -47,6 +49,7 @@ class HttpRig(AsgiClient):
         self._page_authenticator = authenticator
         self._request_template = request_template
         self._prompt_embeds_bytes = prompt_embeds_bytes
+        self._speech = speech
         self._vocabulary = vocabulary or FakeTokenizer()
         self.handler = FakeHandler()
         self.adapters = FakeAdapterHandler()
@@ -68,6 +71,7 @@ class HttpRig(AsgiClient):
             keep_alive_s,
             self._page_authenticator,
             prompt_embeds_bytes=self._prompt_embeds_bytes,
+            speech=self._speech,
             more_routes=adapter_routes(lambda: self.adapters),
         )
 

@@ -59,8 +59,10 @@ async def served(
     authenticator: PageAuthenticator | None = None,
     tls: TlsFiles | None = None,
     template: str = DEFAULT_TEMPLATE,
+    rig: HttpRig | None = None,
 ) -> AsyncIterator[Served]:
-    rig = HttpRig(authenticator=authenticator)
+    """`rig`: instead of one of text alone with this authenticator."""
+    rig = rig or HttpRig(authenticator=authenticator)
     server = HttpServer(rig.front(rig.handler, 1000.0, template), stall_s, tls, head_s)
     port = server.bind("127.0.0.1", 0)
     before = asyncio.all_tasks()

@@ -19,9 +19,12 @@ from router.http.api_fields import FIELDS
 from router.http.bodies.strict import read_as
 from router.http.live import LiveFeed, live_pages
 from router.http.openapi import OPERATIONS, Operation, description
+from tests.support.audio_files import encoded, tone
 from tests.support.http_rig import CARD, HttpRig, chunk, finished
+from tests.support.speech_rig import SpeechRig
 
 API = description()
+FORM = "multipart/form-data"
 
 
 def served_routes() -> Iterator[Route]:
@@ -96,7 +99,9 @@ def test_references_lead_somewhere_and_names_of_operations_differ() -> None:
 
 @pytest.mark.parametrize("operation", [one for one in OPERATIONS if one.bodies], ids=lambda one: one.path)
 def test_an_example_of_a_request_is_a_request(operation: Operation) -> None:
-    read_as(operation.bodies[0], operation.example or {})
+    # A form's file is bytes, which JSON has not.
+    file = {"file": b""} if operation.body_kind == FORM else {}
+    read_as(operation.bodies[0], {**(operation.example or {}), **file})
 
 
 def shape_of(value: Any) -> Any:
@@ -119,7 +124,11 @@ async def test_an_example_of_an_answer_has_the_fields_of_an_answer(operation: Op
     own = SamplingDefaults(temperature=0.7, top_k=40)
     labels = ModelPooling(labels=("spam", "ham") if operation.path == "/classify" else ())
     rig = HttpRig(card=replace(CARD, name="demo_model", vocab_size=400, defaults=own, pooling=labels))
-    if not operation.bodies:
+    if operation.body_kind == FORM:
+        rig = SpeechRig()
+        exchange = rig.send(encoded(tone(1)), operation.path, language="en")
+        (await rig.next_call()).tell(finished("stop"))
+    elif not operation.bodies:
         path = operation.path.replace("{name}", rig.card.name)
         if "{id}" in path:
             made = rig.post("/v1/responses", {"input": "a"})

@@ -1,0 +1,112 @@
+"""Prompts of models that write down speech: the special tokens that say what the decoder is to write."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from baton.errors import ConfigError
+from baton.messages.request_limits import MAX_LOGIT_BIAS
+
+_MODEL_TYPES = ("whisper",)
+_LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+_SPECIAL = re.compile(r"<\|.*\|>")
+
+
+class TokenNames(Protocol):
+    """The tokenizer as these prompts use it; `baton.text.tokenizer.Tokenizer` is the real one."""
+
+    def tokens(self) -> Mapping[int, str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechPrompts:
+    """The tokens of one model for speech."""
+
+    start: int
+    """`<|startoftranscript|>`."""
+    no_timestamps: int
+    """`<|notimestamps|>`."""
+    transcribe: int | None
+    """`<|transcribe|>`; None: the model knows English alone and has one task."""
+    translate: int | None
+    """`<|translate|>`, into English."""
+    previous: int | None
+    """`<|startofprev|>`, before the text that came before."""
+    languages: Mapping[str, int]
+    """The token of each language, by its code (ISO 639-1, or 639-2 for those without one); empty: English alone."""
+    suppressed: Sequence[int]
+    """Tokens that are never written, such as brackets and the special ones above."""
+    special: frozenset[int]
+    """The tokens that are no text."""
+    max_length: int
+    """The most tokens of prompt and text together."""
+
+    @classmethod
+    def load(cls, model_dir: Path, tokenizer: TokenNames) -> SpeechPrompts | None:
+        """The tokens of a model directory; None for a model of another kind. Raises ConfigError."""
+        config = _read(model_dir / "config.json")
+        if config.get("model_type") not in _MODEL_TYPES:
+            return None
+        path = model_dir / "generation_config.json"
+        generation = _read(path) if path.is_file() else config
+        special = {text: token for token, text in tokenizer.tokens().items() if _SPECIAL.fullmatch(text)}
+        languages = {found[1]: token for text, token in special.items() if (found := _LANGUAGE.fullmatch(text))}
+        # Tokenizers of models for English alone may have the tokens of languages, too.
+        if generation.get("is_multilingual") is False:
+            languages = {}
+
+        def required(text: str) -> int:
+            if text not in special:
+                raise ConfigError(f"{model_dir} has no token {text} in its tokenizer.json; copy it again")
+            return special[text]
+
+        length = config.get("max_target_positions")
+        if type(length) is not int or length < 8:
+            raise ConfigError(f"{model_dir} has no usable max_target_positions in its config.json; copy it again")
+        return cls(
+            start=required("<|startoftranscript|>"),
+            no_timestamps=required("<|notimestamps|>"),
+            transcribe=required("<|transcribe|>") if languages else None,
+            translate=special.get("<|translate|>") if languages else None,
+            previous=special.get("<|startofprev|>"),
+            languages=languages,
+            suppressed=_suppressed(generation, config, path),
+            special=frozenset(special.values()),
+            max_length=length,
+        )
+
+    def prompt(self, language: str, *, translates: bool = False, before: Sequence[int] = ()) -> tuple[int, ...]:
+        """The prompt for speech in a language. `before`: the tokens of text that came before, whose end is used."""
+        # As in OpenAI's Whisper: the text before has at most half of the room.
+        text = [token for token in before if token not in self.special][-(self.max_length // 2 - 1) :]
+        task = self.translate if translates else self.transcribe
+        ids = [self.start, self.languages.get(language), task, self.no_timestamps]
+        if text and self.previous is not None:
+            ids = [self.previous, *text, *ids]
+        return tuple(token for token in ids if token is not None)
+
+
+def _suppressed(generation: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+    found = generation.get("suppress_tokens") or ()
+    if not isinstance(found, Sequence) or any(type(token) is not int for token in found):
+        raise ConfigError(f"{path}: suppress_tokens must be token ids; copy it again")
+    vocab_size = config.get("vocab_size")
+    tokens = tuple(token for token in dict.fromkeys(found) if 0 <= token < (vocab_size or 0))
+    if len(tokens) > MAX_LOGIT_BIAS:
+        raise ConfigError(f"{path}: suppress_tokens has {len(tokens)} tokens; at most {MAX_LOGIT_BIAS} are taken")
+    return tokens
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} can't be read as JSON ({error}); copy it again") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a JSON object; copy it again")
+    return value

@@ -1,0 +1,214 @@
+"""The endpoints /v1/audio/transcriptions and /v1/audio/translations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import BatonError, InvalidRequest, QueueFull
+from baton.messages.capabilities import Capability, check_capable
+from baton.messages.generation import Chunk
+from baton.model_formats.audio import SAMPLE_RATE, AudioLimits, UnusableAudio, decode_audio
+from baton.text.speech_prompts import SpeechPrompts
+from router.admission.validation import check_model
+from router.http.answers import path_headers
+from router.http.audio.bodies import SpeechBody
+from router.http.audio.formats import Segment, Transcript, event, usage_of, written
+from router.http.audio.forms import MORE_BYTES, boundary_of, check_origin, read_form
+from router.http.audio.transcription import PartEnd, SpeechCall, Transcription
+from router.http.bodies.strict import read_as
+from router.http.client import Client
+from router.http.endpoints import Handler, in_thread_if_large, timeout_of, with_client_names
+from router.http.errors import Headers, error_body
+from router.http.json_body import LargeBodies, LargeBody, read_body
+from router.http.model import ServedModel
+
+_log = logging.getLogger(__name__)
+
+_MOST_HELD = 8
+"""Recordings of the greatest length whose samples a router holds at once, or more that are shorter."""
+_ALL = frozenset(Capability)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechRules:
+    """How speech is written down by the model, and within which bounds."""
+
+    prompts: SpeechPrompts
+    limits: AudioLimits
+    origins: Sequence[str] = ()
+    """The origins whose pages may send forms, beside the router's own."""
+
+
+class AudioBodies:
+    """What the endpoints for speech hold in memory at once."""
+
+    def __init__(self, rules: SpeechRules | None) -> None:
+        self.large = LargeBodies()
+        self._most_samples = 0 if rules is None else _MOST_HELD * rules.limits.most_seconds * SAMPLE_RATE
+        self._num_samples = 0
+
+    @contextmanager
+    def holding(self, num_samples: int) -> Iterator[None]:
+        """Hold so many samples. Raises QueueFull if they are too many beside the others."""
+        if self._num_samples + num_samples > self._most_samples:
+            raise QueueFull(f"{self._num_samples // SAMPLE_RATE} s of audio are being written down")
+        self._num_samples += num_samples
+        try:
+            yield
+        finally:
+            self._num_samples -= num_samples
+
+
+class SpeechEndpoint:
+    """POST /v1/audio/transcriptions and /v1/audio/translations: an ASGI application, whose exceptions the front turns
+    into answers."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        model: ServedModel,
+        keep_alive_s: float,
+        rules: SpeechRules | None,
+        bodies: AudioBodies,
+        *,
+        translates: bool,
+    ) -> None:
+        """`rules`: None: no audio is taken. `bodies`: of all these endpoints. `translates`: the text is English."""
+        self._handler = handler
+        self._model = model
+        self._keep_alive_s = keep_alive_s
+        self._rules = rules
+        self._bodies = bodies
+        self._translates = translates
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._bodies.large.place() as place:
+            await self._answer(scope, receive, send, place)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, place: LargeBody) -> None:
+        rules = self._rules_of_model()
+        check_origin(scope, rules.origins)
+        headers, request_id = dict(scope["headers"]), scope["state"]["request_id"]
+        timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
+        boundary = boundary_of(headers.get(b"content-type", b""))
+        content = await read_body(scope, receive, rules.limits.most_bytes + MORE_BYTES, place, is_json=False)
+        found = await in_thread_if_large(self._handler, content, read_form, boundary, content)
+        del content
+        body = read_as(SpeechBody, found)
+        call = self._call_of(body, rules, request_id, headers.get(b"traceparent", b"").decode("latin-1"), timeout_s)
+        async with Client(receive, send, self._keep_alive_s) as client:
+            file, response_format, is_stream = body.file, body.response_format, body.stream
+            del body, found
+            samples = await self._decoded(file, rules.limits)
+            del file
+            place.release()
+            with self._bodies.holding(len(samples)), with_client_names({"audio": ("file",)}, {}):
+                card = self._model.card
+                transcription = Transcription(call, samples, rules.prompts, self._handler, card)
+                await transcription.find_language()
+                id_header = (b"x-request-id", request_id.encode())
+                if is_stream:
+                    client.will_stream([id_header])
+                    await _stream(client, transcription)
+                    return
+                segments, answer_headers = await _segments_of(transcription)
+                task = "translate" if self._translates else "transcribe"
+                transcript = Transcript(task, transcription.language, call.temperature, segments)
+                kind, answer = written(transcript, response_format)
+                await client.answer(200, [(b"content-type", kind), id_header, *answer_headers], answer)
+
+    def _rules_of_model(self) -> SpeechRules:
+        """The rules of a model for speech. Raises UnsupportedRequest for another, before anything is read."""
+        card = self._model.card
+        can = card.capabilities or _ALL
+        check_capable(card.name, {Capability.TRANSCRIBE}, can - {Capability.TRANSCRIBE} if self._rules is None else can)
+        assert self._rules is not None
+        return self._rules
+
+    def _call_of(
+        self, body: SpeechBody, rules: SpeechRules, request_id: str, traceparent: str, timeout_s: float | None
+    ) -> SpeechCall:
+        check_model(body.model or "", self._model.card)
+        if body.stream and body.response_format not in ("json", "text"):
+            raise InvalidRequest("stream", f"does not go with response_format {body.response_format}")
+        prompts, language = rules.prompts, (body.language or "").lower()
+        known = prompts.languages or {"en": 0}
+        if language and language not in known:
+            raise InvalidRequest("language", f"{language[:16]!r} is none of the model's: {', '.join(known)}")
+        if self._translates and prompts.translate is None:
+            raise InvalidRequest("model", f"{self._model.card.name} does not translate: it writes down English alone")
+        before: Sequence[int] = ()
+        if body.prompt and body.prompt.strip():
+            before = self._model.encode(" " + body.prompt.strip(), special=False)
+        return SpeechCall(
+            request_id=request_id,
+            model=body.model or "",
+            language=language,
+            translates=self._translates,
+            temperature=body.temperature,
+            before=before,
+            traceparent=traceparent,
+            timeout_s=timeout_s,
+        )
+
+    async def _decoded(self, file: bytes, limits: AudioLimits) -> NDArray[np.int16]:
+        try:
+            # Its libraries run beside the interpreter, so it keeps the event loop as little as waiting does.
+            return await self._handler.in_waiting_thread(decode_audio, file, limits)
+        except UnusableAudio as error:
+            raise InvalidRequest("file", f"can't be used: {error}") from None
+
+
+async def _segments_of(transcription: Transcription) -> tuple[Sequence[Segment], Headers]:
+    """The text of each part, and the headers that say where the first one was served."""
+    segments: list[Segment] = []
+    headers: Headers = []
+    text, token_ids = "", list[int]()
+    async with aclosing(transcription.events()) as events:
+        async for found in events:
+            if isinstance(found, PartEnd):
+                headers = headers or path_headers(found.finished)
+                segments.append(Segment(transcription.parts[len(segments)], text, token_ids))
+                text, token_ids = "", []
+            else:
+                text += found.text
+                token_ids += found.token_ids
+    return segments, headers
+
+
+async def _stream(client: Client, transcription: Transcription) -> None:
+    """Send the text as it comes. An error before anything was sent is raised; a later one becomes the last event."""
+    text = ""
+    duration_s = transcription.parts[-1][1] / SAMPLE_RATE
+    try:
+        async with aclosing(transcription.events()) as events:
+            async for found in events:
+                if not isinstance(found, Chunk):
+                    continue
+                # The text of an answer begins without a space.
+                delta = found.text if text else found.text.lstrip()
+                text += delta
+                if delta:
+                    await client.write(event({"type": "transcript.text.delta", "delta": delta}))
+        done = {"type": "transcript.text.done", "text": text.rstrip(), "usage": usage_of(duration_s)}
+        await client.write(event(done), more=False)
+    except BatonError as error:
+        if not client.has_begun:
+            raise
+        await client.write(_error_event(error), more=False)
+    except Exception:
+        if not client.has_begun:
+            raise
+        _log.exception("a stream failed")
+        await client.write(_error_event(BatonError("internal error; the log of the server has it")), more=False)
+
+
+def _error_event(error: BatonError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"

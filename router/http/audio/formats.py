@@ -1,0 +1,145 @@
+"""The text of a recording in the formats of OpenAI's API: JSON, plain text, and subtitles."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.model_formats.audio import SAMPLE_RATE
+from router.http.audio.bodies import ResponseFormat
+
+_JSON, _TEXT, _VTT = b"application/json", b"text/plain; charset=utf-8", b"text/vtt; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The text of one part of a recording."""
+
+    part: tuple[int, int]
+    """The indices of its samples."""
+    text: str
+    token_ids: Sequence[int]
+
+    @property
+    def start_s(self) -> float:
+        """Where it begins, in seconds."""
+        return self.part[0] / SAMPLE_RATE
+
+    @property
+    def end_s(self) -> float:
+        """Where it ends, in seconds."""
+        return self.part[1] / SAMPLE_RATE
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """The text of a recording."""
+
+    task: str
+    language: str
+    """Code of the language that is spoken."""
+    temperature: float
+    segments: Sequence[Segment]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(segment.text for segment in self.segments).strip()
+
+    @property
+    def duration_s(self) -> float:
+        """Length of the recording."""
+        return self.segments[-1].end_s
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """What the answer is counted as."""
+        return usage_of(self.duration_s)
+
+
+def usage_of(duration_s: float) -> dict[str, Any]:
+    """OpenAI's `usage` for a recording of so many seconds, of which each begun one counts."""
+    return {"type": "duration", "seconds": math.ceil(duration_s)}
+
+
+def written(transcript: Transcript, response_format: ResponseFormat) -> tuple[bytes, bytes]:
+    """The content type and the body of an answer."""
+    match response_format:
+        case "json":
+            return _JSON, _json({"text": transcript.text, "usage": transcript.usage})
+        case "verbose_json":
+            return _JSON, _json(_verbose(transcript))
+        case "text":
+            return _TEXT, f"{transcript.text}\n".encode()
+        case "srt":
+            return _TEXT, _srt(transcript.segments).encode()
+        case "vtt":
+            return _VTT, _vtt(transcript.segments).encode()
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + _json(data) + b"\n\n"
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    # Text that is no valid Unicode can't be in UTF-8, but as an escape.
+    return json.dumps(value, ensure_ascii=True).encode()
+
+
+def _verbose(transcript: Transcript) -> dict[str, Any]:
+    segments = [
+        {
+            "id": place,
+            "seek": int(segment.start_s * 100),
+            "start": segment.start_s,
+            "end": segment.end_s,
+            "text": segment.text,
+            "tokens": list(segment.token_ids),
+            "temperature": transcript.temperature,
+        }
+        for place, segment in enumerate(transcript.segments)
+    ]
+    return {
+        "task": transcript.task,
+        "language": transcript.language,
+        "duration": transcript.duration_s,
+        "text": transcript.text,
+        "segments": segments,
+        "usage": transcript.usage,
+    }
+
+
+def _cues(segments: Sequence[Segment]) -> list[tuple[Segment, str]]:
+    """The segments with text, as one line each: an empty line, or an arrow, would end a subtitle."""
+    texts = [(segment, " ".join(segment.text.split()).replace("-->", "->")) for segment in segments]
+    return [(segment, text) for segment, text in texts if text]
+
+
+def _srt(segments: Sequence[Segment]) -> str:
+    return "".join(
+        f"{number}\n{_time(segment.start_s, ',')} --> {_time(segment.end_s, ',')}\n{text}\n\n"
+        for number, (segment, text) in enumerate(_cues(segments), 1)
+    )
+
+
+def _vtt(segments: Sequence[Segment]) -> str:
+    """WebVTT (https://www.w3.org/TR/webvtt1/), in whose texts `&` and `<` are escaped."""
+    cues = "".join(
+        f"{_time(segment.start_s, '.')} --> {_time(segment.end_s, '.')}\n{_escaped(text)}\n\n"
+        for segment, text in _cues(segments)
+    )
+    return "WEBVTT\n\n" + cues
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _time(seconds: float, point: str) -> str:
+    milliseconds = round(seconds * 1000)
+    minutes, milliseconds = divmod(milliseconds, 60_000)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{milliseconds // 1000:02}{point}{milliseconds % 1000:03}"

@@ -1,0 +1,155 @@
+"""From samples to text: one request to the core for each part of a recording, a few at a time, in order.
+
+Rules:
+
+1. Text is handed on in the order of the recording, whichever part is ready first.
+2. The first error ends all parts, and so does the end of the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import BatonError
+from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.model_formats.audio import pcm_of, windows
+from baton.text.speech_prompts import SpeechPrompts
+from router.http.endpoints import Handler
+from router.pooling import part_ids
+
+AT_ONCE = 4
+"""Parts of one recording that are written down at once."""
+_NEVER = -100.0
+"""The bias of tokens that are never written: with it, a logit is far below all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechCall:
+    """What a client wants of a recording."""
+
+    request_id: str
+    model: str
+    language: str
+    """Code of the language that is spoken; empty: it is to be found out."""
+    translates: bool
+    """Whether the text is to be English."""
+    temperature: float
+    before: Sequence[int]
+    """Tokens of text that came before."""
+    traceparent: str
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartEnd:
+    """A part of a recording is written down."""
+
+    finished: Finished
+
+
+class Transcription:
+    """Writes one recording down."""
+
+    def __init__(
+        self, call: SpeechCall, samples: NDArray[np.int16], prompts: SpeechPrompts, handler: Handler, card: ModelCard
+    ) -> None:
+        self._call = call
+        self._samples = samples
+        self._prompts = prompts
+        self._handler = handler
+        self._card = card
+        self.parts = windows(samples)
+        self.language = call.language if prompts.languages else "en"
+        """Code of the language; empty: it is not known yet."""
+        loop = asyncio.get_running_loop()
+        self._now = loop.time
+        self._due = None if call.timeout_s is None else loop.time() + call.timeout_s
+
+    async def find_language(self) -> None:
+        """Find out which language is spoken, by the first part, unless it is known."""
+        if self.language:
+            return
+        code_of = {token: code for code, token in self._prompts.languages.items()}
+        # The name is no part's.
+        name = part_ids(self._call.request_id, len(self.parts) + 1)[-1]
+        request = GenerateRequest(
+            prompt=(self._prompts.start,),
+            request_id=name,
+            model=self._call.model,
+            temperature=0.0,
+            max_tokens=1,
+            allowed_token_ids=tuple(code_of),
+            traceparent=self._call.traceparent,
+            audio=pcm_of(self._samples, self.parts[0]),
+        )
+        async with aclosing(self._events(request)) as events:
+            async for event in events:
+                if isinstance(event, Chunk) and event.token_ids:
+                    self.language = code_of.get(event.token_ids[0], "")
+        if not self.language:
+            raise BatonError("the model named no language; name the one that is spoken (language)")
+
+    async def events(self) -> AsyncGenerator[Chunk | PartEnd, None]:
+        """The text of all parts, in order: chunks, and the end of each part. Raises BatonErrors."""
+        arrived: asyncio.Queue[tuple[int, Chunk | PartEnd | Exception]] = asyncio.Queue()
+        most = min(AT_ONCE, self._handler.most_at_once() or AT_ONCE)
+        room = asyncio.Semaphore(most)
+
+        async def write(place: int, name: str) -> None:
+            try:
+                async with room, aclosing(self._events(self._request(place, name))) as events:
+                    async for event in events:
+                        if isinstance(event, Chunk):
+                            arrived.put_nowait((place, event))
+                        elif isinstance(event, Finished):
+                            arrived.put_nowait((place, PartEnd(event)))
+                            return
+                raise BatonError("the stream ended before its request did")
+            except Exception as error:
+                arrived.put_nowait((place, error))
+
+        names = part_ids(self._call.request_id, len(self.parts))
+        tasks = [asyncio.create_task(write(*part)) for part in enumerate(names)]
+        early: list[list[Chunk | PartEnd]] = [[] for _ in self.parts]
+        try:
+            place = 0
+            while place < len(self.parts):
+                while early[place]:
+                    event = early[place].pop(0)
+                    yield event
+                    if isinstance(event, PartEnd):
+                        place += 1
+                        if place == len(self.parts):
+                            return
+                of, found = await arrived.get()
+                if isinstance(found, Exception):
+                    raise found
+                early[of].append(found)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _request(self, place: int, name: str) -> GenerateRequest:
+        prompt = self._prompts.prompt(self.language, translates=self._call.translates, before=self._call.before)
+        longest = min(self._prompts.max_length, self._card.max_model_len)
+        return GenerateRequest(
+            prompt=prompt,
+            request_id=name,
+            model=self._call.model,
+            temperature=self._call.temperature,
+            max_tokens=max(1, longest - len(prompt)),
+            logit_bias=dict.fromkeys(self._prompts.suppressed, _NEVER),
+            traceparent=self._call.traceparent,
+            audio=pcm_of(self._samples, self.parts[place]),
+        )
+
+    def _events(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+        left_s = None if self._due is None else max(0.0, self._due - self._now())
+        return self._handler.generate(request, left_s)

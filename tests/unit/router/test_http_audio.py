@@ -1,0 +1,354 @@
+"""Speech to text over HTTP: from a form to the requests for each part, and to the formats of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from baton.errors import EngineFault
+from baton.messages.generation import Chunk
+from baton.model_formats.audio import SAMPLE_RATE, AudioLimits, decode_audio, pcm_of, windows
+from baton.testing.fake_handler import FakeCall
+from router.http.json_body import MAX_BODY_BYTES, MAX_LARGE_BODIES
+from tests.support.audio_files import encoded, tone
+from tests.support.http_rig import CARD, HttpRig, chunk, finished
+from tests.support.speech_rig import ABLE, BOUNDARY, ENGLISH, FORM_TYPE, LIMITS, TRANSCRIBE, SpeechRig, form, part
+
+TRANSLATE = "/v1/audio/translations"
+SPEECH = encoded(tone(1))
+LONG = encoded(tone(80, 8_000), 8_000)
+"""Three parts."""
+
+
+def requests_of(calls: Sequence[FakeCall]) -> list[Any]:
+    return [call.request for call in calls]
+
+
+async def test_a_short_recording_is_one_request() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(SPEECH, language="en", headers={"x-request-id": "r", "x-request-timeout-ms": "5000"})
+    (call,) = await rig.answered(exchange, " Hello, you.")
+    assert exchange.status == 200
+    assert exchange.json == {"text": "Hello, you.", "usage": {"type": "duration", "seconds": 1}}
+    assert exchange.headers["x-request-id"] == "r"
+    assert exchange.headers["baton-decode-node"] == "d1"
+    samples = decode_audio(SPEECH, LIMITS)
+    (request,) = requests_of([call])
+    assert request.audio == pcm_of(samples, (0, SAMPLE_RATE))
+    assert request.prompt == (250, 255, 252, 251)
+    assert (request.temperature, request.max_tokens) == (0.0, 44)
+    assert request.logit_bias == {1: -100.0, 2: -100.0}
+    assert request.request_id == "r"
+    assert call.timeout_s == pytest.approx(5.0, abs=4.9)
+
+
+async def test_the_language_is_found_out_by_the_first_part() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(LONG, response_format="verbose_json")
+    call = await rig.next_call()
+    (asked,) = requests_of([call])
+    assert (asked.prompt, asked.max_tokens, asked.temperature) == ((250,), 1, 0.0)
+    assert asked.allowed_token_ids == (255, 256)
+    call.tell(Chunk(0, (256,), ""), finished())
+    calls = await rig.answered(exchange, " a", " b", " c")
+    samples = decode_audio(LONG, LIMITS)
+    assert [request.audio for request in requests_of(calls)] == [pcm_of(samples, one) for one in windows(samples)]
+    assert asked.audio == requests_of(calls)[0].audio
+    assert {request.prompt for request in requests_of(calls)} == {(250, 256, 252, 251)}
+    assert len({asked.request_id, *(request.request_id for request in requests_of(calls))}) == 4
+    found = exchange.json
+    assert (found["task"], found["language"], found["text"]) == ("transcribe", "de", "a b c")
+    assert found["duration"] == pytest.approx(80, abs=0.01)
+    assert [(one["id"], one["text"]) for one in found["segments"]] == [(0, " a"), (1, " b"), (2, " c")]
+    times = [(one["start"], one["end"]) for one in found["segments"]]
+    assert times[0][0] == 0
+    assert times[-1][1] == found["duration"]
+    assert [end for _, end in times[:-1]] == [start for start, _ in times[1:]]
+
+
+async def test_a_model_that_names_no_language_is_an_error_of_its_own() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(SPEECH)
+    (await rig.next_call()).tell(finished())
+    await exchange.end()
+    assert exchange.status == 500
+    assert "name the one that is spoken" in exchange.error["message"]
+
+
+async def test_a_translation_has_its_own_task() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(SPEECH, TRANSLATE, language="de", response_format="verbose_json")
+    (call,) = await rig.answered(exchange, " Hello.")
+    assert requests_of([call])[0].prompt == (250, 256, 253, 251)
+    assert exchange.json["task"] == "translate"
+
+
+async def test_models_for_english_alone_have_shorter_prompts() -> None:
+    rig = SpeechRig(ENGLISH)
+    exchange = rig.send(SPEECH)
+    (call,) = await rig.answered(exchange, " Hello.")
+    assert requests_of([call])[0].prompt == (250, 251)
+    refused = await rig.send(SPEECH, TRANSLATE).end()
+    assert (refused.status, refused.error["param"]) == (400, "model")
+    refused = await rig.send(SPEECH, language="de").end()
+    assert (refused.status, refused.error["param"]) == (400, "language")
+
+
+async def test_text_before_comes_before_the_prompt() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(SPEECH, language="en", prompt="ab ", temperature="0.5")
+    (call,) = await rig.answered(exchange, "")
+    (request,) = requests_of([call])
+    assert request.prompt == (254, ord(" "), ord("a"), ord("b"), 250, 255, 252, 251)
+    assert (request.temperature, request.max_tokens) == (0.5, 40)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"),
+    [
+        ("text", "text/plain; charset=utf-8", "a <b> --> & c\n"),
+        (
+            "srt",
+            "text/plain; charset=utf-8",
+            "1\n00:00:00,000 --> 00:00:@\na <b> -> &\n\n2\n00:00:@ --> 00:01:20,000\nc\n\n",
+        ),
+        (
+            "vtt",
+            "text/vtt; charset=utf-8",
+            "WEBVTT\n\n00:00:00.000 --> 00:00:@\na &lt;b&gt; -&gt; &amp;\n\n00:00:@ --> 00:01:20.000\nc\n\n",
+        ),
+    ],
+)
+async def test_formats_of_an_answer(name: str, kind: str, expected: str) -> None:
+    rig = SpeechRig()
+    exchange = rig.send(LONG, language="en", response_format=name)
+    await rig.answered(exchange, " a <b> --> &", "", " c")
+    assert exchange.headers["content-type"] == kind
+    first, second = (end / SAMPLE_RATE for _, end in windows(decode_audio(LONG, LIMITS))[:2])
+    point = "," if name == "srt" else "."
+    expected = expected.replace("@", f"{first:06.3f}".replace(".", point), 1)
+    expected = expected.replace("@", f"{second:06.3f}".replace(".", point), 1)
+    assert exchange.body.decode() == expected
+
+
+async def test_four_parts_are_written_down_at_once_and_their_text_is_in_order() -> None:
+    rig = SpeechRig(limits=AudioLimits(4 << 20, 200))
+    exchange = rig.send(encoded(tone(180, 8_000), 8_000), language="en")
+    calls = [await rig.next_call() for _ in range(4)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert rig.handler.calls.empty()
+    for place in (3, 1, 2, 0):
+        calls[place].tell(chunk(0, f" {place}"), finished())
+    calls += [await rig.next_call() for _ in range(2)]
+    for place in (5, 4):
+        calls[place].tell(chunk(0, f" {place}"), finished())
+    await rig.answered(exchange, *(["!"] * (len(windows(np.zeros(180 * SAMPLE_RATE, np.int16))) - 6)))
+    assert exchange.json["text"].startswith("0 1 2 3 4 5")
+
+
+async def test_one_part_that_fails_ends_all() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(LONG, language="en")
+    calls = [await rig.next_call() for _ in range(3)]
+    calls[2].tell(EngineFault("a node is broken"))
+    await exchange.end()
+    assert (exchange.status, exchange.error["code"]) == (500, "engine_fault")
+    assert all(call.is_closed.is_set() for call in calls)
+
+
+async def test_a_client_that_leaves_ends_all() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(LONG, language="en")
+    calls = [await rig.next_call() for _ in range(3)]
+    exchange.disconnect()
+    await exchange.task
+    assert not exchange.status
+    assert all(call.is_closed.is_set() for call in calls)
+
+
+async def test_a_stream_has_the_text_in_order() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(LONG, language="en", stream="true")
+    calls = [await rig.next_call() for _ in range(3)]
+    calls[1].tell(chunk(0, " c"), finished())
+    calls[0].tell(chunk(0, " a"), chunk(1, " b"))
+    assert [one.json["delta"] for one in await exchange.wait_for_events(2)] == ["a", " b"]
+    calls[0].tell(finished())
+    calls[2].tell(chunk(0, " d "), finished())
+    await exchange.end()
+    assert exchange.headers["content-type"].startswith("text/event-stream")
+    *deltas, done = [one.json for one in exchange.events]
+    assert [one["delta"] for one in deltas] == ["a", " b", " c", " d "]
+    assert {one["type"] for one in deltas} == {"transcript.text.delta"}
+    usage = {"type": "duration", "seconds": 80}
+    assert done == {"type": "transcript.text.done", "text": "a b c d", "usage": usage}
+
+
+@pytest.mark.parametrize("error", [EngineFault("a node is broken"), RuntimeError("a fault of the router")])
+async def test_an_error_in_a_stream_is_its_last_event(error: Exception) -> None:
+    rig = SpeechRig()
+    exchange = rig.send(SPEECH, language="en", stream="true")
+    (call := await rig.next_call()).tell(chunk(0, " a"), error)
+    await exchange.end()
+    assert [*exchange.events[-1].json] == ["error"]
+    early = rig.send(SPEECH, language="en", stream="true")
+    (call := await rig.next_call()).tell(error)
+    await early.end()
+    assert early.status == 500
+    assert call.is_closed.is_set()
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("language", {"language": "tlh"}),
+        ("temperature", {"temperature": "1.5"}),
+        ("temperature", {"temperature": "nan"}),
+        ("temperature", {"temperature": "warm"}),
+        ("stream", {"stream": "yes"}),
+        ("stream", {"stream": "true", "response_format": "srt"}),
+        ("response_format", {"response_format": "xml"}),
+        ("timestamp_granularities[]", {"timestamp_granularities__": "word"}),
+        ("timestamp_granularities[]", {"timestamp_granularities__": "letter"}),
+        ("include[]", {"include__": "logprobs"}),
+        ("chunking_strategy", {"chunking_strategy": "none"}),
+        ("best", {"best": "1"}),
+        ("prompt", {"prompt": "x" * (17 << 10)}),
+    ],
+)
+async def test_wrong_fields_are_refused_by_name(field: str, fields: Mapping[str, Any]) -> None:
+    refused = await SpeechRig().send(SPEECH, **fields).end()
+    assert (refused.status, refused.error["param"]) == (400, field)
+
+
+async def test_a_file_is_required_and_must_be_audio_of_the_permitted_length() -> None:
+    rig = SpeechRig(limits=AudioLimits(1 << 20, 10))
+    for file, reason in (
+        (None, "is required"),
+        (b"", "no audio"),
+        (b"hello", "no audio in WAV"),
+        (SPEECH[:-9], "truncated"),
+        (encoded(tone(11, 8_000), 8_000), "11.0 s long; at most 10 s"),
+        (bytes((1 << 20) + 1), "has 1048577 bytes"),
+    ):
+        refused = await rig.send(file).end()
+        assert (refused.status, refused.error["param"]) == (400, "file")
+        assert reason in refused.error["message"]
+
+
+async def test_other_models_refuse_audio_before_the_body_is_read() -> None:
+    unable = HttpRig()
+    without = HttpRig(card=ABLE)
+    wrong_model = SpeechRig()
+    wrong_model.card = CARD
+    for rig in (unable, without, wrong_model):
+        refused = await rig.request("POST", TRANSCRIBE, b"", FORM_TYPE, is_whole=False).end()
+        assert (refused.status, refused.error["param"]) == (400, "model")
+        assert "can't do transcribe" in refused.error["message"]
+
+
+async def test_an_unknown_model_is_not_found() -> None:
+    assert (await SpeechRig().send(SPEECH, model="other").end()).status == 404
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("http://evil.example", 403), ("null", 403), ("http://localhost:8000", 200), ("https://chat.example.org", 200)],
+)
+async def test_pages_of_other_origins_may_send_no_forms(origin: str, status: int) -> None:
+    rig = SpeechRig(origins=["https://chat.example.org"])
+    exchange = rig.send(SPEECH, language="en", headers={"origin": origin, "host": "localhost:8000"})
+    await rig.answered(exchange, *([""] if status == 200 else []))
+    assert exchange.status == status
+
+
+GOOD = form(SPEECH)
+HEADERS: Mapping[str, tuple[Mapping[str, str], int]] = {
+    "no type": ({}, 415),
+    "JSON": ({"content-type": "application/json"}, 415),
+    "no boundary": ({"content-type": "multipart/form-data"}, 400),
+    "an empty boundary": ({"content-type": "multipart/form-data; boundary="}, 400),
+    "a long boundary": ({"content-type": "multipart/form-data; boundary=" + "x" * 71}, 400),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+async def test_bodies_that_are_no_forms_are_refused(name: str) -> None:
+    headers, status = HEADERS[name]
+    assert (await SpeechRig().request("POST", TRANSCRIBE, GOOD, headers).end()).status == status
+
+
+HOSTILE: Mapping[str, tuple[bytes, str]] = {
+    "nothing": (b"", "ends before"),
+    "noise": (b"\x00\xff" * 100, "is not multipart/form-data"),
+    "another boundary": (GOOD.replace(BOUNDARY.encode(), b"other"), "is not multipart/form-data"),
+    "never closed": (form(SPEECH, end=""), "ends before"),
+    "cut in a header": (GOOD[:40], "ends before"),
+    "10,000 parts": (part("a[]", b"x") * 10_000, "more than 32 parts"),
+    "a long file name": (form(None, end="") + part("file", b"", "x" * (1 << 20)), "is not multipart/form-data"),
+    "many headers": (
+        f"--{BOUNDARY}\r\n".encode() + b"a: b\r\n" * 10_000 + b"\r\n",
+        "is not multipart/form-data",
+    ),
+    "an endless header": (f"--{BOUNDARY}\r\n".encode() + b"a: " + b"b" * (1 << 20), "is not multipart/form-data"),
+    "a part without a name": (f"--{BOUNDARY}\r\ncontent-disposition: form-data\r\n\r\nx\r\n".encode(), "name"),
+    "a part without headers": (f"--{BOUNDARY}\r\n\r\nx\r\n--{BOUNDARY}--".encode(), "name"),
+    "two files": (part("file", SPEECH, "a") + GOOD, "is there twice"),
+    "two models": (part("model", b"a") + part("model", b"b") + GOOD, "is there twice"),
+    "no UTF-8": (part("model", b"\xff") + GOOD, "not valid UTF-8"),
+    "a file of another name": (part("speech", b"\xff" * 100, "a") + GOOD, "not valid UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_hostile_forms_are_refused(name: str) -> None:
+    body, reason = HOSTILE[name]
+    refused = await SpeechRig().request("POST", TRANSCRIBE, body, FORM_TYPE).end()
+    assert refused.status == 400
+    assert reason in refused.error["message"]
+
+
+async def test_bodies_beyond_the_limit_are_refused_with_and_without_a_length() -> None:
+    rig = SpeechRig(limits=AudioLimits(1000, 10))
+    body = form(bytes(100_000))
+    promised = {**FORM_TYPE, "content-length": str(len(body))}
+    for headers in (promised, FORM_TYPE):
+        refused = await rig.request("POST", TRANSCRIBE, body, headers, is_whole=False).end()
+        assert (refused.status, refused.headers["connection"]) == (413, "close")
+
+
+async def test_few_large_recordings_are_read_at_once() -> None:
+    rig = SpeechRig()
+    half = form(bytes(2 * MAX_BODY_BYTES))[: 2 * MAX_BODY_BYTES]
+    reading = [
+        rig.request("POST", path, half, FORM_TYPE, is_whole=False)
+        for _ in range(MAX_LARGE_BODIES // 2)
+        for path in (TRANSCRIBE, TRANSLATE)
+    ]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (await rig.request("POST", TRANSCRIBE, half, FORM_TYPE, is_whole=False).end()).status == 503
+    for exchange in reading:
+        exchange.disconnect()
+        await exchange.task
+
+
+async def test_the_samples_that_are_held_are_bounded() -> None:
+    rig = SpeechRig(limits=AudioLimits(1 << 20, 2))
+    running = [rig.send(encoded(tone(2)), language="en") for _ in range(8)]
+    calls = [await rig.next_call() for _ in running]
+    refused = await rig.send(SPEECH, language="en").end()
+    assert refused.status == 503
+    assert "16 s of audio" in refused.error["message"]
+    for call in calls:
+        call.tell(finished())
+    for exchange in running:
+        await exchange.end()
+    again = rig.send(SPEECH, language="en")
+    await rig.answered(again, "")
+    assert again.status == 200

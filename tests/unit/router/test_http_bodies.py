@@ -80,6 +80,8 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
         "prompt_embeds": (),
         # Parts of chats alone.
         "images": (),
+        # Of forms alone.
+        "audio": b"",
         # Asked for at a path of its own.
         "pooling": None,
         # Of chats with tools, or with reasoning, alone.

@@ -266,6 +266,8 @@ async def test_the_reference_shows_every_path_and_field(chromium: Browser, width
         assert sorted(shown) == sorted(f"{one.method}{one.path}" for one in OPERATIONS)
         fields = "[...document.querySelectorAll('#post_v1_chat_completions dt code')].map(one => one.textContent)"
         assert {"messages", "temperature", "include_usage"} <= set(await page.read(fields))
+        form = await page.read("document.querySelector('#post_v1_audio_transcriptions pre').textContent")
+        assert "-F 'file=@speech.wav'" in form
         assert f"curl {page.url}tokenize" in await page.read("document.querySelector('#post_tokenize pre').textContent")
         await page.read("document.querySelectorAll('details').forEach(one => { one.open = true; })")
         assert await page.read(OVERFLOW) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -33,6 +34,10 @@ _log = logging.getLogger(__name__)
 
 _MOST_HELD = 8
 """Recordings of the greatest length whose samples a router holds at once, or more that are shorter."""
+_DECODED_AT_ONCE = 2
+"""Recordings that are decoded at once: half of the threads for such work, since a long one takes half a minute."""
+_MOST_WAITING = 64
+"""Recordings that may wait for that."""
 _ALL = frozenset(Capability)
 
 
@@ -53,6 +58,31 @@ class AudioBodies:
         self.large = LargeBodies()
         self._most_samples = 0 if rules is None else _MOST_HELD * rules.limits.most_seconds * SAMPLE_RATE
         self._num_samples = 0
+        self._decoding = asyncio.Semaphore(_DECODED_AT_ONCE)
+        self._num_files = 0
+        """Files that are decoded or wait for it."""
+
+    async def decode(self, file: bytes, limits: AudioLimits, handler: Handler) -> NDArray[np.int16]:
+        """The samples of a file. Raises UnusableAudio, or QueueFull if too many wait."""
+        if self._num_files >= _DECODED_AT_ONCE + _MOST_WAITING:
+            raise QueueFull(f"{self._num_files} audio files are being decoded")
+        self._num_files += 1
+
+        async def decode_in_turn() -> NDArray[np.int16]:
+            try:
+                async with self._decoding:
+                    # Its libraries run beside the interpreter, so it keeps the event loop as little as waiting does.
+                    return await handler.in_waiting_thread(decode_audio, file, limits)
+            finally:
+                self._num_files -= 1
+
+        decoding = asyncio.create_task(decode_in_turn())
+        try:
+            return await asyncio.shield(decoding)
+        except asyncio.CancelledError:
+            # The client is gone, but not the thread, so it still counts.
+            decoding.add_done_callback(lambda task: task.cancelled() or task.exception())
+            raise
 
     @contextmanager
     def holding(self, num_samples: int) -> Iterator[None]:
@@ -160,8 +190,7 @@ class SpeechEndpoint:
 
     async def _decoded(self, file: bytes, limits: AudioLimits) -> NDArray[np.int16]:
         try:
-            # Its libraries run beside the interpreter, so it keeps the event loop as little as waiting does.
-            return await self._handler.in_waiting_thread(decode_audio, file, limits)
+            return await self._bodies.decode(file, limits, self._handler)
         except UnusableAudio as error:
             raise InvalidRequest("file", f"can't be used: {error}") from None
 

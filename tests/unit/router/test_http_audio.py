@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -336,6 +336,35 @@ async def test_few_large_recordings_are_read_at_once() -> None:
     for exchange in reading:
         exchange.disconnect()
         await exchange.task
+
+
+async def test_two_files_are_decoded_at_once_and_count_until_their_thread_is_done() -> None:
+    rig = SpeechRig()
+    turn, started = asyncio.Event(), asyncio.Queue[None]()
+
+    async def in_waiting_thread(work: Callable[..., Any], *args: object) -> Any:
+        started.put_nowait(None)
+        await turn.wait()
+        return work(*args)
+
+    rig.handler.in_waiting_thread = in_waiting_thread  # type: ignore[method-assign]
+    sent = [rig.send(b"hello" if place else SPEECH, language="en") for place in range(66)]
+    for _ in range(2):
+        await started.get()
+    refused = await rig.send(SPEECH).end()
+    assert refused.status == 503
+    assert "66 audio files" in refused.error["message"]
+    for exchange in sent[:2]:
+        exchange.disconnect()
+        await exchange.task
+    assert (await rig.send(SPEECH).end()).status == 503
+    assert started.empty()
+    turn.set()
+    for exchange in sent[2:]:
+        assert (await exchange.end()).status == 400
+    exchange = rig.send(SPEECH, language="en")
+    await rig.answered(exchange, "")
+    assert exchange.status == 200
 
 
 async def test_the_samples_that_are_held_are_bounded() -> None:

@@ -57,7 +57,7 @@ class CurrentCard:
                 nodes, longest, known.defaults, permits_extra_keys=known.permits_extra_keys, pooling=known.pooling
             )
             allowed = card.capabilities - self._not_allowed
-            self._known = replace(card, adapters=known.adapters, capabilities=allowed)
+            self._known = replace(card, adapters=known.adapters, capabilities=allowed, source=known.source)
         return self._known
 
     def set_adapters(self, adapters: Mapping[str, AdapterSource]) -> None:
@@ -109,6 +109,7 @@ def card_without_nodes(config: RouterConfig) -> ModelCard:
         defaults=sampling_defaults(config.model, config.generation_config),
         permits_extra_keys=config.json_extra_keys == "allow",
         pooling=pooling,
+        source=files.source,
     )
 
 

@@ -203,7 +203,7 @@ class Dispatcher:
             raise InvalidRequest("prompt", f"has {len(prompt)} tokens; the request had {request.num_prompt_tokens}")
         if [span.without_rows() for span in valid.spans] != [*request.spans]:
             raise InvalidRequest("prompt", "has other prompt_embeds or images than the request")
-        return replace(request, prompt_token_ids=prompt, prompt_length=0, spans=valid.spans, images=valid.images)
+        return replace(request, prompt_token_ids=prompt, prompt_length=0, spans=valid.spans, contents=valid.contents)
 
     async def _record(self, request_id: str) -> FlightRecord | None:
         if self._journal is None or not SCOPED_ID_PATTERN.match(request_id):

@@ -1,10 +1,10 @@
-"""What is to be encoded of a prompt before its positions can be computed: its images."""
+"""What is to be encoded of a prompt before its positions can be computed: images, speech, texts for an encoder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.spans import Span
 from baton.values import value
 
@@ -13,7 +13,7 @@ from baton.values import value
 class EncoderInput:
     """One input at its place in a prompt."""
 
-    content: EncodedImage
+    content: EncoderContent
     """What is to be encoded."""
     start: int
     """The first position of the prompt that one of its rows is for."""
@@ -28,18 +28,18 @@ class EncoderInput:
         return self.content.digest
 
 
-def encoder_inputs(spans: Sequence[Span], images: Iterable[EncodedImage]) -> tuple[EncoderInput, ...]:
-    """The images of a prompt, in order. `images`: their data, as far as it is here."""
-    contents = {image.digest: image for image in images}
+def encoder_inputs(spans: Sequence[Span], contents: Iterable[EncoderContent]) -> tuple[EncoderInput, ...]:
+    """The inputs of a prompt, in order. `contents`: their data, as far as it is here."""
+    known = {content.digest: content for content in contents}
     found: list[EncoderInput] = []
     for span in spans:
         if not span.is_encoded:
             continue
         if span.first_row:
-            # A further part of the same image.
-            image = found.pop()
-            found.append(EncoderInput(image.content, image.start, span.stop, span.first_row + span.length))
+            # A further part of the same content.
+            first = found.pop()
+            found.append(EncoderInput(first.content, first.start, span.stop, span.first_row + span.length))
         else:
-            content = contents.get(span.digest, EncodedImage(span.digest))
+            content = known.get(span.digest, EncoderContent(span.digest))
             found.append(EncoderInput(content, span.start, span.stop, span.length))
     return tuple(found)

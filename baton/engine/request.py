@@ -11,7 +11,7 @@ from baton.engine.encoder_input import encoder_inputs
 from baton.engine.sampling.repetition import RepetitionDetector
 from baton.machine import IllegalEvent
 from baton.messages.draft_counts import NO_DRAFTS
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.node import KVSource, Leg, Outcome
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
@@ -196,7 +196,7 @@ class Request:
         adapter: str = "",
         spans: Sequence[Span] = (),
         pooling: PoolingParams | None = None,
-        images: Sequence[EncodedImage] = (),
+        contents: Sequence[EncoderContent] = (),
     ) -> None:
         """`output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
         `reader_block_size`: of a prefill leg, tokens in a block of the node that is to read its KV; 0: as many as here.
@@ -233,8 +233,8 @@ class Request:
         self.adapter = adapter
         self.spans = tuple(spans)
         """The spans of the prompt, in order."""
-        self.encoder_inputs = encoder_inputs(self.spans, images) if self.spans else ()
-        """The images of the prompt, in order."""
+        self.encoder_inputs = encoder_inputs(self.spans, contents) if self.spans else ()
+        """What is to be encoded of the prompt, in order."""
         self.num_submitted_tokens = self.num_prompt_tokens + len(output_token_ids)
         """Tokens that were submitted: the prompt, and what an earlier attempt generated. A prefill leg computes their
         KV, a decode leg reads it from the prefill node."""

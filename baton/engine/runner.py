@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.errors import BatonError
 from baton.messages.capabilities import GENERATES, Capability
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.node_report import ComputePath, RankReport
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling
 from baton.model_formats.adapters import AdapterInfo
@@ -43,6 +43,9 @@ class ModelInfo:
     """Bytes of the weights in memory, quantised ones as they are packed."""
     row_width: int = 0
     """Numbers in a row that may be given in place of a token; 0: none may be."""
+    most_source_rows: int = 0
+    """The most positions that an input of the encoder takes, with which every prompt begins; 0: the model has no
+    encoder beside its decoder."""
     capabilities: frozenset[Capability] = GENERATES
     """What the model can be asked to do on this node."""
 
@@ -283,7 +286,7 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def encode(self, image: EncodedImage, num_rows: int) -> None:
+    def encode(self, image: EncoderContent, num_rows: int) -> None:
         """Make the rows of an image, of which a prompt has so many, and keep them for steps until `forget_encoded`.
 
         Called beside steps, from one thread at a time. Raises InvalidRequest for an image that can't be used.

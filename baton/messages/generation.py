@@ -10,6 +10,7 @@ from baton.messages.capabilities import Capability
 from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling, PoolingRequest
 from baton.messages.sampling import RepetitionDetection, SamplingDefaults, TokenLogprobs
+from baton.model_formats.encoder_decoders import EncoderDecoder
 from baton.values import value
 
 
@@ -237,6 +238,8 @@ class ModelCard:
     """What the model can be asked to do; empty: the router has seen no node."""
     pooling: ModelPooling = NO_POOLING_FILES
     """What vectors the model makes. Not sent to clients."""
+    source: EncoderDecoder | None = None
+    """What the model directory says of its encoder and decoder; None: it has not both. Not sent to clients."""
     adapters: Mapping[str, AdapterSource] = field(default_factory=dict)
     """The adapters that clients may name as their model, by name."""
     parent: str = ""

@@ -10,8 +10,8 @@ from baton.errors import TransferCause
 from baton.messages.adapters import AdapterList, AdapterReport
 from baton.messages.capabilities import GENERATES, GENERATES_AND_EMBEDS, Capability
 from baton.messages.draft_counts import DraftCounts
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.ids import AttemptKey
-from baton.messages.images import EncodedImage
 from baton.messages.kv_cache import KVCacheUpdate
 from baton.messages.node_shape import NodeShape
 from baton.messages.pooling import PoolingParams
@@ -150,8 +150,8 @@ class Submit:
     """For an embedding leg: the vector that is wanted; None: the last token's embedding."""
     spans: Sequence[Span] = ()
     """The spans of the prompt, in order, with their rows unless an encoder makes them."""
-    images: Sequence[EncodedImage] = ()
-    """The images of the prompt, each once, with their data."""
+    contents: Sequence[EncoderContent] = ()
+    """What the encoder makes rows of for the prompt, each once, with its data."""
 
     @property
     def num_sequences(self) -> int:

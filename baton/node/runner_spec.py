@@ -77,7 +77,10 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
             f"{block_bytes} bytes; give it more, or 0 for no host tier"
         )
     own = settings_for(SchedulerConfig, config) | {"max_model_len": config.max_model_len or longest}
-    if Capability.IMAGE not in runner.model.capabilities:
+    if runner.model.most_source_rows:
+        # Nothing can be computed without room for one input.
+        own["num_encoder_rows"] = max(own["num_encoder_rows"], runner.model.most_source_rows)
+    elif Capability.IMAGE not in runner.model.capabilities:
         own["num_encoder_rows"] = 0
     if runner.model.pooling.is_encoder:
         # A text is computed by one step, and its blocks hold nothing that a later one could use.

@@ -31,6 +31,12 @@ def load(spec: RunnerSpec, stages: StageLeader | None = None) -> ModelRunner:
         from baton.runner.encoder.loading import load_encoder
 
         return load_encoder(spec)
+    from baton.model_formats.encoder_decoders import encoder_decoder
+
+    if encoder_decoder(spec.model_dir) is not None:
+        from baton.runner.encoder_decoder.loading import load_encoder_decoder
+
+        return load_encoder_decoder(spec)
     from baton.runner.loading import load_runner
 
     return load_runner(

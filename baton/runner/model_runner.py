@@ -13,20 +13,19 @@ import numpy.typing as npt
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, RemotePart
 from baton.errors import AdapterRefused, InvalidRequest
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.node_report import RankReport
 from baton.model_formats.adapters import DEFAULT_MAX_RANK, AdapterInfo
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
-from baton.runner.execution.encoded_rows import EncodedRows
-from baton.runner.execution.given_rows import with_given_rows, with_grid_positions
+from baton.runner.execution.encoded_rows import EncodedInputs, EncodedRows
+from baton.runner.execution.given_rows import with_given_rows, with_grid_positions, with_sources
 from baton.runner.execution.input_batch import RequestState, RequestTable, flatten
 from baton.runner.execution.prompt_logprobs import take_prompt_logprobs
 from baton.runner.execution.sampler import Sampled, SamplingState, sample
 from baton.runner.execution.step_results import PooledShare, StepResults, StepRows
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.execution.verification import sample_and_verify
-from baton.runner.images.image_inputs import ImageInputs
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
 from baton.runner.ranks.rank_leader import RankLeader
 
@@ -47,12 +46,14 @@ class TorchModelRunner:
         host_cache_bytes: int = 0,
         draft_model: DraftModel | None = None,
         leader: RankLeader | None = None,
-        images: ImageInputs | None = None,
+        inputs: EncodedInputs | None = None,
         max_lora_rank: int = DEFAULT_MAX_RANK,
+        most_tokens: int = 0,
     ) -> None:
-        """`leader`: of a model that several processes compute; the runner ends them. `images`: for a model that takes
-        them.
+        """`leader`: of a model that several processes compute; the runner ends them. `inputs`: what encodes images or
+        the inputs of an encoder, for a model that takes them. `most_tokens`: of the decoder of a model with an encoder.
         """
+        self._has_sources = most_tokens > 0
         self._model = model
         self._drafter = draft_model
         self._leader = leader
@@ -66,7 +67,7 @@ class TorchModelRunner:
         self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.largest_block_bytes))
         self._masks = TokenMasks(model.vocab_size)
         self._adapters = transformer.adapters
-        self._images = images
+        self._inputs = inputs
         self._encoded = EncodedRows()
         self._requests = RequestTable(
             transformer.layout,
@@ -76,6 +77,7 @@ class TorchModelRunner:
             self._adapters.slots,
             model.row_width,
             self._encoded,
+            most_tokens,
         )
 
     @property
@@ -105,15 +107,17 @@ class TorchModelRunner:
 
     def check_adapter(self, directory: Path) -> AdapterInfo:
         """Read an adapter's files and check that they fit the model; nothing is loaded. Raises AdapterRefused."""
-        self._refuse_adapters_of_ranks(directory)
+        self._refuse_adapters(directory)
         return self._adapters.check(directory, self._max_lora_rank)
 
     def load_adapter(self, directory: Path, digest: str) -> None:
         """Read an adapter's files, check that they fit the model, and keep its weights. Raises AdapterRefused."""
-        self._refuse_adapters_of_ranks(directory)
+        self._refuse_adapters(directory)
         self._adapters.load(directory, digest, self._max_lora_rank)
 
-    def _refuse_adapters_of_ranks(self, directory: Path) -> None:
+    def _refuse_adapters(self, directory: Path) -> None:
+        if self._has_sources:
+            raise AdapterRefused(f"{directory}: a model with an encoder and a decoder computes no adapters")
         if self._leader is not None:
             raise AdapterRefused(
                 f"{directory}: a model in several ranks or stages computes no adapters; start the node without --tp "
@@ -124,11 +128,11 @@ class TorchModelRunner:
         """Free an adapter's memory; no effect if it is not loaded."""
         self._adapters.unload(digest)
 
-    def encode(self, image: EncodedImage, num_rows: int) -> None:
+    def encode(self, image: EncoderContent, num_rows: int) -> None:
         """Make the rows of an image, and keep them for steps. Raises InvalidRequest for one that can't be used."""
-        if self._images is None:
+        if self._inputs is None:
             raise InvalidRequest("images", f"are not taken by {self._model.name}")
-        self._encoded.put(image.digest, self._images.rows(image, num_rows))
+        self._encoded.put(image.digest, self._inputs.rows(image, num_rows))
 
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """Forget the rows of images."""
@@ -198,6 +202,8 @@ class TorchModelRunner:
         if any(share.state.spans for share in scheduled):
             batch = with_given_rows(batch, scheduled, self._model.dtype, self._model.row_width, self._encoded)
             batch = with_grid_positions(batch, scheduled)
+            if self._has_sources:
+                batch = with_sources(batch, scheduled)
         return StepRows.of(scheduled, batch)
 
     def _take(self, step: StepResults, rows: StepRows, computed: HiddenAndLogits) -> None:

@@ -19,7 +19,7 @@ from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, OneProcessRunner
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.messages.capabilities import Capability
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.pooling import NO_POOLING_FILES, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.model_formats.adapters import AdapterInfo, open_adapter
@@ -245,7 +245,7 @@ class SimulatedRunner(OneProcessRunner):
         """Forget an adapter."""
         self._adapters.discard(digest)
 
-    def encode(self, image: EncodedImage, num_rows: int) -> None:
+    def encode(self, image: EncoderContent, num_rows: int) -> None:
         """There is no encoder: rows of an image are its digest's."""
         self._encoded.put(image.digest, np.zeros((num_rows, 0), dtype=np.float32))
 

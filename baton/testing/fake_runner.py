@@ -23,7 +23,7 @@ from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry,
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.errors import AdapterRefused, InvalidRequest
 from baton.messages.capabilities import Capability
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.pooling import NO_POOLING_FILES, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.spans import Span
@@ -247,7 +247,7 @@ class FakeRunner(OneProcessRunner):
         """Forget an adapter."""
         self.adapters.pop(digest, None)
 
-    def encode(self, image: EncodedImage, num_rows: int) -> None:
+    def encode(self, image: EncoderContent, num_rows: int) -> None:
         """Take note of an image. Raises InvalidRequest for those in `unusable`."""
         if image.digest in self.unusable:
             raise InvalidRequest("images", self.unusable[image.digest])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError, InvalidRequest
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.request_limits import MAX_IMAGE_SPANS
 from baton.messages.spans import PLACEHOLDER, Span
 from baton.model_formats.images import ImageFamily, ImageLayout, UnusableImage, image_family
@@ -21,7 +21,7 @@ FIELD = "images"
 class PromptImage:
     """An image of a prompt, and how it appears there."""
 
-    content: EncodedImage
+    content: EncoderContent
     layout: ImageLayout
 
 
@@ -50,7 +50,7 @@ class ImagePrompts:
 
     def _read(self, data: bytes, limits: ImageLimits, place: int, count: int) -> PromptImage:
         try:
-            return PromptImage(EncodedImage.of(data), self._family.layout(*image_size(data, limits)))
+            return PromptImage(EncoderContent.of(data), self._family.layout(*image_size(data, limits)))
         except UnusableImage as error:
             which = "" if count == 1 else f"number {place} "
             raise InvalidRequest(FIELD, f"{which}can't be used: {error}") from None

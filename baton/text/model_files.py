@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.messages.sampling import NUMBER_RANGES, SamplingDefaults
+from baton.model_formats.encoder_decoders import EncoderDecoder, read_encoder_decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class ModelFiles:
     vocab_size: int
     max_position_embeddings: int
     eos_token_ids: frozenset[int]
+    source: EncoderDecoder | None = None
+    """None: the model has no encoder beside its decoder."""
 
 
 def read_model_files(model_dir: Path) -> ModelFiles:
@@ -26,10 +29,13 @@ def read_model_files(model_dir: Path) -> ModelFiles:
     generation = model_dir / "generation_config.json"
     eos = _read_json(generation, model_dir).get("eos_token_id") if generation.is_file() else None
     text = config.get("text_config") or config
+    source = read_encoder_decoder(model_dir, config)
+    longest = ("max_position_embeddings", "n_positions", "n_ctx")
     return ModelFiles(
         vocab_size=_positive(text, ("vocab_size",), model_dir),
-        max_position_embeddings=_positive(text, ("max_position_embeddings", "n_positions", "n_ctx"), model_dir),
+        max_position_embeddings=_positive(text, longest, model_dir) if source is None else source.max_model_len,
         eos_token_ids=_ids(eos if eos is not None else config.get("eos_token_id")),
+        source=source,
     )
 
 

@@ -22,6 +22,13 @@ class Leg(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEG_DECODE: _ClassVar[Leg]
     LEG_EMBED: _ClassVar[Leg]
 
+class ContentKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONTENT_KIND_UNSPECIFIED: _ClassVar[ContentKind]
+    CONTENT_KIND_IMAGE: _ClassVar[ContentKind]
+    CONTENT_KIND_SPEECH: _ClassVar[ContentKind]
+    CONTENT_KIND_TEXT: _ClassVar[ContentKind]
+
 class KVCacheTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     KV_CACHE_TIER_UNSPECIFIED: _ClassVar[KVCacheTier]
@@ -78,6 +85,10 @@ LEG_WHOLE: Leg
 LEG_PREFILL: Leg
 LEG_DECODE: Leg
 LEG_EMBED: Leg
+CONTENT_KIND_UNSPECIFIED: ContentKind
+CONTENT_KIND_IMAGE: ContentKind
+CONTENT_KIND_SPEECH: ContentKind
+CONTENT_KIND_TEXT: ContentKind
 KV_CACHE_TIER_UNSPECIFIED: KVCacheTier
 KV_CACHE_TIER_DEVICE: KVCacheTier
 KV_CACHE_TIER_HOST: KVCacheTier
@@ -183,16 +194,18 @@ class PromptSpan(_message.Message):
     columns: int
     def __init__(self, start: _Optional[int] = ..., length: _Optional[int] = ..., digest: _Optional[str] = ..., dtype: _Optional[str] = ..., rows: _Optional[bytes] = ..., is_encoded: _Optional[bool] = ..., first_row: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
 
-class PromptImage(_message.Message):
-    __slots__ = ("digest", "data")
+class EncoderContent(_message.Message):
+    __slots__ = ("digest", "data", "kind")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     digest: str
     data: bytes
-    def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+    kind: ContentKind
+    def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ..., kind: _Optional[_Union[ContentKind, str]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter", "pooling", "spans", "images")
+    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter", "pooling", "spans", "contents")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -207,7 +220,7 @@ class Submit(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
-    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    CONTENTS_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     leg: Leg
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -222,8 +235,8 @@ class Submit(_message.Message):
     adapter: str
     pooling: PoolingParams
     spans: _containers.RepeatedCompositeFieldContainer[PromptSpan]
-    images: _containers.RepeatedCompositeFieldContainer[PromptImage]
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ..., adapter: _Optional[str] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[PromptSpan, _Mapping]]] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
+    contents: _containers.RepeatedCompositeFieldContainer[EncoderContent]
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ..., reader_block_size: _Optional[int] = ..., adapter: _Optional[str] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[PromptSpan, _Mapping]]] = ..., contents: _Optional[_Iterable[_Union[EncoderContent, _Mapping]]] = ...) -> None: ...
 
 class AdapterList(_message.Message):
     __slots__ = ("adapters",)

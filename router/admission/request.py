@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import PlainSerializer
 
 from baton.messages.capabilities import GENERATES, Capability
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
@@ -47,8 +47,8 @@ class ValidRequest:
     """Whether a resumed stream begins with `KnownText`."""
     spans: Sequence[Span] = ()
     """The spans of the prompt, in order; without their rows if the prompt is missing."""
-    images: Sequence[EncodedImage] = ()
-    """The images of the prompt, each once; without their data if the prompt is missing."""
+    contents: Sequence[EncoderContent] = ()
+    """What encoders make rows of for the prompt, each once; without their data if the prompt is missing."""
     keeps_stop: bool = False
     """Whether the text ends with the stop string, or the stop token's text, instead of before it."""
     adapter: str = ""
@@ -72,17 +72,17 @@ class ValidRequest:
 
     @property
     def num_row_bytes(self) -> int:
-        """Bytes of the rows, and of the images, that it has in place of tokens."""
+        """Bytes of the rows, and of what encoders make rows of, that it has in place of tokens."""
         if not self.spans:
             return 0
-        return sum([len(span.rows) for span in self.spans]) + sum([len(image.data) for image in self.images])
+        return sum([len(span.rows) for span in self.spans]) + sum([len(each.data) for each in self.contents])
 
     @property
     def needs(self) -> frozenset[Capability]:
         """What the nodes of the request must be able to do."""
         needed = GENERATES if self.pooling is None else frozenset((self.pooling.needs,))
-        if self.images:
-            needed |= {Capability.IMAGE}
+        if self.contents:
+            needed = self.contents[0].kind.needs
         elif self.spans:
             needed |= {Capability.PROMPT_EMBEDS}
         return needed | {Capability.LORA} if self.adapter else needed
@@ -90,5 +90,5 @@ class ValidRequest:
     def without_prompt(self) -> ValidRequest:
         """The same request without its prompt: enough to continue a running attempt, but not to begin one."""
         spans = tuple([span.without_rows() for span in self.spans])
-        images = tuple([image.without_data() for image in self.images])
-        return replace(self, prompt_token_ids=(), prompt_length=self.num_prompt_tokens, spans=spans, images=images)
+        contents = tuple([content.without_data() for content in self.contents])
+        return replace(self, prompt_token_ids=(), prompt_length=self.num_prompt_tokens, spans=spans, contents=contents)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -45,6 +46,7 @@ from router.admission.images import ImageRules, read_images
 from router.admission.pooling import check_generates, pooling_params
 from router.admission.prompt_embeds import read_prompt_embeds, with_spans
 from router.admission.request import ValidRequest
+from router.admission.sources import read_source, refuse_audio
 
 DEFAULT_MAX_TOKENS = 16
 _WITH_BEAMS = frozenset(
@@ -101,16 +103,26 @@ def validate(
     if best_of > n and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # the sequences are compared by them
     sampling = _with_beams(replace(sampling, n=best_of), raw, n)
+    source = None
+    if card.source is None:
+        refuse_audio(raw, card)
+    else:
+        source = read_source(raw, card, card.source, partial(_prompt, raw.prompt, card, encode))
     text_or_ids = raw.prompt
     if images and image_rules is not None and isinstance(text_or_ids, str):
         check_text("prompt", text_or_ids, MAX_PROMPT_BYTES)
         text_or_ids = image_rules.prompts.expanded(text_or_ids, images)
-    prompt = _prompt(text_or_ids, card, encode, card.max_model_len - 1) if raw.prompt or not embeds else ()
-    prompt, spans = with_spans(prompt, embeds, raw, card) if embeds else (prompt, ())
+    left = None
+    if source is not None:
+        prompt, spans, left = source.token_ids, source.spans, source.num_left
+    else:
+        prompt = _prompt(text_or_ids, card, encode, card.max_model_len - 1) if raw.prompt or not embeds else ()
+        prompt, spans = with_spans(prompt, embeds, raw, card) if embeds else (prompt, ())
     if images and image_rules is not None:
         prompt, spans = image_rules.prompts.with_spans(prompt, images)
+    contents = [image.content for image in images] if source is None else [source.content]
     check_prompt_logprobs(len(prompt), sampling.prompt_logprobs, MAX_PROMPT_LOGPROB_VALUES)
-    sampling = _with_lengths(sampling, raw, card.max_model_len - len(prompt))
+    sampling = _with_lengths(sampling, raw, card.max_model_len - len(prompt) if left is None else left)
     check_output_size(sampling.n, sampling.max_tokens, raw.logprobs)
     sampling = _with_constraint(sampling, raw, card, has_text=encode is not None)
     valid = ValidRequest(
@@ -129,7 +141,7 @@ def validate(
         ttft_slo_ms=ttft_slo_ms,
         tpot_slo_ms=tpot_slo_ms,
         spans=spans,
-        images=tuple({image.content.digest: image.content for image in images}.values()),
+        contents=tuple({content.digest: content for content in contents}.values()),
     )
     return _with_adapter(valid, raw.model, card)
 

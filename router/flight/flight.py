@@ -343,7 +343,7 @@ class Flight:
             # A decode node needs the rows, too: it computes the prompt again if it is preempted or its load is lost.
             spans=self.request.spans,
             adapter=self.request.adapter,
-            images=self.request.images,
+            contents=self.request.contents,
         )
 
     def _on_delta(self, incarnation: str, delta: RequestDelta) -> list[FlightEffect]:

@@ -79,7 +79,7 @@ def read_record(data: bytes, request_id: str, card: ModelCard) -> FlightRecord |
         and 1 <= request.num_returned <= params.n
         and (not request.adapter or is_adapter_digest(request.adapter))
         and len(request.spans) <= MAX_SPANS + MAX_IMAGE_SPANS
-        and len(request.images) <= MAX_IMAGES
+        and len(request.contents) <= MAX_IMAGES
     )
     if not fits:
         return None
@@ -89,7 +89,7 @@ def read_record(data: bytes, request_id: str, card: ModelCard) -> FlightRecord |
         stop=tuple(request.stop),
         shown_tokens=tuple(request.shown_tokens),
         spans=tuple([span.without_rows() for span in request.spans]),
-        images=tuple([image.without_data() for image in request.images]),
+        contents=tuple([content.without_data() for content in request.contents]),
     )
     return replace(record, request=read)
 

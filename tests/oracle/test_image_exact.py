@@ -18,7 +18,7 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 from baton.model_formats.images import image_family
@@ -40,10 +40,10 @@ class Prompt:
 
     token_ids: Sequence[int]
     spans: Sequence[Span]
-    images: Sequence[EncodedImage]
+    images: Sequence[EncoderContent]
 
     def request(self, name: str, params: SamplingParams = GREEDY) -> Request:
-        return Request(name, list(self.token_ids), params, spans=self.spans, images=self.images)
+        return Request(name, list(self.token_ids), params, spans=self.spans, contents=self.images)
 
 
 def prompt_of(directory: Path, seed: int, num_images: int) -> Prompt:
@@ -52,10 +52,10 @@ def prompt_of(directory: Path, seed: int, num_images: int) -> Prompt:
     assert family is not None
     token_ids = [rng.randrange(240) for _ in range(rng.randint(0, 20))]
     spans: list[Span] = []
-    images: list[EncodedImage] = []
+    images: list[EncoderContent] = []
     for number in range(num_images):
         width, height = rng.choice(SIZES)
-        image = EncodedImage.of(random_image(100 * seed + number, width, height))
+        image = EncoderContent.of(random_image(100 * seed + number, width, height))
         layout = family.layout(width, height)
         part = 4 if layout.grid is None else layout.num_rows
         for first_row in range(0, layout.num_rows, part):

@@ -14,7 +14,7 @@ from baton.engine.runner import StepExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_seed, split_sequence_id
 from baton.errors import TransferCause
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.node import KVSource, Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
@@ -92,7 +92,7 @@ class EngineRig:
             output_token_ids=expected_tokens(tokens, given, seed=sampling.seed, vocab_size=vocab, adapter=adapter),
             adapter=adapter,
             spans=spans,
-            images=[EncodedImage(span.digest) for span in spans],
+            contents=[EncoderContent(span.digest) for span in spans],
         )
         self.core.add_request(request, awaits_adapter=awaits_adapter)
         self.requests[request_id] = request

@@ -104,16 +104,18 @@ def random_image(seed: int, width: int, height: int) -> bytes:
 
 def add_image_tokens(directory: Path) -> None:
     """Give the model's tokenizer the tokens that stand for images, with the ids that its config.json has for them."""
-    from tokenizers import Tokenizer
-
-    path = str(directory / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(path)
     ids = {IMAGE_TOKEN_ID: "<image>", 252: "<|vision_start|>", 253: "<|vision_end|>"}
     if "qwen" in json.loads((directory / "config.json").read_text())["model_type"]:
         ids[IMAGE_TOKEN_ID] = "<|image_pad|>"
-    spec = json.loads(tokenizer.to_str())
-    vocabulary = {token: token_id for token, token_id in spec["model"]["vocab"].items() if token_id not in ids}
-    spec["model"]["vocab"] = {**vocabulary, **{text: token_id for token_id, text in ids.items()}}
+    add_special_tokens(directory, ids)
+
+
+def add_special_tokens(directory: Path, texts: Mapping[int, str]) -> None:
+    """Make these ids of a model's tokenizer special tokens with these texts."""
+    path = directory / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    vocabulary = {token: token_id for token, token_id in spec["model"]["vocab"].items() if token_id not in texts}
+    spec["model"]["vocab"] = {**vocabulary, **{text: token_id for token_id, text in texts.items()}}
     spec["added_tokens"] = [
         {
             "id": token_id,
@@ -124,6 +126,6 @@ def add_image_tokens(directory: Path) -> None:
             "rstrip": False,
             "normalized": False,
         }
-        for token_id, text in ids.items()
+        for token_id, text in texts.items()
     ]
-    Path(path).write_text(json.dumps(spec))
+    path.write_text(json.dumps(spec))

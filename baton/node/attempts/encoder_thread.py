@@ -37,7 +37,7 @@ class EncoderThread:
             except BatonError as error:
                 failed(each.digest, error)
             except Exception as error:
-                _log.exception("could not encode an image: the requests that need it fail")
+                _log.exception("could not encode an input: the requests that need it fail")
                 failed(each.digest, EngineFault(f"the encoder failed: {error!r}"))
             else:
                 done(each.digest)

@@ -23,5 +23,5 @@ def engine_request(submit: Submit, eos_token_ids: frozenset[int], client_index: 
         pooling=submit.pooling,
         spans=submit.spans,
         adapter=submit.adapter,
-        images=submit.images,
+        contents=submit.contents,
     )

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.messages.adapters import is_adapter_digest
 from baton.messages.capabilities import Capability
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.ids import SCOPED_ID_PATTERN
-from baton.messages.images import EncodedImage
 from baton.messages.kv_format import block_sizes_fit
 from baton.messages.node import Leg, NodeDescription, Role, Submit
 from baton.messages.pooling import PoolingParams
@@ -47,7 +47,7 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
         return f"leg: a {node.role.value} node does not run prefill legs"
     source, is_embed = submit.kv_source, submit.leg is Leg.EMBED
     needed = submit.pooling.needs if submit.pooling else Capability.EMBED if is_embed else Capability.GENERATE
-    if needed not in node.can:
+    if needed not in node.can and (is_embed or not submit.contents):
         return f"leg: the model of {node.node_id} can't {needed}"
     if is_embed and (why := _embedding_objection(submit, node)):
         return why
@@ -65,7 +65,7 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     return (
         _sampling_objection(submit.sampling_params, vocab)
         or _output_objection(submit, node)
-        or (_span_objection(submit, node) if submit.spans or submit.images else None)
+        or (_span_objection(submit, node) if submit.spans or submit.contents else None)
     )
 
 
@@ -88,7 +88,7 @@ def _span_objection(submit: Submit, node: NodeDescription) -> str | None:
         return f"spans: the model of {node.node_id} can't {Capability.PROMPT_EMBEDS}"
     if num_given > MAX_SPANS:
         return f"spans: there are {num_given}; at most {MAX_SPANS} are taken"
-    if wrong := _image_objection(submit, node):
+    if wrong := _content_objection(submit, node):
         return wrong
     if submit.sampling_params.prompt_logprobs is not None:
         return "spans: go with no prompt_logprobs"
@@ -111,26 +111,29 @@ def _span_objection(submit: Submit, node: NodeDescription) -> str | None:
     return None
 
 
-def _image_objection(submit: Submit, node: NodeDescription) -> str | None:
-    """Why the images of the prompt, and the spans that have their rows, can't be computed; None if they can."""
+def _content_objection(submit: Submit, node: NodeDescription) -> str | None:
+    """Why what an encoder makes rows of, and the spans that have them, can't be computed; None if they can."""
     encoded = [span for span in submit.spans if span.is_encoded]
-    if not encoded and not submit.images:
+    if not encoded and not submit.contents:
         return None
-    if Capability.IMAGE not in node.can:
-        return f"images: the model of {node.node_id} can't {Capability.IMAGE}"
-    if len(encoded) > MAX_IMAGE_SPANS or len(submit.images) > MAX_IMAGES:
-        return f"images: there are {len(submit.images)} in {len(encoded)} spans; {MAX_IMAGES} in {MAX_IMAGE_SPANS} go"
-    # Rows are kept, and blocks found, by digests: a wrong one would give others this image's.
-    if any(image != EncodedImage.of(image.data) for image in submit.images):
-        return "images: the digest of one is not that of its data"
-    here = {image.digest for image in submit.images}
+    for content in submit.contents:
+        for needed in content.kind.needs - node.can:
+            return f"contents: the model of {node.node_id} can't {needed}"
+    if len(encoded) > MAX_IMAGE_SPANS or len(submit.contents) > MAX_IMAGES:
+        return (
+            f"contents: there are {len(submit.contents)} in {len(encoded)} spans; {MAX_IMAGES} in {MAX_IMAGE_SPANS} go"
+        )
+    # Rows are kept, and blocks found, by digests: a wrong one would give others this content's.
+    if any(content != EncoderContent.of(content.data, content.kind) for content in submit.contents):
+        return "contents: the digest of one is not that of its data"
+    here = {content.digest for content in submit.contents}
     digest, num_rows = "", 0
     for span in encoded:
         goes_on = span.digest == digest and span.first_row == num_rows
         if span.digest not in here or span.rows or not (goes_on or span.first_row == 0):
-            return f"images: the span from {span.start} on has no row of an image that begins or goes on there"
+            return f"contents: the span from {span.start} on has no row of one that begins or goes on there"
         if span.columns and (span.length % span.columns or span.first_row):
-            return f"images: the {span.length} positions from {span.start} on are no grid of {span.columns} columns"
+            return f"contents: the {span.length} positions from {span.start} on are no grid of {span.columns} columns"
         digest, num_rows = span.digest, span.first_row + span.length
     return None
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, OneProcessRunner
 from baton.errors import AdapterRefused, InvalidRequest
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.pooling import PoolingParams
 from baton.model_formats.adapters import AdapterInfo
 from baton.runner.encoder.encoder import Encoder
@@ -66,7 +66,7 @@ class EncoderRunner(OneProcessRunner):
     def unload_adapter(self, digest: str) -> None:
         """No adapter is ever loaded."""
 
-    def encode(self, image: EncodedImage, num_rows: int) -> None:
+    def encode(self, image: EncoderContent, num_rows: int) -> None:
         """Raises InvalidRequest: only texts are taken."""
         raise InvalidRequest("images", f"are not taken by {self._model.name}")
 

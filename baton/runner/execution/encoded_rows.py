@@ -1,13 +1,23 @@
-"""The rows of images that an encoder made, by the digests of the images. Needs only numpy."""
+"""The rows that an encoder made of inputs (images, speech, texts), by the digests of these. Needs only numpy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.spans import Span
+
+
+class EncodedInputs(Protocol):
+    """Encodes the inputs of one model. Called from one thread at a time."""
+
+    def rows(self, content: EncoderContent, num_rows: int) -> npt.NDArray[np.float32]:
+        """The rows of an input, float32 [num_rows, width]. Raises InvalidRequest for one that can't be used."""
+        ...
 
 
 class EncodedRows:
@@ -20,11 +30,11 @@ class EncodedRows:
         return digest in self._rows
 
     def put(self, digest: str, rows: npt.NDArray[np.float32]) -> None:
-        """Keep the rows [rows, width] of an image."""
+        """Keep the rows [rows, width] of an input."""
         self._rows[digest] = rows
 
     def forget(self, digests: Iterable[str] | None) -> None:
-        """Forget the rows of these images, None: of all; unknown ones are skipped."""
+        """Forget the rows of these inputs, None: of all; unknown ones are skipped."""
         for digest in [*self._rows] if digests is None else digests:
             self._rows.pop(digest, None)
 

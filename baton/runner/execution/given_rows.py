@@ -59,6 +59,13 @@ def with_grid_positions(batch: FlatBatch, scheduled: Sequence[Scheduled]) -> Fla
     return replace(batch, in_grids=in_grids)
 
 
+def with_sources(batch: FlatBatch, scheduled: Sequence[Scheduled]) -> FlatBatch:
+    """The batch with the inputs of the shares, in the same order, of a model with an encoder and a decoder."""
+    spans = [share.state.spans for share in scheduled]
+    sources = [(each[0].length, each[-1].stop) if each else (0, 0) for each in spans]
+    return replace(batch, sources=np.array(sources, dtype=np.int32).reshape(-1, 2))
+
+
 def _converted(span: Span, start: int, stop: int, dtype: str, width: int) -> Bytes:
     """The rows [start, stop) of a span as bytes [rows, width * size of dtype], rounded to the nearest number."""
     row_bytes = width * ROW_DTYPES[span.dtype]

@@ -217,10 +217,12 @@ class RequestTable:
         adapters: Container[str],
         row_width: int = 0,
         encoded: EncodedRows | None = None,
+        most_tokens: int = 0,
     ) -> None:
         """`adapters`: digests of the adapters that are loaded now. `row_width`: see `ModelInfo`. `encoded`: the rows of
-        images.
+        encoded inputs. `most_tokens`: the most positions behind the input of an encoder; 0: the model has none.
         """
+        self._most_tokens = most_tokens
         self._row_width = row_width
         self._encoded = encoded if encoded is not None else EncodedRows()
         self._adapters = adapters
@@ -311,6 +313,8 @@ class RequestTable:
             return f"{count} tokens scheduled from {start} on, but the request has {state.num_tokens}"
         if stop > self._max_model_len:
             return f"position {stop - 1} is beyond the model's {self._max_model_len} tokens"
+        if self._most_tokens and (reason := self._wrong_source(state, stop)):
+            return reason
         size = state.block_table.size
         if stop > size // len(self._layout.groups) * self._layout.block_size:
             return f"{size} blocks don't hold {stop} tokens"
@@ -325,13 +329,20 @@ class RequestTable:
         lowest, highest = (tokens[0], tokens[0]) if count == 1 else (tokens.min(initial=0), tokens.max(initial=0))
         return None if 0 <= lowest <= highest < self._vocab_size else "a token id is out of range"
 
+    def _wrong_source(self, state: RequestState, stop: int) -> str:
+        """Why a prompt for an encoder and a decoder can't be computed up to a position; empty if it can."""
+        if not state.spans or state.spans[0].start:
+            return "its prompt does not begin with an input of the encoder"
+        most = state.spans[-1].stop + self._most_tokens
+        return f"position {stop - 1} is beyond the decoder's {self._most_tokens} tokens" if stop > most else ""
+
     def _missing_rows(self, spans: Sequence[Span], start: int, stop: int) -> str:
         """Why the rows of the positions [start, stop) can't be used; empty if they can."""
         for span in spans:
             if not span.overlaps(start, stop):
                 continue
             if span.is_encoded and not self._encoded.has(span):
-                return f"the rows of image {span.digest:.12} are not here"
+                return f"the rows of input {span.digest:.12} are not here"
             if not span.is_encoded and not has_rows(span, self._row_width):
                 return f"the rows of a span are not {self._row_width} numbers for each of its positions"
         return ""
@@ -348,6 +359,8 @@ class FlatBatch:
     given_at [G] and given uint8 [G, bytes of a row]: rows in the model's dtype that replace the embedding's output, and
     where; None: there are none. in_grids [3, padded]: rotary positions in three dimensions; None: `positions` are all.
     adapters int32 [padded]: the slot of the adapter of each row, or -1; None: no row has any.
+    sources int32 [B, 2], for a model with an encoder and a decoder: the rows of each sequence's input, and the position
+    of the decoder's first token.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -362,6 +375,7 @@ class FlatBatch:
     given: npt.NDArray[np.uint8] | None = None
     in_grids: npt.NDArray[np.int64] | None = None
     adapters: npt.NDArray[np.int32] | None = None
+    sources: npt.NDArray[np.int32] | None = None
 
     @property
     def rotary_positions(self) -> npt.NDArray[np.int64]:

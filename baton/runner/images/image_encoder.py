@@ -41,7 +41,7 @@ class ImageEncoder:
 
         Raises ArithmeticError for rows that are not finite.
         """
-        with self._where(), torch.inference_mode(), _one_thread():
+        with self._where(), torch.inference_mode(), one_thread():
             given = {name: torch.from_numpy(array).to(self._device) for name, array in image.items()}
             rows = on_host(self._image_part(**given))
         if not np.isfinite(rows).all():
@@ -62,7 +62,8 @@ class ImageEncoder:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread in the body."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

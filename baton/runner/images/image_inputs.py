@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import InvalidRequest
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 from baton.model_formats.images import UnusableImage
 from baton.model_formats.images.encoded import ImageLimits, image_size
 from baton.runner.images.image_encoder import ImageEncoder
@@ -29,11 +29,11 @@ class ImageInputs:
         """A name for what decides the pixels of an image, beside the model's files."""
         return f"pillow-{version('pillow')}-transformers-{version('transformers')}"
 
-    def rows(self, image: EncodedImage, num_rows: int) -> npt.NDArray[np.float32]:
+    def rows(self, content: EncoderContent, num_rows: int) -> npt.NDArray[np.float32]:
         """The rows of an image, float32 [num_rows, width]. Raises InvalidRequest for one that can't be used."""
         try:
-            image_size(image.data, self._limits)
-            made = self._processor.pixels(image.data)
+            image_size(content.data, self._limits)
+            made = self._processor.pixels(content.data)
         except UnusableImage as error:
             raise InvalidRequest("images", f"can't be used: {error}") from error
         try:

@@ -9,7 +9,7 @@ from typing import cast
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, ModelRunner, RemotePart
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.node_report import RankReport
 from baton.model_formats.adapters import AdapterInfo
 from baton.runner.backends.operations import Operations
@@ -65,7 +65,7 @@ class TimedRunner:
     def remote_parts(self) -> Sequence[RemotePart]:
         return self._runner.remote_parts
 
-    def encode(self, image: EncodedImage, num_rows: int) -> None:
+    def encode(self, image: EncoderContent, num_rows: int) -> None:
         self._runner.encode(image, num_rows)
 
     def forget_encoded(self, digests: Sequence[str] | None) -> None:

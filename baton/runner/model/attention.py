@@ -24,6 +24,8 @@ from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
 from baton.runner.backends.ranks.shard import OwnHeads, Shard
 
 ATTENTION_NAME = "baton_paged"
+ENCODER_DECODER_ATTENTION = "baton_encoder_decoder"
+"""The attention of models with an encoder and a decoder; see baton/runner/encoder_decoder/attention.py."""
 
 _UNSUPPORTED_KEYWORDS = {"position_bias": "a position bias", "alibi": "a position bias"}
 

@@ -36,6 +36,23 @@ _SIZES = (
     "sliding_window_pattern",
     "global_attn_every_n_layers",
     "no_rope_layer_interval",
+    "d_model",
+    "d_kv",
+    "d_ff",
+    "num_layers",
+    "num_decoder_layers",
+    "num_heads",
+    "encoder_layers",
+    "decoder_layers",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "num_mel_bins",
+    "max_source_positions",
+    "max_target_positions",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
 )
 """Sizes, counts and steps of at least 1, which some models lack, or name differently."""
 _LARGEST_SIZE = 1 << 27

@@ -18,7 +18,7 @@ def write_random_model(directory: Path, config: Mapping[str, Any], seed: int, dt
     `config` is what a config.json holds, `model_type` included. The same arguments give the same bytes. There is no
     end-of-sequence token unless `config` names one, so that benchmarks run to their full length.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -27,11 +27,22 @@ def write_random_model(directory: Path, config: Mapping[str, Any], seed: int, dt
     settings = AutoConfig.for_model(model_type, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model_class = AutoModelForImageTextToText if takes_images(settings) else AutoModelForCausalLM
+        model_class = _class_for(settings)
         model = model_class.from_config(settings, dtype=DTYPES[dtype])
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     _write_tokenizer(directory, settings.get_text_config().vocab_size)
+
+
+def _class_for(config: Any) -> Any:
+    import transformers
+
+    if takes_images(config):
+        return transformers.AutoModelForImageTextToText
+    if config.is_encoder_decoder:
+        is_speech = hasattr(config, "num_mel_bins")
+        return transformers.AutoModelForSpeechSeq2Seq if is_speech else transformers.AutoModelForSeq2SeqLM
+    return transformers.AutoModelForCausalLM
 
 
 def _write_tokenizer(directory: Path, vocab_size: int) -> None:

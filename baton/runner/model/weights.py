@@ -16,9 +16,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from baton.errors import ConfigError
+from baton.model_formats.encoder_decoders import has_encoder_and_decoder
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
-from baton.runner.model.attention import ATTENTION_NAME
+from baton.runner.model.attention import ATTENTION_NAME, ENCODER_DECODER_ATTENTION
 from baton.runner.model.checkpoint import Checkpoint, open_checkpoint
 from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.config_numbers import check_file_numbers, check_numbers
@@ -370,6 +371,8 @@ def _config(checkpoint: Checkpoint) -> Any:
 
 def _attention_of(config: Any) -> str | dict[str, str]:
     """The attention of the layers that have a KV cache: Baton's. An encoder of images keeps transformers' own."""
+    if config.is_encoder_decoder:
+        return ENCODER_DECODER_ATTENTION
     if not takes_images(config):
         return ATTENTION_NAME
     # Eager attention would need memory for the square of an image's patches, times heads.
@@ -380,10 +383,15 @@ def _model_class(checkpoint: Checkpoint, config: Any) -> Any:
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     )
 
     refusal = f"{checkpoint.directory} is of type {config.model_type!r}, which is not supported: "
     known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    if has_encoder_and_decoder(checkpoint.config):
+        mappings = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
+        return next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
     if is_encoder(checkpoint.config):
         return encoder_class(checkpoint.directory, config, checkpoint.config)
     if is_decoder_of_both_ways(checkpoint.config):
@@ -392,7 +400,9 @@ def _model_class(checkpoint: Checkpoint, config: Any) -> Any:
             "config.json), and decoders are computed causally"
         )
     if config.is_encoder_decoder or type(config) not in known:
-        raise ConfigError(refusal + "only decoder-only text models are, and some that take images")
+        raise ConfigError(
+            refusal + "only decoder-only text models are, some that take images, and some with an encoder"
+        )
     model_class = known[type(config)]
     text_config = config.get_text_config()
     if text_config is not config and not takes_images(config):

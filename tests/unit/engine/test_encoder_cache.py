@@ -9,11 +9,11 @@ import pytest
 
 from baton.engine.encoder_cache import EncoderCache
 from baton.engine.encoder_input import EncoderInput
-from baton.messages.images import EncodedImage
+from baton.messages.encoder_contents import EncoderContent
 
 
 def of(name: str, start: int, stop: int, num_rows: int) -> EncoderInput:
-    return EncoderInput(EncodedImage(name), start, stop, num_rows)
+    return EncoderInput(EncoderContent(name), start, stop, num_rows)
 
 
 def to_encode(cache: EncoderCache) -> list[str]:

@@ -16,8 +16,8 @@ from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import Draining, TransferCause
 from baton.messages.capabilities import GENERATES, Capability
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.ids import AttemptKey
-from baton.messages.images import EncodedImage
 from baton.messages.node import (
     HEARTBEAT_S,
     Abort,
@@ -313,21 +313,21 @@ def test_unsound_spans_are_refused(name: str) -> None:
     assert "go with no prompt_logprobs" in (objection(with_logprobs, node) or "")
 
 
-IMAGE = EncodedImage.of(b"an image")
+IMAGE = EncoderContent.of(b"an image")
 
 
 def encoded(start: int, length: int, first_row: int = 0, columns: int = 0, digest: str = IMAGE.digest) -> Span:
     return Span(start, length, digest, is_encoded=True, first_row=first_row, columns=columns)
 
 
-UNSOUND_IMAGES: dict[str, tuple[list[Span], list[EncodedImage], str]] = {
-    "none of its digest": ([encoded(0, 3, digest="0" * 64)], [IMAGE], "no row of an image"),
-    "none at all": ([encoded(0, 3)], [], "no row of an image"),
-    "another digest than its data's": ([encoded(0, 3)], [EncodedImage(IMAGE.digest, b"x")], "not that of its data"),
-    "rows that don't follow": ([encoded(0, 3), encoded(4, 2, first_row=2)], [IMAGE], "no row of an image"),
-    "rows without a first one": ([encoded(0, 3, first_row=1)], [IMAGE], "no row of an image"),
+UNSOUND_IMAGES: dict[str, tuple[list[Span], list[EncoderContent], str]] = {
+    "none of its digest": ([encoded(0, 3, digest="0" * 64)], [IMAGE], "no row of one that"),
+    "none at all": ([encoded(0, 3)], [], "no row of one that"),
+    "another digest than its data's": ([encoded(0, 3)], [EncoderContent(IMAGE.digest, b"x")], "not that of its data"),
+    "rows that don't follow": ([encoded(0, 3), encoded(4, 2, first_row=2)], [IMAGE], "no row of one that"),
+    "rows without a first one": ([encoded(0, 3, first_row=1)], [IMAGE], "no row of one that"),
     "a grid that is not whole": ([encoded(0, 3, columns=2)], [IMAGE], "no grid of 2 columns"),
-    "rows of its own": ([replace(encoded(0, 3), rows=b"1234")], [IMAGE], "no row of an image"),
+    "rows of its own": ([replace(encoded(0, 3), rows=b"1234")], [IMAGE], "no row of one that"),
     "many": ([encoded(0, 3)], [IMAGE] * 65, "there are 65"),
 }
 
@@ -337,9 +337,9 @@ def test_unsound_images_are_refused(name: str) -> None:
     spans, images, reason = UNSOUND_IMAGES[name]
     node = replace(DESCRIPTION, capabilities=frozenset((Capability.GENERATE, Capability.IMAGE)), row_width=4)
     parts = [encoded(0, 3), encoded(4, 2, first_row=3)]
-    sound = replace(submit(), prompt_token_ids=[0, 0, 0, 9, 0, 0], spans=parts, images=[IMAGE])
+    sound = replace(submit(), prompt_token_ids=[0, 0, 0, 9, 0, 0], spans=parts, contents=[IMAGE])
     assert objection(sound, node) is None
-    assert reason in (objection(replace(sound, spans=spans, images=images), node) or "")
+    assert reason in (objection(replace(sound, spans=spans, contents=images), node) or "")
     assert "can't image" in (objection(sound, replace(node, capabilities=GENERATES)) or "")
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from baton.errors import InvalidRequest, UnsupportedRequest
 from baton.messages.capabilities import GENERATES, Capability
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import ModelCard
-from baton.messages.images import EncodedImage
 from baton.messages.spans import PLACEHOLDER
 from baton.model_formats.images.encoded import ImageLimits
 from baton.text.image_prompts import ImagePrompts
@@ -123,9 +123,9 @@ def test_a_model_without_images_refuses_them_by_name(prompts: ImagePrompts) -> N
 
 
 def test_an_image_is_named_by_its_content() -> None:
-    assert EncodedImage.of(b"a") == EncodedImage.of(b"a")
-    assert EncodedImage.of(b"a").digest != EncodedImage.of(b"b").digest
-    assert EncodedImage.of(b"a").without_data() == EncodedImage(EncodedImage.of(b"a").digest)
+    assert EncoderContent.of(b"a") == EncoderContent.of(b"a")
+    assert EncoderContent.of(b"a").digest != EncoderContent.of(b"b").digest
+    assert EncoderContent.of(b"a").without_data() == EncoderContent(EncoderContent.of(b"a").digest)
 
 
 def test_images_in_messages_of_anthropic_are_parts_of_the_conversation() -> None:

@@ -139,4 +139,4 @@ def test_a_cluster_of_a_model_that_generates_nothing_has_no_decode_nodes(tmp_pat
         found = without_decode_nodes(load(UpConfig, given, {}).config)
         assert (found.prefill, found.decode) == nodes
     with pytest.raises(ConfigError, match="or an encoder"):
-        check_architecture(tmp_path, {"model_type": "t5", "architectures": ["T5Model"]})
+        check_architecture(tmp_path, {"model_type": "pegasus", "architectures": ["PegasusModel"]})

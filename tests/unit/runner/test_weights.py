@@ -146,7 +146,7 @@ def test_weights_that_give_no_finite_logits_are_refused(directory: Path, number:
             lambda d: edit_config(d, model_type="no_such_model"),
             "'no_such_model', which this .* can't load .*choose another model or upgrade",
         ),
-        (lambda d: edit_config(d, model_type="t5"), "'t5', which is not supported.*decoder-only"),
+        (lambda d: edit_config(d, model_type="pegasus"), "'pegasus', which is not supported.*decoder-only"),
         (lambda d: edit_config(d, model_type="bloom"), "'bloom', which is not supported.*attention"),
         (lambda d: edit_config(d, is_causal=False), "'qwen2', which is not supported: its tokens attend to those"),
         (lambda d: edit_config(d, use_bidirectional_attention=True), "decoders are computed causally"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from baton.config import UpConfig
 from baton.errors import ConfigError
+from baton.model_formats.encoder_decoders import read_encoder_decoder
 from baton.model_formats.images import IMAGE_FAMILIES, image_family
 from baton.registry.registry import require_registry, with_authority
 from baton.runner.backends.cpu import kernel_file
@@ -37,13 +38,15 @@ def check_up(config: UpConfig) -> None:
 
 
 def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless config.json names a decoder-only language model, one with images, a classifier or an
-    encoder.
+    """Raise ConfigError unless config.json names a language model, with an encoder or without, one with images, a
+    classifier or an encoder.
 
     The node checks the details.
     """
     named = config.get("architectures") or []
     if is_encoder(config) or is_classifier(config):
+        return
+    if read_encoder_decoder(directory, config) is not None:
         return
     if config.get("model_type") in IMAGE_FAMILIES:
         image_family(directory)

@@ -1,0 +1,61 @@
+"""What the encoder of a model makes rows of, as it travels from routers to nodes: images, speech, texts."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+
+from baton.messages.capabilities import GENERATES, Capability
+from baton.messages.spans import Span
+from baton.model_formats.encoder_decoders import aligned
+from baton.values import value
+
+
+class ContentKind(enum.StrEnum):
+    """The kinds of content."""
+
+    IMAGE = "image"
+    """A file as a client sent it: PNG, JPEG, WebP or GIF."""
+    SPEECH = "speech"
+    """One channel of 16-bit little-endian PCM, 16,000 samples a second."""
+    TEXT = "text"
+    """Token ids as little-endian 32-bit numbers, for a model with an encoder and a decoder."""
+
+    @property
+    def needs(self) -> frozenset[Capability]:
+        """What a node must be able to do to generate behind such a content."""
+        if self is ContentKind.SPEECH:
+            return frozenset((Capability.TRANSCRIBE,))
+        return GENERATES | {Capability.IMAGE} if self is ContentKind.IMAGE else GENERATES
+
+
+@value(frozen=True, slots=True)
+class EncoderContent:
+    """A content, named by its bytes."""
+
+    digest: str
+    """Hex SHA-256 of kind and data, under which its rows are kept: equal digests mean equal contents."""
+    data: bytes = b""
+    """Empty: it is elsewhere."""
+    kind: ContentKind = ContentKind.IMAGE
+
+    @classmethod
+    def of(cls, data: bytes, kind: ContentKind = ContentKind.IMAGE) -> EncoderContent:
+        """The content with these bytes."""
+        content = hashlib.sha256(f"{kind} 1\0".encode())
+        content.update(data)
+        return cls(content.hexdigest(), data, kind)
+
+    def without_data(self) -> EncoderContent:
+        """The same content without its data, which its digest still names."""
+        return EncoderContent(self.digest, kind=self.kind)
+
+
+def source_spans(digest: str, num_rows: int) -> tuple[Span, ...]:
+    """The spans of a content that the encoder of a model with a decoder makes so many rows of, at a prompt's beginning.
+
+    The second one, up to the decoder's first token, has rows that mean nothing.
+    """
+    rows = Span(0, num_rows, digest, is_encoded=True)
+    rest = aligned(num_rows) - num_rows
+    return (rows, Span(num_rows, rest, digest, is_encoded=True, first_row=num_rows)) if rest else (rows,)

@@ -1,0 +1,102 @@
+"""Models with an encoder and a decoder: what a model directory says of both, and how an input lies in a prompt.
+
+The input of the encoder (a text, or speech) comes first in the prompt, in spans of placeholders, and the decoder's
+tokens follow. At the positions of the input the KV cache holds the keys and values of the decoder's cross-attention,
+which are computed once; at the others those of its self-attention. So both are allocated, shared, moved and handed over
+as the blocks of one sequence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from baton.errors import ConfigError
+from baton.model_formats.limits import LONGEST_CONTEXT
+
+ALIGNMENT = 64
+"""The decoder's tokens begin at a multiple of this many positions, and so with a block: block sizes divide it."""
+
+Source = Literal["text", "speech"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderDecoder:
+    """What a configuration says of a model with an encoder and a decoder."""
+
+    source: Source
+    """What its encoder takes."""
+    most_rows: int
+    """The most rows that the encoder makes of an input; of speech it makes as many always."""
+    most_tokens: int
+    """The most tokens of the decoder, those with which it begins included."""
+    start: tuple[int, ...]
+    """The tokens with which the decoder begins, where a request does not say."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The most positions of a prompt and its output."""
+        return aligned(self.most_rows) + self.most_tokens
+
+
+_BART = EncoderDecoder("text", 1024, 1024, (2,))
+_T5 = EncoderDecoder("text", 512, 512, (0,))
+_DEFAULTS: Mapping[str, EncoderDecoder] = {
+    "bart": _BART,
+    "mbart": _BART,
+    "t5": _T5,
+    "mt5": _T5,
+    "whisper": EncoderDecoder("speech", 1500, 448, (50257,)),
+}
+"""By `model_type`, what transformers takes where a config.json says nothing. Positions of T5 are relative: 512 is the
+length with which it was trained."""
+
+
+def aligned(num_rows: int) -> int:
+    """The position of the decoder's first token behind an input of so many rows."""
+    return -(-num_rows // ALIGNMENT) * ALIGNMENT
+
+
+def has_encoder_and_decoder(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a model with an encoder and a decoder which Baton serves."""
+    return config.get("model_type") in _DEFAULTS and config.get("is_encoder_decoder", True) is not False
+
+
+def encoder_decoder(directory: Path) -> EncoderDecoder | None:
+    """What a model directory says of its encoder and decoder; None if it has not both. Raises ConfigError."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory}/config.json can't be read ({error}); copy it again") from error
+    return read_encoder_decoder(directory, config) if isinstance(config, dict) else None
+
+
+def read_encoder_decoder(directory: Path, config: Mapping[str, Any]) -> EncoderDecoder | None:
+    """The same of a config.json that has been read. Raises ConfigError."""
+    if not has_encoder_and_decoder(config):
+        return None
+
+    def number(default: int, *names: str) -> int:
+        name = next((name for name in names if config.get(name) is not None), "")
+        value = config[name] if name else default
+        if type(value) is not int or not 1 <= value <= LONGEST_CONTEXT:
+            raise ConfigError(f"{directory} has {name} {value!r:.40} in its config.json; copy it again")
+        return value
+
+    default = _DEFAULTS[config["model_type"]]
+    if default.source == "speech":
+        most_rows = number(default.most_rows, "max_source_positions")
+        most_tokens = number(default.most_tokens, "max_target_positions")
+    else:
+        most_rows = most_tokens = number(default.most_rows, "max_position_embeddings", "n_positions")
+    first = config.get("decoder_start_token_id")
+    start = [default.start[0] if first is None else first]
+    if (forced := config.get("forced_bos_token_id")) is not None:
+        start.append(forced)
+    for token in start:
+        if type(token) is not int or token < 0:
+            raise ConfigError(f"{directory} begins its decoder with {token!r:.40}, no token id; copy config.json again")
+    return EncoderDecoder(default.source, most_rows, most_tokens, tuple(start))

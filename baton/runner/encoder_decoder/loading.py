@@ -1,0 +1,165 @@
+"""Loads the model directory of a model with an encoder and a decoder."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.engine.batch import NewRequestData
+from baton.engine.runner import ModelInfo
+from baton.errors import ConfigError
+from baton.messages.capabilities import Capability
+from baton.messages.encoder_contents import source_spans
+from baton.messages.node_report import ComputePath
+from baton.messages.pooling import NO_POOLING_FILES
+from baton.messages.sampling import SamplingParams
+from baton.model_formats.encoder_decoders import EncoderDecoder, aligned, encoder_decoder
+from baton.runner.backends.cpu.kernels import KernelArgumentError
+from baton.runner.backends.device import resolve_device
+from baton.runner.backends.kernel_choice import choose_operations
+from baton.runner.backends.operations import Operations
+from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.compute_paths import compute_paths
+from baton.runner.encoder_decoder import attention
+from baton.runner.encoder_decoder.decoder_steps import DecoderSteps
+from baton.runner.encoder_decoder.source_inputs import SourceInputs
+from baton.runner.execution.encoded_rows import EncodedRows
+from baton.runner.execution.given_rows import with_given_rows, with_sources
+from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.model import layers
+from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.transformer import elementwise_threads
+from baton.runner.model.weights import LoadedModel, load_model_for
+from baton.runner.model_runner import TorchModelRunner
+from baton.runner.numerics import numerics_of
+from baton.runner.spec import CacheSpec, TorchSpec
+
+_CHUNKS = (40, 24, 3, 1, 1)
+"""Tokens of the steps in which the check at start computes one of two equal sequences: the input's come first."""
+_ROWS, _TOKENS = 50, 5
+
+
+def load_encoder_decoder(spec: TorchSpec, operations: Operations | None = None) -> TorchModelRunner:
+    """Load a model with an encoder and a decoder; `operations` replaces the machine's kernels (tests).
+
+    Raises ConfigError.
+    """
+    _check_settings(spec)
+    shape = encoder_decoder(spec.model_dir)
+    assert shape is not None
+    device = resolve_device(spec.device)
+    torch.set_num_threads(elementwise_threads(spec.num_threads))
+    attention.register()
+    layers.register()
+    chosen = choose_operations(spec.num_threads, device) if operations is None else operations
+    cache = CacheSpec(spec.num_blocks, spec.cache_bytes)
+    try:
+        loaded = load_model_for(chosen, spec.model_dir, spec.dtype, device, None, dequantize=spec.dequantize)
+        decoder = DecoderSteps(loaded, shape, chosen, spec.block_size, cache, spec.num_threads)
+        inputs = SourceInputs(loaded, shape)
+        reason = _settle(loaded, decoder, chosen)
+    except UnusableWeight as error:
+        raise ConfigError(f"the weights in {spec.model_dir} can't be used: {error}") from error
+    except UnsupportedAttention as error:
+        raise UnsupportedAttention(f"{spec.model_dir} can't be served: {error}; choose another model") from error
+    except KernelArgumentError as error:
+        raise ConfigError(f"{spec.model_dir} has a shape that Baton's kernels can't compute ({error})") from error
+    source = ComputePath("encoder", f"transformers' loop over the layers, one {shape.source} at a time")
+    info = ModelInfo(
+        name=spec.name or spec.model_dir.resolve().name,
+        fingerprint=loaded.fingerprint,
+        architecture=loaded.architecture,
+        dtype=loaded.dtype,
+        numerics=f"{numerics_of(loaded.weights.treatment, chosen, decoder.layout)}/{inputs.numerics}",
+        vocab_size=loaded.config.vocab_size,
+        max_model_len=decoder.max_model_len,
+        eos_token_ids=loaded.checkpoint.eos_token_ids,
+        bit_exact=reason is None,
+        bit_exact_reason=reason or "",
+        embedding_size=decoder.embedding_size,
+        row_width=decoder.row_width,
+        capabilities=frozenset((_capability(shape),)),
+        pooling=NO_POOLING_FILES,
+        most_source_rows=aligned(shape.most_rows),
+        compute_paths=(*compute_paths(chosen, decoder, loaded.weights, loaded.dtype), source),
+        weight_bytes=loaded.weights.num_bytes,
+    )
+    return TorchModelRunner(info, decoder, spec.host_cache_bytes, inputs=inputs, most_tokens=shape.most_tokens)
+
+
+def _capability(shape: EncoderDecoder) -> Capability:
+    return Capability.TRANSCRIBE if shape.source == "speech" else Capability.GENERATE
+
+
+def _check_settings(spec: TorchSpec) -> None:
+    """Raises ConfigError for settings that are of models with a decoder alone."""
+    refused = {
+        "--tp, --pp and --hosts": spec.tensor_parallel * spec.pipeline_parallel > 1,
+        "--quantization": spec.quantization is not None,
+        "--kv-cache-dtype": spec.cache_dtype != "auto",
+        "--draft-model": spec.draft is not None,
+    }
+    for setting, is_set in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"{spec.model_dir} has an encoder and a decoder, which don't go with {setting}: leave it out"
+            )
+
+
+def _settle(loaded: LoadedModel, decoder: DecoderSteps, operations: Operations) -> str | None:
+    """Choose the smallest number of rows per call with which torch's products are bit-exact on this machine.
+
+    Returns None, or why the model is not bit-exact.
+    """
+    reason = _why_not_bit_exact(loaded, decoder)
+    if isinstance(operations, TorchOperations):
+        for rows in operations.rows_to_try:
+            if reason is None:
+                break
+            decoder.set_rows_per_call(rows)
+            reason = _why_not_bit_exact(loaded, decoder)
+    return reason
+
+
+def _why_not_bit_exact(loaded: LoadedModel, decoder: DecoderSteps) -> str | None:
+    """None if a sequence has the same bits at once and in chunks beside another one; otherwise a reason."""
+    if decoder.missed_products:
+        return f"computes {', '.join(sorted(decoder.missed_products))} outside of Baton's kernels"
+    spans = source_spans("check", _ROWS)
+    begin = spans[-1].stop
+    blocks = -(-(begin + _TOKENS) // decoder.layout.block_size)
+    if decoder.num_blocks < 1 + 2 * blocks:
+        return "the cache is too small for the check at start"
+    rows = np.zeros((begin, decoder.row_width), dtype=np.float32)
+    rows[:_ROWS] = np.random.default_rng(0).standard_normal((_ROWS, decoder.row_width))
+    encoded = EncodedRows()
+    encoded.put("check", rows)
+    tokens = [0] * begin + [7919 * (place + 1) % loaded.config.vocab_size for place in range(_TOKENS)]
+
+    def state(number: int) -> RequestState:
+        own = range(1 + number * blocks, 1 + (number + 1) * blocks)
+        return RequestState(NewRequestData(f"{number}", tokens, (), SamplingParams(), own, 0, spans=spans))
+
+    def advance(*shares: tuple[RequestState, int]) -> npt.NDArray[np.float32]:
+        scheduled = [state.share(count) for state, count in shares if count]
+        batch = flatten(scheduled, decoder.layout, decoder.row_quantum)
+        batch = with_sources(with_given_rows(batch, scheduled, loaded.dtype, decoder.row_width, encoded), scheduled)
+        logits: npt.NDArray[np.float32] = decoder.compute(batch, batch.query_start[-1:].astype(np.int64) - 1)[0]
+        for share in scheduled:
+            share.state.num_computed_tokens = share.stop
+        return logits
+
+    whole, parts = state(0), state(1)
+    expected = advance((whole, begin + _TOKENS))
+    if not np.isfinite(expected).all():
+        raise UnusableWeight("they give logits that are not finite: they or config.json are damaged; copy them again")
+    mate = state(0)
+    logits = expected
+    for count in _CHUNKS:
+        logits = advance((mate, min(count + 7, begin + _TOKENS - mate.num_computed_tokens)), (parts, count))
+    decoder.clear_blocks(1 + 2 * blocks)
+    if not np.array_equal(expected.view(np.uint32), logits.view(np.uint32)):
+        return "the check at start found different bits for a sequence computed at once and in chunks"
+    return None

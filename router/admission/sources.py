@@ -1,0 +1,77 @@
+"""The input of a model's encoder as the beginning of a prompt, for models with an encoder and a decoder."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from sys import byteorder
+
+from baton.errors import InvalidRequest
+from baton.messages.capabilities import Capability, check_capable
+from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
+from baton.messages.generation import GenerateRequest, ModelCard
+from baton.messages.request_limits import MAX_AUDIO_BYTES
+from baton.messages.spans import PLACEHOLDER, Span
+from baton.model_formats.encoder_decoders import EncoderDecoder
+
+_ALL = frozenset(Capability)
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePrompt:
+    """A prompt that begins with an input of the encoder."""
+
+    token_ids: tuple[int, ...]
+    """Placeholders at the positions of the input, and behind them the decoder's tokens."""
+    spans: tuple[Span, ...]
+    content: EncoderContent
+    num_left: int
+    """How many tokens the decoder can have behind these."""
+
+
+def read_source(
+    raw: GenerateRequest,
+    card: ModelCard,
+    source: EncoderDecoder,
+    encode: Callable[[int], tuple[int, ...]],
+) -> SourcePrompt:
+    """The prompt of a request for a model with an encoder; `encode` gives its prompt's ids, at most so many.
+
+    Of a model that takes text the prompt is the encoder's; of one that takes speech it is the decoder's, and may be
+    missing. Raises InvalidRequest.
+    """
+    for field in ("prompt_embeds", "images"):
+        if getattr(raw, field):
+            raise InvalidRequest(field, f"are not taken by {card.name}, which has an encoder")
+    if raw.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs", f"are not computed by {card.name}, which has an encoder")
+    if source.source == "speech":
+        check_audio(raw, card)
+        tokens = encode(source.most_tokens - 1) if raw.prompt else source.start
+        content, num_rows = EncoderContent.of(raw.audio, ContentKind.SPEECH), source.most_rows
+    else:
+        refuse_audio(raw, card)
+        given = array("I", encode(source.most_rows))
+        if byteorder == "big":
+            given.byteswap()
+        tokens, num_rows = source.start, len(given)
+        content = EncoderContent.of(given.tobytes(), ContentKind.TEXT)
+    spans = source_spans(content.digest, num_rows)
+    return SourcePrompt(
+        (PLACEHOLDER,) * spans[-1].stop + tokens, spans, content, max(1, source.most_tokens - len(tokens))
+    )
+
+
+def check_audio(raw: GenerateRequest, card: ModelCard) -> None:
+    """Raises InvalidRequest for a request without audio, or with what can't be audio."""
+    if not raw.audio:
+        raise InvalidRequest("audio", f"is missing: {card.name} writes speech down, see /v1/audio/transcriptions")
+    if len(raw.audio) > MAX_AUDIO_BYTES or len(raw.audio) % 2:
+        raise InvalidRequest("audio", f"has {len(raw.audio)} bytes: 16-bit samples, at most {MAX_AUDIO_BYTES} bytes")
+
+
+def refuse_audio(raw: GenerateRequest, card: ModelCard) -> None:
+    """Raises UnsupportedRequest for audio, which the model does not take."""
+    if raw.audio:
+        check_capable(card.name, {Capability.TRANSCRIBE}, (card.capabilities or _ALL) - {Capability.TRANSCRIBE})

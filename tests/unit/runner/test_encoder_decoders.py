@@ -1,0 +1,170 @@
+"""Models with an encoder and a decoder: what their files may say, and inputs and requests that can't be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.engine.request import Request
+from baton.errors import AdapterRefused, ConfigError, InvalidRequest
+from baton.messages.capabilities import Capability
+from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
+from baton.messages.node import Outcome
+from baton.messages.sampling import SamplingParams
+from baton.messages.spans import Span
+from baton.model_formats.encoder_decoders import EncoderDecoder, aligned, read_encoder_decoder
+from baton.runner import load
+from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
+from tests.oracle.test_image_exact import engine_of
+from tests.support.encoder_decoder_models import request_for, source, write_encoder_decoder
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+
+
+def read(**config: Any) -> EncoderDecoder | None:
+    return read_encoder_decoder(Path("model"), config)
+
+
+def test_configurations_say_what_goes_in_and_how_the_decoder_begins() -> None:
+    assert read(model_type="llama") is None
+    assert read(model_type="bart", is_encoder_decoder=False) is None
+    assert read(model_type="bart") == EncoderDecoder("text", 1024, 1024, (2,))
+    assert read(model_type="bart", max_position_embeddings=99, decoder_start_token_id=5, forced_bos_token_id=0) == (
+        EncoderDecoder("text", 99, 99, (5, 0))
+    )
+    assert read(model_type="t5", n_positions=64) == EncoderDecoder("text", 64, 64, (0,))
+    whisper = read(model_type="whisper", max_source_positions=1500, max_target_positions=448)
+    assert whisper == EncoderDecoder("speech", 1500, 448, (50257,))
+    assert whisper.max_model_len == 1536 + 448
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_position_embeddings": 0},
+        {"max_position_embeddings": "many"},
+        {"max_position_embeddings": 1 << 40},
+        {"max_position_embeddings": True},
+        {"decoder_start_token_id": -1},
+        {"decoder_start_token_id": "start"},
+        {"forced_bos_token_id": 1.5},
+    ],
+)
+def test_wrong_numbers_are_refused(config: Mapping[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"copy (it|config\.json) again"):
+        read(model_type="bart", **config)
+
+
+def test_spans_end_where_a_block_begins() -> None:
+    assert [aligned(rows) for rows in (1, 64, 65, 1500)] == [64, 64, 128, 1536]
+    assert source_spans("d", 64) == (Span(0, 64, "d", is_encoded=True),)
+    rows, rest = source_spans("d", 50)
+    assert (rows.length, rest.start, rest.stop, rest.first_row) == (50, 50, 64, 50)
+
+
+def loaded(directory: Path, name: str, **settings: Any) -> TorchModelRunner:
+    write_encoder_decoder(directory, name)
+    runner = load(TorchSpec(directory, **{"dtype": "float32", "num_blocks": 64, **settings}))
+    assert isinstance(runner, TorchModelRunner)
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"block_size": 48}, "--block-size"),
+        ({"tensor_parallel": 2}, "--tp"),
+        ({"quantization": "int8"}, "--quantization"),
+        ({"cache_dtype": "int8"}, "--kv-cache-dtype"),
+    ],
+)
+def test_settings_that_do_not_go_with_an_encoder_are_refused(
+    tmp_path: Path, settings: Mapping[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        loaded(tmp_path, "bart", **settings)
+
+
+def test_speech_needs_a_configuration_of_its_features(tmp_path: Path) -> None:
+    loaded(tmp_path, "whisper")
+    (tmp_path / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"features of speech in .* can.t be made"):
+        load(TorchSpec(tmp_path, dtype="float32", num_blocks=64))
+
+
+def test_inputs_that_can_not_be_encoded_are_refused(tmp_path: Path) -> None:
+    text, speech = loaded(tmp_path / "bart", "bart"), loaded(tmp_path / "whisper", "whisper")
+    assert text.model.capabilities == {Capability.GENERATE}
+    assert speech.model.capabilities == {Capability.TRANSCRIBE}
+    assert (text.model.most_source_rows, speech.model.most_source_rows) == (192, 64)
+
+    def tokens(*ids: int) -> EncoderContent:
+        return EncoderContent.of(b"".join(token.to_bytes(4, "little") for token in ids), ContentKind.TEXT)
+
+    for content, num_rows, reason in (
+        (tokens(), 64, "1 to 160 tokens"),
+        (EncoderContent.of(b"123", ContentKind.TEXT), 64, "1 to 160 tokens"),
+        (tokens(*[5] * 161), 192, "1 to 160 tokens"),
+        (tokens(256), 64, "outside of"),
+        (tokens(1 << 31), 64, "outside of"),
+        (tokens(5), 128, "has 1 rows"),
+    ):
+        with pytest.raises(InvalidRequest, match=reason):
+            text.encode(content, num_rows)
+    for data in (b"", b"123"):
+        with pytest.raises(InvalidRequest, match="no samples of 16 bits"):
+            speech.encode(EncoderContent.of(data, ContentKind.SPEECH), 64)
+    with pytest.raises(AdapterRefused, match="computes no adapters"):
+        text.check_adapter(tmp_path)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    write_encoder_decoder(tmp_path, "bart")
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.encoder.layers.0.fc1.weight"
+    weights[name] = torch.full_like(weights[name], torch.nan)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    runner = load(TorchSpec(tmp_path, dtype="float32", num_blocks=64))
+    with pytest.raises(InvalidRequest, match="not finite"):
+        runner.encode(EncoderContent.of(source(tmp_path, 1, 5), ContentKind.TEXT), 64)
+
+
+def test_a_request_that_can_not_be_computed_fails_alone(tmp_path: Path) -> None:
+    runner = loaded(tmp_path, "bart")
+    sound = request_for(tmp_path, "sound", source(tmp_path, 1, 9), [3], GREEDY)
+    engine = engine_of(runner)
+    engine.add_request(request_for(tmp_path, "alone", source(tmp_path, 1, 9), [3], GREEDY))
+    alone: list[int] = []
+    while engine.has_work():
+        for output in (one for outputs in engine.step().values() for one in outputs.outputs):
+            alone += output.new_token_ids
+    # Positions behind the decoder's table, and a prompt without an input.
+    long = request_for(tmp_path, "long", source(tmp_path, 2, 9), [5] * 161, GREEDY)
+    bare = Request("bare", [5] * 3, GREEDY)
+    ends: dict[str, Any] = {}
+    tokens: list[int] = []
+    for request in (long, bare, sound):
+        engine.add_request(request)
+    while engine.has_work():
+        for output in (one for outputs in engine.step().values() for one in outputs.outputs):
+            tokens += output.new_token_ids if output.request_id == "sound" else []
+            if output.outcome is not None:
+                ends[output.request_id] = output
+    assert ends["sound"].outcome is Outcome.LENGTH
+    assert tokens == alone
+    assert "beyond the decoder's 160 tokens" in ends["long"].error
+    assert "does not begin with an input" in ends["bare"].error
+
+
+def test_the_kind_of_a_content_is_part_of_its_name() -> None:
+    digests = {EncoderContent.of(b"1234", kind).digest for kind in ContentKind}
+    assert len(digests) == len(ContentKind)
+    speech = EncoderContent.of(b"1234", ContentKind.SPEECH)
+    assert speech.without_data() == replace(speech, data=b"")

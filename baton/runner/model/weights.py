@@ -173,13 +173,12 @@ def load_model(
     check_numbers(checkpoint, config.get_text_config())
     try:
         with _ONE_AT_A_TIME, tensors_on_file(checkpoint.weight_files) as on_file:
-            tensors = with_head_renamed(_skeleton(model_class, config), on_file)
+            skeleton = _skeleton(model_class, config)
+            tensors = with_head_renamed(skeleton, on_file)
             num_layers = config.get_text_config().num_hidden_layers
             if not 0 < num_layers <= len(tensors):
                 raise UnusableWeight(f"{num_layers} layers can't be made of {len(tensors)} tensors")
-            plan = _plan(
-                model_class, config, tensors, weight_format, quantization, dequantize, DTYPES[dtype], device, in_parts
-            )
+            plan = _plan(skeleton, tensors, weight_format, quantization, dequantize, DTYPES[dtype], device, in_parts)
             _check_types(plan)
             _warn_of_lost_bits(plan, directory, dtype)
             module, info = _class_with(plan, model_class, DTYPES[dtype], device).from_pretrained(
@@ -235,8 +234,7 @@ def _skeleton(model_class: Any, config: Any) -> nn.Module:
 
 
 def _plan(
-    model_class: Any,
-    config: Any,
+    skeleton: nn.Module,
     tensors: Mapping[str, TensorOnFile],
     weight_format: WeightFormat | None,
     quantization: Quantization | None,
@@ -246,7 +244,6 @@ def _plan(
     in_parts: bool,
 ) -> WeightPlan:
     """Decide where the weights of a checkpoint belong; raises UnusableWeight."""
-    skeleton = _skeleton(model_class, config)
     names = CheckpointNames(skeleton)
     weights: dict[str, StoredWeight] = {}
     experts: dict[str, list[list[StoredWeight]]] = {}

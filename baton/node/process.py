@@ -31,6 +31,7 @@ from baton.registry import Membership, NodeRecord, require
 from baton.registry.registry import Registry, with_authority
 from baton.runner import load
 from baton.runner.backends.cpu import kernel_file
+from baton.runner.rare_collections import rare_collections
 from baton.security.binds import check_bind, is_loopback
 from baton.security.matrix import CallerRole
 from baton.wire.clients.node_client import NodeClient
@@ -69,7 +70,8 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
     configure_failpoints(config.failpoints)
     # Before the model is loaded, which may take minutes.
     role = asyncio.run(_wanted_role(config))
-    runner = load(runner_spec(config), _other_hosts(config))
+    with rare_collections():
+        runner = load(runner_spec(config), _other_hosts(config))
     log_slow_paths(runner.model)
     # What is loaded by now stays: a full garbage collection of it would stop event loop and engine for 100 ms.
     gc.collect()

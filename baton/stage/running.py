@@ -6,6 +6,7 @@ import logging
 import threading
 
 from baton.runner.backends.cpu.kernels.errors import RankLost
+from baton.runner.rare_collections import rare_collections
 from baton.runner.remote_stages.stage_worker import StageWorker
 from kv_transfer.remote.mover_server import MoverServer
 
@@ -22,7 +23,8 @@ def run_stage(worker: StageWorker) -> None:
     links = worker.links
     moving: threading.Thread | None = None
     try:
-        worker.load()
+        with rare_collections():
+            worker.load()
         moving = threading.Thread(target=_move_blocks, args=(worker,), name="baton-moves", daemon=True)
         moving.start()
         layers = worker.memory.layers or range(0)

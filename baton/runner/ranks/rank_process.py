@@ -12,6 +12,7 @@ import sys
 from baton.errors import BatonError
 from baton.runner.ranks.heartbeats import Heartbeats
 from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.rare_collections import rare_collections
 
 _FAULT = 1
 
@@ -25,14 +26,16 @@ def main(arguments: list[str]) -> int:
         signal.signal(name, signal.SIG_IGN)
     heartbeats = Heartbeats(channel)
     # Imported only now, since torch and transformers take seconds.
-    from baton.runner.backends.cpu.kernels.errors import RankLost
-    from baton.runner.ranks.following_rank import FollowingRank
-    from baton.runner.ranks.group_files import RankFiles
+    with rare_collections():
+        from baton.runner.backends.cpu.kernels.errors import RankLost
+        from baton.runner.ranks.following_rank import FollowingRank
+        from baton.runner.ranks.group_files import RankFiles
 
     files = RankFiles.of([int(one) for one in descriptors.split(",")])
     try:
         follower = FollowingRank(RankSpec.from_json(spec), int(rank), files)
-        follower.load()
+        with rare_collections():
+            follower.load()
         follower.follow(heartbeats.loaded)
     except RankLost:
         return 0

@@ -1,0 +1,28 @@
+"""Garbage is collected less often while a model is loaded, and as before afterwards."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import suppress
+
+from baton.runner.rare_collections import rare_collections
+
+
+def test_only_the_with_block_collects_less_often() -> None:
+    before = gc.get_threshold()
+    with suppress(ValueError), rare_collections():
+        first, *others = gc.get_threshold()
+        raise ValueError
+    assert first > 10 * before[0]
+    assert tuple(others) == before[1:]
+    assert gc.get_threshold() == before
+
+
+def test_whoever_collects_more_rarely_still_does() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(10**6, 3, 4)
+    try:
+        with rare_collections():
+            assert gc.get_threshold() == (10**6, 3, 4)
+    finally:
+        gc.set_threshold(*before)

@@ -127,11 +127,15 @@ def load(written: MeantModel, dtype: str, cache_dtype: str, **how: Any) -> Torch
     return load_runner(written.directory, dtype=dtype, num_blocks=8, cache_dtype=cache_dtype, **options)
 
 
-def excess(found: torch.Tensor, disturbed: DisturbedModel) -> float:
-    """The largest difference of the checked logits, as a share of its bound."""
-    logits = disturbed.logits(TOKENS)[list(CHECKED), :VOCAB_SIZE]
-    allowed = disturbed.bound(logits.flatten()).view_as(logits)
-    return float(((found[list(CHECKED), :VOCAB_SIZE] - logits.detach()).abs() / allowed).max())
+def excess(found: torch.Tensor, disturbed: DisturbedModel, most: int | None = None) -> float:
+    """The largest difference of the checked logits, as a share of its bound.
+
+    `most`: look at so many logits only, those with the largest differences; deriving bounds is what takes time.
+    """
+    logits = disturbed.logits(TOKENS)[list(CHECKED), :VOCAB_SIZE].flatten()
+    differences = (found[list(CHECKED), :VOCAB_SIZE].flatten() - logits.detach()).abs()
+    checked = differences.argsort(descending=True)[:most]
+    return float((differences[checked] / disturbed.bound(logits[checked])).max())
 
 
 def check(written: MeantModel, dtype: str, cache_dtype: str = "auto") -> None:
@@ -242,4 +246,4 @@ def test_the_oracle_finds_one_wrong_number(tmp_path: Path, name: str, damage: Da
     save_file(tensors, written.directory / "model.safetensors", {"format": "pt"})
     computed = record(written, "float32")
     disturbed = DisturbedModel(written.in_float64(), RunnerRoundings(written.blocks), computed.recording)
-    assert excess(computed.logits, disturbed) > 1
+    assert excess(computed.logits, disturbed, most=8) > 1

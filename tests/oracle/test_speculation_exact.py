@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -143,20 +144,45 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def runner(kind: str, dtype: str, tmp_path: Path) -> TorchModelRunner:
-    write_random_model(tmp_path, TINY_MODELS[kind], 0)
-    runner = load_runner(tmp_path, dtype=dtype, num_blocks=160, block_size=8)
-    assert runner.model.bit_exact
-    return runner
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """The directory of a random model of this kind and seed, which is written once."""
+
+    @cache
+    def written(kind: str, seed: int) -> Path:
+        directory = tmp_path_factory.mktemp("model")
+        write_random_model(directory, TINY_MODELS[kind], seed)
+        return directory
+
+    return written
 
 
-def test_speculation_changes_no_bit(runner: TorchModelRunner) -> None:
+@pytest.fixture(scope="module")
+def plain_results(model_dir: Callable[[str, int], Path]) -> Callable[[str, str], Mapping[str, Result]]:
+    """What plain decoding gives, each request alone, by the model's kind and dtype; it is computed once."""
+
+    @cache
+    def results(kind: str, dtype: str) -> Mapping[str, Result]:
+        runner = load_runner(model_dir(kind, 0), dtype=dtype, num_blocks=160, block_size=8)
+        assert runner.model.bit_exact
+        found: dict[str, Result] = {}
+        for name in PROMPTS:
+            found |= generate(runner, [name])[0]
+        assert {result.outcome for result in found.values()} >= {Outcome.LENGTH}
+        return found
+
+    return results
+
+
+def test_speculation_changes_no_bit(
+    kind: str,
+    dtype: str,
+    model_dir: Callable[[str, int], Path],
+    plain_results: Callable[[str, str], Mapping[str, Result]],
+) -> None:
     names = list(PROMPTS)
-    plain: dict[str, Result] = {}
-    for name in names:
-        plain |= generate(runner, [name])[0]
-    assert {result.outcome for result in plain.values()} >= {Outcome.LENGTH}
+    plain = plain_results(kind, dtype)
+    runner = load_runner(model_dir(kind, 0), dtype=dtype, num_blocks=160, block_size=8)
 
     # Drafts of the engine's own: of one request alone, of all, and of some beside mates without.
     for name in names:
@@ -177,16 +203,18 @@ def test_speculation_changes_no_bit(runner: TorchModelRunner) -> None:
 
 
 @pytest.mark.parametrize("drafting", ["the same", "another"])
-def test_a_draft_model_changes_no_bit(kind: str, dtype: str, drafting: str, tmp_path: Path) -> None:
-    write_random_model(tmp_path / "model", TINY_MODELS[kind], 0)
-    write_random_model(tmp_path / "another", TINY_MODELS["llama"], 1)
-    directory = tmp_path / ("model" if drafting == "the same" else "another")
+def test_a_draft_model_changes_no_bit(
+    kind: str,
+    dtype: str,
+    drafting: str,
+    model_dir: Callable[[str, int], Path],
+    plain_results: Callable[[str, str], Mapping[str, Result]],
+) -> None:
+    directory = model_dir(kind, 0) if drafting == "the same" else model_dir("llama", 1)
     draft = DraftSpec(directory, num_tokens=6)
-    runner = load_runner(tmp_path / "model", dtype=dtype, num_blocks=160, block_size=8, draft=draft)
+    runner = load_runner(model_dir(kind, 0), dtype=dtype, num_blocks=160, block_size=8, draft=draft)
     names = list(PROMPTS)
-    plain: dict[str, Result] = {}
-    for name in names:
-        plain |= generate(runner, [name])[0]
+    plain = plain_results(kind, dtype)
     config = SpeculationConfig("draft_model", num_speculative_tokens=6, model=str(directory))
     for name in names:
         assert generate(runner, [name], config)[0] == {name: plain[name]}

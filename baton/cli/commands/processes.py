@@ -16,6 +16,7 @@ from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
 from baton.config import Loaded, NodeConfig, RouterConfig
 from baton.errors import BatonError, ConfigError
 from baton.models.resolve import with_model_directory
+from baton.runner.rare_collections import rare_collections
 
 if TYPE_CHECKING:
     from baton.messages.node import Role
@@ -60,10 +61,12 @@ def _node(
             # This check is fast and importing torch is slow, so a wrong path is reported first.
             check_model_dir(resolved.model)
         if resolved.host_rank > 0:
-            from baton.stage.host import run_stage_host
+            with rare_collections():
+                from baton.stage.host import run_stage_host
 
             return run_stage_host(resolved)
-        from baton.node.process import run_node
+        with rare_collections():
+            from baton.node.process import run_node
 
         return run_node(resolved, _role_maker)
 
@@ -105,7 +108,8 @@ def _router(
     config = loaded.config
 
     def run() -> int:
-        from router import app as router_app
+        with rare_collections():
+            from router import app as router_app
 
         return router_app.main(with_model_directory(config))
 

@@ -1,4 +1,4 @@
-"""Garbage is collected less often while a model is loaded, and as before afterwards."""
+"""Garbage is collected less often while a process starts, and as before afterwards."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class ClusterSettings(Settings):
     cluster: Name = Field(DEFAULT_CLUSTER, min_length=1, description="Name of the cluster in the registry.")
     model: Path = Field(
         default_factory=bundled_model_dir,
-        description="Model: a directory, a GGUF file, a model by name (smollm2, all-minilm-l6-v2), or "
+        description="Model: a directory, a GGUF file, a model by name (smollm2, all-minilm-l6-v2, whisper-tiny.en), or "
         "ORG/NAME[@REVISION] of the Hugging Face Hub; what is not here yet is fetched once. Routers read the tokenizer "
         "from it. Default: the bundled model.",
     )

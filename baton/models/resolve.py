@@ -24,7 +24,14 @@ from baton.models.conversion import add_sampling, convert_in_child
 from baton.models.hub import HubName, fetched_directory
 from baton.models.known_digests import FileState, KnownDigests
 from baton.models.model_cache import ModelCache, default_cache_dir
-from baton.models.named_models import NAMED_MODELS, copy_directory, directory_of, recommended_sampling, source_of
+from baton.models.named_models import (
+    NAMED_MODELS,
+    convert_directory,
+    copy_directory,
+    directory_of,
+    recommended_sampling,
+    source_of,
+)
 
 C = TypeVar("C", bound=ClusterSettings)
 
@@ -94,7 +101,8 @@ def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
         return FoundModel(directory, _client_name(source.stem))
     model = NAMED_MODELS.get(str(named))
     if model is not None and model.beside:
-        cache = ModelCache(default_cache_dir(environ), partial(copy_directory, model))
+        make = convert_directory if model.is_ctranslate2 else copy_directory
+        cache = ModelCache(default_cache_dir(environ), partial(make, model))
         directory = cache.directory_of(
             model.sha256, lambda scratch: directory_of(model, scratch), model.num_bytes_to_make
         )

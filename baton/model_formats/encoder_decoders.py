@@ -41,6 +41,23 @@ class EncoderDecoder:
         """The most positions of a prompt and its output."""
         return aligned(self.most_rows) + self.most_tokens
 
+    def num_left(self, num_prompt_tokens: int, max_model_len: int) -> int:
+        """How many tokens the decoder can have behind a client's prompt, where so many positions are served; below 1:
+        the prompt does not fit.
+
+        The prompt is the encoder's for a text, and the decoder's for speech, where 0 stands for `start`.
+        """
+        is_text = self.source == "text"
+        num_rows = num_prompt_tokens if is_text else self.most_rows
+        num_tokens = len(self.start) if is_text else num_prompt_tokens or len(self.start)
+        return min(self.most_tokens, max_model_len - aligned(num_rows)) - num_tokens
+
+    def longest_prompt(self, num_output_tokens: int, max_model_len: int) -> int:
+        """The longest of a client's prompts beside an output of so many tokens; below 1: there is none."""
+        if self.source == "text":
+            return min(self.most_rows, (max_model_len - len(self.start) - num_output_tokens) // ALIGNMENT * ALIGNMENT)
+        return min(self.most_tokens, max_model_len - aligned(self.most_rows)) - num_output_tokens
+
 
 _BART = EncoderDecoder("text", 1024, 1024, (2,))
 _T5 = EncoderDecoder("text", 512, 512, (0,))

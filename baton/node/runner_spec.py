@@ -78,6 +78,11 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
         )
     own = settings_for(SchedulerConfig, config) | {"max_model_len": config.max_model_len or longest}
     if runner.model.most_source_rows:
+        if Capability.TRANSCRIBE in runner.model.capabilities and own["max_model_len"] <= runner.model.most_source_rows:
+            raise ConfigError(
+                f"max_model_len is {own['max_model_len']}, but speech alone takes {runner.model.most_source_rows} "
+                f"positions: give it up to {longest}"
+            )
         # Nothing can be computed without room for one input.
         own["num_encoder_rows"] = max(own["num_encoder_rows"], runner.model.most_source_rows)
     elif Capability.IMAGE not in runner.model.capabilities:

@@ -48,19 +48,26 @@ def read_source(
         raise InvalidRequest("prompt_logprobs", f"are not computed by {card.name}, which has an encoder")
     if source.source == "speech":
         check_audio(raw, card)
-        tokens = encode(source.most_tokens - 1) if raw.prompt else source.start
+        prompt = encode(source.most_tokens - 1) if raw.prompt else ()
+        tokens = prompt or source.start
         content, num_rows = EncoderContent.of(raw.audio, ContentKind.SPEECH), source.most_rows
     else:
         refuse_audio(raw, card)
-        given = array("I", encode(source.most_rows))
+        prompt = encode(source.most_rows)
+        given = array("I", prompt)
         if byteorder == "big":
             given.byteswap()
         tokens, num_rows = source.start, len(given)
         content = EncoderContent.of(given.tobytes(), ContentKind.TEXT)
     spans = source_spans(content.digest, num_rows)
-    return SourcePrompt(
-        (PLACEHOLDER,) * spans[-1].stop + tokens, spans, content, max(1, source.most_tokens - len(tokens))
-    )
+    num_left = source.num_left(len(prompt), card.max_model_len)
+    if num_left < 1:
+        raise InvalidRequest(
+            "prompt",
+            f"takes {spans[-1].stop + len(tokens)} positions with the encoder's input, and leaves none of the "
+            f"{card.max_model_len} that {card.name} has here",
+        )
+    return SourcePrompt((PLACEHOLDER,) * spans[-1].stop + tokens, spans, content, num_left)
 
 
 def check_audio(raw: GenerateRequest, card: ModelCard) -> None:

@@ -187,7 +187,11 @@ def longest_answer(card: ModelCard, num_prompt_tokens: int, num_sequences: int =
 
     That of other prompts is 16.
     """
-    left = card.max_model_len - num_prompt_tokens
+    left = (
+        card.max_model_len - num_prompt_tokens
+        if card.source is None
+        else card.source.num_left(num_prompt_tokens, card.max_model_len)
+    )
     return max(1, min(left, MAX_OUTPUT_VALUES // (max(1, num_sequences) * _values_each(logprobs))))
 
 

@@ -478,7 +478,10 @@ def _longest(card: ModelCard, max_tokens: int | None) -> int:
 
     A prompt that is echoed alone needs one token of output, too.
     """
-    return card.max_model_len - (DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens))
+    num_output_tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens)
+    if card.source is not None:
+        return card.source.longest_prompt(num_output_tokens, card.max_model_len)
+    return card.max_model_len - num_output_tokens
 
 
 def truncated(prompt: Sequence[int], most: int | None, longest: int) -> Sequence[int]:

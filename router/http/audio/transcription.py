@@ -20,6 +20,7 @@ from baton.errors import BatonError
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.model_formats.audio import pcm_of, windows
 from baton.text.speech_prompts import SpeechPrompts
+from router.admission.validation import longest_answer
 from router.http.endpoints import Handler
 from router.pooling import part_ids
 
@@ -138,13 +139,13 @@ class Transcription:
 
     def _request(self, place: int, name: str) -> GenerateRequest:
         prompt = self._prompts.prompt(self.language, translates=self._call.translates, before=self._call.before)
-        longest = min(self._prompts.max_length, self._card.max_model_len)
+        longest = min(self._prompts.max_length - len(prompt), longest_answer(self._card, len(prompt)))
         return GenerateRequest(
             prompt=prompt,
             request_id=name,
             model=self._call.model,
             temperature=self._call.temperature,
-            max_tokens=max(1, longest - len(prompt)),
+            max_tokens=max(1, longest),
             logit_bias=dict.fromkeys(self._prompts.suppressed, _NEVER),
             traceparent=self._call.traceparent,
             audio=pcm_of(self._samples, self.parts[place]),

@@ -11,6 +11,7 @@ import pytest
 from baton.errors import InvalidRequest, UnknownModel
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.sampling import Constraint, RepetitionDetection, SamplingDefaults, SamplingParams
+from baton.model_formats.encoder_decoders import EncoderDecoder
 from router.admission.request import ValidRequest
 from router.admission.validation import longest_answer, validate
 
@@ -40,6 +41,44 @@ def test_fields_that_are_not_set_have_their_defaults() -> None:
 def test_the_default_length_is_reduced_to_the_remaining_context() -> None:
     assert check(tuple(range(30))).sampling_params.max_tokens == 2
     assert check(tuple(range(31))).sampling_params.max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "served", "prompt", "left"),
+    [
+        # A text of 65 tokens takes 128 positions, and the decoder begins with 2 tokens.
+        (EncoderDecoder("text", 100, 100, (2, 0)), 228, 65, 98),
+        (EncoderDecoder("text", 100, 100, (2, 0)), 150, 65, 20),
+        (EncoderDecoder("text", 100, 100, (2, 0)), 130, 65, 0),
+        (EncoderDecoder("text", 100, 100, (2, 0)), 70, 65, 0),
+        # Speech takes 64 positions, and the prompt is the decoder's.
+        (EncoderDecoder("speech", 50, 100, (2,)), 164, 3, 97),
+        (EncoderDecoder("speech", 50, 100, (2,)), 164, 0, 99),
+        (EncoderDecoder("speech", 50, 100, (2,)), 80, 3, 13),
+        (EncoderDecoder("speech", 50, 100, (2,)), 64, 3, 0),
+    ],
+)
+def test_what_a_decoder_can_have_is_bounded_by_its_tokens_and_the_served_length(
+    source: EncoderDecoder, served: int, prompt: int, left: int
+) -> None:
+    card = replace(CARD, max_model_len=served, source=source)
+    audio = b"12" if source.source == "speech" else b""
+
+    def checked(max_tokens: int) -> int:
+        request = GenerateRequest([5] * prompt, max_tokens=max_tokens, audio=audio)
+        return validate(request, card, encode, Random(1)).sampling_params.max_tokens
+
+    assert longest_answer(card, prompt) == max(1, left)
+    if left:
+        assert checked(left) == left
+        with pytest.raises(InvalidRequest, match=f"max_tokens: is {left + 1}, but the prompt leaves {left}"):
+            checked(left + 1)
+        longest = source.longest_prompt(left, served)
+        assert source.num_left(longest, served) >= left
+        assert longest == source.most_rows or source.num_left(longest + 1, served) < left
+    else:
+        with pytest.raises(InvalidRequest, match=rf"prompt: takes \d+ positions .* leaves none of the {served}"):
+            checked(1)
 
 
 def test_every_value_at_its_bound_is_accepted() -> None:

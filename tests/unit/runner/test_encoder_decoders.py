@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.config import NodeConfig
 from baton.engine.request import Request
 from baton.errors import AdapterRefused, ConfigError, InvalidRequest
 from baton.messages.capabilities import Capability
@@ -19,6 +20,7 @@ from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned, read_encoder_decoder
+from baton.node.runner_spec import scheduler_config
 from baton.runner import load
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
@@ -90,6 +92,15 @@ def test_settings_that_do_not_go_with_an_encoder_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         loaded(tmp_path, "bart", **settings)
+
+
+def test_speech_needs_more_positions_than_it_takes(tmp_path: Path) -> None:
+    runner = loaded(tmp_path, "whisper")
+    fields = {"role": "prefill", "node_id": "a", "registry": "http://127.0.0.1:1", "model": tmp_path}
+    config = NodeConfig.model_validate(fields | {"max_model_len": 64})
+    with pytest.raises(ConfigError, match="speech alone takes 64 positions: give it up to 124"):
+        scheduler_config(config, runner)
+    assert scheduler_config(config.model_copy(update={"max_model_len": 65}), runner).num_encoder_rows >= 64
 
 
 def test_speech_needs_a_configuration_of_its_features(tmp_path: Path) -> None:

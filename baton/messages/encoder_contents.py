@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from functools import lru_cache
 
 from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.spans import Span
@@ -51,11 +52,13 @@ class EncoderContent:
         return EncoderContent(self.digest, kind=self.kind)
 
 
+@lru_cache(maxsize=1024)
 def source_spans(digest: str, num_rows: int) -> tuple[Span, ...]:
     """The spans of a content that the encoder of a model with a decoder makes so many rows of, at a prompt's beginning.
 
     The second one, up to the decoder's first token, has rows that mean nothing.
     """
+    # Kept, since each step compares those of all its requests.
     rows = Span(0, num_rows, digest, is_encoded=True)
     rest = aligned(num_rows) - num_rows
     return (rows, Span(num_rows, rest, digest, is_encoded=True, first_row=num_rows)) if rest else (rows,)

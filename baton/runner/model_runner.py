@@ -16,6 +16,7 @@ from baton.errors import AdapterRefused, InvalidRequest
 from baton.messages.encoder_contents import EncoderContent
 from baton.messages.node_report import RankReport
 from baton.model_formats.adapters import DEFAULT_MAX_RANK, AdapterInfo
+from baton.model_formats.encoder_decoders import EncoderDecoder
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
 from baton.runner.execution.encoded_rows import EncodedInputs, EncodedRows
@@ -48,12 +49,12 @@ class TorchModelRunner:
         leader: RankLeader | None = None,
         inputs: EncodedInputs | None = None,
         max_lora_rank: int = DEFAULT_MAX_RANK,
-        most_tokens: int = 0,
+        source: EncoderDecoder | None = None,
     ) -> None:
         """`leader`: of a model that several processes compute; the runner ends them. `inputs`: what encodes images or
-        the inputs of an encoder, for a model that takes them. `most_tokens`: of the decoder of a model with an encoder.
+        the inputs of an encoder, for a model that takes them. `source`: of a model with an encoder and a decoder.
         """
-        self._has_sources = most_tokens > 0
+        self._has_sources = source is not None
         self._model = model
         self._drafter = draft_model
         self._leader = leader
@@ -77,7 +78,7 @@ class TorchModelRunner:
             self._adapters.slots,
             model.row_width,
             self._encoded,
-            most_tokens,
+            source,
         )
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.messages.adapters import is_adapter_digest
 from baton.messages.capabilities import Capability
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.ids import SCOPED_ID_PATTERN
 from baton.messages.kv_format import block_sizes_fit
 from baton.messages.node import Leg, NodeDescription, Role, Submit
@@ -20,6 +20,7 @@ from baton.messages.pooling import PoolingParams
 from baton.messages.prompt_rows import are_finite
 from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
+    MAX_AUDIO_BYTES,
     MAX_BAD_WORD_TOKENS,
     MAX_CHOICES,
     MAX_GRAMMAR_SEQUENCES,
@@ -135,6 +136,19 @@ def _content_objection(submit: Submit, node: NodeDescription) -> str | None:
         if span.columns and (span.length % span.columns or span.first_row):
             return f"contents: the {span.length} positions from {span.start} on are no grid of {span.columns} columns"
         digest, num_rows = span.digest, span.first_row + span.length
+    first = submit.contents[0]
+    if all(content.kind is ContentKind.IMAGE for content in submit.contents):
+        return None
+    if len(submit.contents) > 1:
+        return f"contents: there are {len(submit.contents)}; {first.kind.value} goes alone"
+    if first.kind is ContentKind.SPEECH and len(first.data) > MAX_AUDIO_BYTES:
+        return f"contents: {len(first.data)} bytes of speech; at most {MAX_AUDIO_BYTES} are taken"
+    # The keys of blocks name the content, not how many of a span's positions have rows of it.
+    num_rows = len(first.data) // 4 if first.kind is ContentKind.TEXT else sum([each.length for each in encoded[:1]])
+    if not num_rows or tuple(submit.spans) != source_spans(first.digest, num_rows):
+        return f"contents: the spans are not those of {num_rows} rows at the beginning of a prompt"
+    if submit.spans[-1].stop >= len(submit.prompt_token_ids):
+        return "prompt: has no token for the decoder"
     return None
 
 

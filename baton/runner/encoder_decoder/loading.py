@@ -86,7 +86,7 @@ def load_encoder_decoder(spec: TorchSpec, operations: Operations | None = None) 
         compute_paths=(*compute_paths(chosen, decoder, loaded.weights, loaded.dtype), source),
         weight_bytes=loaded.weights.num_bytes,
     )
-    return TorchModelRunner(info, decoder, spec.host_cache_bytes, inputs=inputs, most_tokens=shape.most_tokens)
+    return TorchModelRunner(info, decoder, spec.host_cache_bytes, inputs=inputs, source=shape)
 
 
 def _capability(shape: EncoderDecoder) -> Capability:

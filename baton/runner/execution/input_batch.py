@@ -15,8 +15,10 @@ import numpy.typing as npt
 
 from baton.engine.batch import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.runner import KVLayout
+from baton.messages.encoder_contents import source_spans
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.spans import Span, has_rows, text_pieces
+from baton.model_formats.encoder_decoders import EncoderDecoder
 from baton.runner.execution.encoded_rows import EncodedRows
 from baton.runner.execution.grid_positions import Grid, GridPositions
 from baton.runner.execution.pooling import Pooler
@@ -217,12 +219,12 @@ class RequestTable:
         adapters: Container[str],
         row_width: int = 0,
         encoded: EncodedRows | None = None,
-        most_tokens: int = 0,
+        source: EncoderDecoder | None = None,
     ) -> None:
         """`adapters`: digests of the adapters that are loaded now. `row_width`: see `ModelInfo`. `encoded`: the rows of
-        encoded inputs. `most_tokens`: the most positions behind the input of an encoder; 0: the model has none.
+        encoded inputs. `source`: of a model with an encoder and a decoder, whose input begins each prompt.
         """
-        self._most_tokens = most_tokens
+        self._source = source
         self._row_width = row_width
         self._encoded = encoded if encoded is not None else EncodedRows()
         self._adapters = adapters
@@ -313,7 +315,7 @@ class RequestTable:
             return f"{count} tokens scheduled from {start} on, but the request has {state.num_tokens}"
         if stop > self._max_model_len:
             return f"position {stop - 1} is beyond the model's {self._max_model_len} tokens"
-        if self._most_tokens and (reason := self._wrong_source(state, stop)):
+        if self._source is not None and (reason := _wrong_source(self._source, state, stop)):
             return reason
         size = state.block_table.size
         if stop > size // len(self._layout.groups) * self._layout.block_size:
@@ -329,13 +331,6 @@ class RequestTable:
         lowest, highest = (tokens[0], tokens[0]) if count == 1 else (tokens.min(initial=0), tokens.max(initial=0))
         return None if 0 <= lowest <= highest < self._vocab_size else "a token id is out of range"
 
-    def _wrong_source(self, state: RequestState, stop: int) -> str:
-        """Why a prompt for an encoder and a decoder can't be computed up to a position; empty if it can."""
-        if not state.spans or state.spans[0].start:
-            return "its prompt does not begin with an input of the encoder"
-        most = state.spans[-1].stop + self._most_tokens
-        return f"position {stop - 1} is beyond the decoder's {self._most_tokens} tokens" if stop > most else ""
-
     def _missing_rows(self, spans: Sequence[Span], start: int, stop: int) -> str:
         """Why the rows of the positions [start, stop) can't be used; empty if they can."""
         for span in spans:
@@ -346,6 +341,19 @@ class RequestTable:
             if not span.is_encoded and not has_rows(span, self._row_width):
                 return f"the rows of a span are not {self._row_width} numbers for each of its positions"
         return ""
+
+
+def _wrong_source(source: EncoderDecoder, state: RequestState, stop: int) -> str:
+    """Why a prompt for an encoder and a decoder can't be computed up to a position; empty if it can."""
+    spans = state.spans
+    num_rows = 0 if not spans else source.most_rows if source.source == "speech" else spans[0].length
+    if not 0 < num_rows <= source.most_rows or tuple(spans) != source_spans(spans[0].digest, num_rows):
+        return "its prompt does not begin with an input of the encoder"
+    if state.num_prompt_tokens <= spans[-1].stop:
+        return "its prompt has no token for the decoder"
+    if stop > spans[-1].stop + source.most_tokens:
+        return f"position {stop - 1} is beyond the decoder's {source.most_tokens} tokens"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

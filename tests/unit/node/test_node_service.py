@@ -16,7 +16,7 @@ from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import Draining, TransferCause
 from baton.messages.capabilities import GENERATES, Capability
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
     HEARTBEAT_S,
@@ -39,6 +39,7 @@ from baton.messages.node_report import (
     RefusedLink,
     TraceStep,
 )
+from baton.messages.request_limits import MAX_AUDIO_BYTES
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span, digest_of_rows
 from baton.node.attempts.attempt_clock import TransferFigures
@@ -330,6 +331,50 @@ UNSOUND_IMAGES: dict[str, tuple[list[Span], list[EncoderContent], str]] = {
     "rows of its own": ([replace(encoded(0, 3), rows=b"1234")], [IMAGE], "no row of one that"),
     "many": ([encoded(0, 3)], [IMAGE] * 65, "there are 65"),
 }
+
+
+TEXT = EncoderContent.of(bytes(4 * 50), ContentKind.TEXT)
+SPEECH = EncoderContent.of(bytes(64), ContentKind.SPEECH)
+UNSOUND_SOURCES: dict[str, tuple[EncoderContent, dict[str, Any], str]] = {
+    "rows behind those of a text": (TEXT, {"spans": [encoded(0, 64, digest=TEXT.digest)]}, "not those of 50 rows"),
+    "fewer rows than a text has": (TEXT, {"spans": source_spans(TEXT.digest, 40)}, "not those of 50 rows"),
+    "rows behind a token": (
+        TEXT,
+        {"spans": [replace(span, start=span.start + 1) for span in source_spans(TEXT.digest, 50)]},
+        "not those of 50 rows",
+    ),
+    "speech that does not fill its positions": (
+        SPEECH,
+        {"spans": [encoded(0, 50, digest=SPEECH.digest)]},
+        "not those of 50 rows",
+    ),
+    "no span": (TEXT, {"spans": []}, "not those of 50 rows"),
+    "no span of speech": (SPEECH, {"spans": []}, "not those of 0 rows"),
+    "no token for the decoder": (TEXT, {"prompt_token_ids": [0] * 64}, "no token for the decoder"),
+    "a second content": (TEXT, {"contents": [TEXT, EncoderContent.of(bytes(4), ContentKind.TEXT)]}, "goes alone"),
+    "an image beside it": (TEXT, {"contents": [TEXT, IMAGE]}, "goes alone"),
+    "an image before it": (TEXT, {"contents": [IMAGE, TEXT]}, "goes alone"),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND_SOURCES)
+def test_unsound_inputs_of_a_decoder_are_refused(name: str) -> None:
+    content, wrong, reason = UNSOUND_SOURCES[name]
+    can = frozenset((Capability.GENERATE, Capability.TRANSCRIBE, Capability.IMAGE))
+    node = replace(DESCRIPTION, capabilities=can)
+    spans = source_spans(content.digest, 50)
+    sound = replace(submit(), prompt_token_ids=[0] * 64 + [9, 9], spans=spans, contents=[content])
+    assert objection(sound, node) is None
+    assert reason in (objection(replace(sound, **wrong), node) or "")
+
+
+def test_a_node_takes_no_more_speech_than_a_request_may_have() -> None:
+    node = replace(DESCRIPTION, capabilities=frozenset((Capability.TRANSCRIBE,)))
+    for num_bytes, reason in ((MAX_AUDIO_BYTES, None), (MAX_AUDIO_BYTES + 2, "at most 960000 are taken")):
+        speech = EncoderContent.of(bytes(num_bytes), ContentKind.SPEECH)
+        spans = source_spans(speech.digest, 50)
+        why = objection(replace(submit(), prompt_token_ids=[0] * 64 + [9], spans=spans, contents=[speech]), node)
+        assert why is None if reason is None else reason in (why or "")
 
 
 @pytest.mark.parametrize("name", UNSOUND_IMAGES)

@@ -159,9 +159,13 @@ def test_a_request_that_can_not_be_computed_fails_alone(tmp_path: Path) -> None:
     # Positions behind the decoder's table, and a prompt without an input.
     long = request_for(tmp_path, "long", source(tmp_path, 2, 9), [5] * 161, GREEDY)
     bare = Request("bare", [5] * 3, GREEDY)
+    content = EncoderContent.of(source(tmp_path, 1, 9), ContentKind.TEXT)
+    longer = [Span(0, 64, content.digest, is_encoded=True)]
+    wrong = Request("wrong", [0] * 64 + [3], GREEDY, spans=longer, contents=[content])
+    empty = request_for(tmp_path, "empty", source(tmp_path, 1, 9), [], GREEDY)
     ends: dict[str, Any] = {}
     tokens: list[int] = []
-    for request in (long, bare, sound):
+    for request in (long, bare, wrong, empty, sound):
         engine.add_request(request)
     while engine.has_work():
         for output in (one for outputs in engine.step().values() for one in outputs.outputs):
@@ -171,7 +175,9 @@ def test_a_request_that_can_not_be_computed_fails_alone(tmp_path: Path) -> None:
     assert ends["sound"].outcome is Outcome.LENGTH
     assert tokens == alone
     assert "beyond the decoder's 160 tokens" in ends["long"].error
-    assert "does not begin with an input" in ends["bare"].error
+    for name in ("bare", "wrong"):
+        assert "does not begin with an input" in ends[name].error
+    assert "no token for the decoder" in ends["empty"].error
 
 
 def test_the_kind_of_a_content_is_part_of_its_name() -> None:

@@ -20,6 +20,9 @@ from baton.model_formats.limits import LONGEST_CONTEXT
 ALIGNMENT = 64
 """The decoder's tokens begin at a multiple of this many positions, and so with a block: block sizes divide it."""
 
+_LEAST_TOKENS = 8
+"""The fewest tokens for which a decoder may have room."""
+
 Source = Literal["text", "speech"]
 
 
@@ -79,41 +82,65 @@ def aligned(num_rows: int) -> int:
 
 def has_encoder_and_decoder(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a model with an encoder and a decoder which Baton serves."""
-    return config.get("model_type") in _DEFAULTS and config.get("is_encoder_decoder", True) is not False
+    model_type = config.get("model_type")
+    return (
+        isinstance(model_type, str) and model_type in _DEFAULTS and config.get("is_encoder_decoder", True) is not False
+    )
 
 
 def encoder_decoder(directory: Path) -> EncoderDecoder | None:
     """What a model directory says of its encoder and decoder; None if it has not both. Raises ConfigError."""
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{directory}/config.json can't be read ({error}); copy it again") from error
+    config = _read(directory / "config.json")
     return read_encoder_decoder(directory, config) if isinstance(config, dict) else None
 
 
 def read_encoder_decoder(directory: Path, config: Mapping[str, Any]) -> EncoderDecoder | None:
-    """The same of a config.json that has been read. Raises ConfigError."""
+    """The same of a config.json that has been read, with the directory's generation_config.json. Raises ConfigError."""
     if not has_encoder_and_decoder(config):
         return None
 
-    def number(default: int, *names: str) -> int:
+    def number(default: int, *names: str, least: int = _LEAST_TOKENS) -> int:
         name = next((name for name in names if config.get(name) is not None), "")
         value = config[name] if name else default
-        if type(value) is not int or not 1 <= value <= LONGEST_CONTEXT:
+        if type(value) is not int or not least <= value <= LONGEST_CONTEXT:
             raise ConfigError(f"{directory} has {name} {value!r:.40} in its config.json; copy it again")
         return value
 
     default = _DEFAULTS[config["model_type"]]
     if default.source == "speech":
-        most_rows = number(default.most_rows, "max_source_positions")
+        most_rows = number(default.most_rows, "max_source_positions", least=1)
         most_tokens = number(default.most_tokens, "max_target_positions")
     else:
-        most_rows = most_tokens = number(default.most_rows, "max_position_embeddings", "n_positions")
-    first = config.get("decoder_start_token_id")
-    start = [default.start[0] if first is None else first]
-    if (forced := config.get("forced_bos_token_id")) is not None:
-        start.append(forced)
+        names = ("n_positions", "max_position_embeddings") if default is _T5 else ("max_position_embeddings",)
+        most_rows = most_tokens = number(default.most_rows, *names)
+    return EncoderDecoder(default.source, most_rows, most_tokens, _start(directory, config, default.start))
+
+
+def _start(directory: Path, config: Mapping[str, Any], default: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens with which the decoder begins. Raises ConfigError."""
+    path = directory / "generation_config.json"
+    generation = _read(path) if path.is_file() else None
+    # transformers saves these numbers there, and in older versions in config.json.
+    files = [generation, config] if isinstance(generation, dict) else [config]
+
+    def given(name: str) -> Any:
+        return next((file[name] for file in files if file.get(name) is not None), None)
+
+    first, forced = given("decoder_start_token_id"), given("forced_bos_token_id")
+    start = default if first is None else (first,)
+    start = start if forced is None else (*start, forced)
+    vocab_size = config.get("vocab_size")
     for token in start:
-        if type(token) is not int or token < 0:
-            raise ConfigError(f"{directory} begins its decoder with {token!r:.40}, no token id; copy config.json again")
-    return EncoderDecoder(default.source, most_rows, most_tokens, tuple(start))
+        if type(token) is not int or token < 0 or (type(vocab_size) is int and token >= vocab_size):
+            raise ConfigError(
+                f"{directory} begins its decoder with {token!r:.40}, no token id, in its config.json or "
+                "generation_config.json; copy it again"
+            )
+    return start
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} can't be read ({error}); copy it again") from error

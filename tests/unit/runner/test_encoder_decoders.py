@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -41,10 +42,33 @@ def test_configurations_say_what_goes_in_and_how_the_decoder_begins() -> None:
     assert read(model_type="bart", max_position_embeddings=99, decoder_start_token_id=5, forced_bos_token_id=0) == (
         EncoderDecoder("text", 99, 99, (5, 0))
     )
+    # Which bart's table of positions does not have.
+    assert read(model_type="bart", n_positions=4000) == EncoderDecoder("text", 1024, 1024, (2,))
+    assert read(model_type=["bart"]) is None
     assert read(model_type="t5", n_positions=64) == EncoderDecoder("text", 64, 64, (0,))
     whisper = read(model_type="whisper", max_source_positions=1500, max_target_positions=448)
     assert whisper == EncoderDecoder("speech", 1500, 448, (50257,))
     assert whisper.max_model_len == 1536 + 448
+
+
+def test_the_decoder_begins_as_generation_config_json_says(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    config = {"model_type": "bart", "decoder_start_token_id": 5}
+    for generation, start in (
+        ({"forced_bos_token_id": 0}, (5, 0)),
+        ({"decoder_start_token_id": 7, "forced_bos_token_id": None}, (7,)),
+        ([], (5,)),
+    ):
+        path.write_text(json.dumps(generation))
+        found = read_encoder_decoder(tmp_path, config)
+        assert found is not None
+        assert found.start == start
+    path.write_text(json.dumps({"forced_bos_token_id": "en"}))
+    with pytest.raises(ConfigError, match="begins its decoder with 'en'"):
+        read_encoder_decoder(tmp_path, config)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"generation_config.json can't be read"):
+        read_encoder_decoder(tmp_path, config)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +81,13 @@ def test_configurations_say_what_goes_in_and_how_the_decoder_begins() -> None:
         {"decoder_start_token_id": -1},
         {"decoder_start_token_id": "start"},
         {"forced_bos_token_id": 1.5},
+        {"max_position_embeddings": 7},
+        {"decoder_start_token_id": 99, "vocab_size": 99},
+        {"vocab_size": 2},
     ],
 )
 def test_wrong_numbers_are_refused(config: Mapping[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"copy (it|config\.json) again"):
+    with pytest.raises(ConfigError, match="copy it again"):
         read(model_type="bart", **config)
 
 
@@ -160,8 +187,8 @@ def test_a_request_that_can_not_be_computed_fails_alone(tmp_path: Path) -> None:
     long = request_for(tmp_path, "long", source(tmp_path, 2, 9), [5] * 161, GREEDY)
     bare = Request("bare", [5] * 3, GREEDY)
     content = EncoderContent.of(source(tmp_path, 1, 9), ContentKind.TEXT)
-    longer = [Span(0, 64, content.digest, is_encoded=True)]
-    wrong = Request("wrong", [0] * 64 + [3], GREEDY, spans=longer, contents=[content])
+    later = [Span(1, 63, content.digest, is_encoded=True)]
+    wrong = Request("wrong", [5] + [0] * 63 + [3], GREEDY, spans=later, contents=[content])
     empty = request_for(tmp_path, "empty", source(tmp_path, 1, 9), [], GREEDY)
     ends: dict[str, Any] = {}
     tokens: list[int] = []

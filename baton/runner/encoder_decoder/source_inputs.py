@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,15 @@ import torch
 
 from baton.errors import ConfigError, InvalidRequest
 from baton.messages.encoder_contents import EncoderContent
-from baton.messages.request_limits import AUDIO_RATE
+from baton.messages.request_limits import AUDIO_RATE, MAX_AUDIO_BYTES
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned
 from baton.runner.encoder_decoder.attention import attend_in_encoder
 from baton.runner.images.image_encoder import one_thread
 from baton.runner.model.transformer import on_device, on_host
 from baton.runner.model.weights import LoadedModel
+
+_FEATURES = {"feature_size": 80, "sampling_rate": AUDIO_RATE, "hop_length": 160, "chunk_length": 30, "n_fft": 400}
+"""The numbers of a preprocessor_config.json that decide the features of speech, as they are where it says nothing."""
 
 
 class SourceInputs:
@@ -30,7 +33,7 @@ class SourceInputs:
         self._device = model.device
         self._vocab_size: int = model.config.vocab_size
         attend_in_encoder(self._encoder)
-        self._features = _feature_extractor(model.checkpoint.directory) if shape.source == "speech" else None
+        self._features = _feature_extractor(model, shape) if shape.source == "speech" else None
 
     @property
     def numerics(self) -> str:
@@ -66,19 +69,43 @@ class SourceInputs:
         assert self._features is not None
         if not data or len(data) % 2:
             raise InvalidRequest("audio", f"has {len(data)} bytes, which are no samples of 16 bits")
+        most = self._features.n_samples
+        if len(data) // 2 > most:
+            raise InvalidRequest(
+                "audio", f"has {len(data) // 2 / AUDIO_RATE:.2f} s, and the model takes {most // AUDIO_RATE} s at once"
+            )
         samples = np.frombuffer(data, "<i2").astype(np.float32) / 32768
         made = self._features(samples, sampling_rate=AUDIO_RATE, return_tensors="np")["input_features"]
         return {"input_features": torch.from_numpy(made).to(next(self._encoder.parameters()).dtype)}
 
 
-def _feature_extractor(directory: Path) -> Any:
+def _feature_extractor(model: LoadedModel, shape: EncoderDecoder) -> Any:
+    """What makes the features of speech, from the numbers of preprocessor_config.json alone: others, such as `dither`,
+    would add noise.
+    """
     from transformers import WhisperFeatureExtractor
 
+    directory = model.checkpoint.directory
     try:
-        return WhisperFeatureExtractor.from_pretrained(directory, local_files_only=True)
+        given = WhisperFeatureExtractor.get_feature_extractor_dict(directory, local_files_only=True)[0]
+        numbers = {name: given.get(name, usual) for name, usual in _FEATURES.items()}
+        if wrong := _wrong_feature(numbers, model.config.num_mel_bins, 2 * shape.most_rows):
+            raise ValueError(f"{wrong} is {numbers[wrong]!r:.40} in its preprocessor_config.json")
+        return WhisperFeatureExtractor(**numbers)
     # transformers has no list of what it raises for a configuration that it does not expect.
     except Exception as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"the features of speech in {directory} can't be made ({said:.200}); copy it again"
         ) from error
+
+
+def _wrong_feature(numbers: Mapping[str, Any], num_bins: int, num_frames: int) -> str:
+    """Name of the number with which an encoder that takes features [num_bins, num_frames] can't work; empty: none."""
+    most = {"chunk_length": MAX_AUDIO_BYTES // (2 * AUDIO_RATE), "hop_length": AUDIO_RATE, "n_fft": AUDIO_RATE}
+    must_be = {"feature_size": num_bins, "sampling_rate": AUDIO_RATE}
+    for name, number in numbers.items():
+        if type(number) is not int or not 1 <= number <= most.get(name, number) or number != must_be.get(name, number):
+            return name
+    frames = numbers["chunk_length"] * AUDIO_RATE // numbers["hop_length"]
+    return "" if frames == num_frames else "chunk_length"

@@ -132,7 +132,23 @@ def test_speech_needs_more_positions_than_it_takes(tmp_path: Path) -> None:
 
 def test_speech_needs_a_configuration_of_its_features(tmp_path: Path) -> None:
     loaded(tmp_path, "whisper")
-    (tmp_path / "preprocessor_config.json").write_text("{")
+    path = tmp_path / "preprocessor_config.json"
+    sound = json.loads(path.read_text())
+    year = 365 * 24 * 3600
+    for name, wrong in (
+        ("feature_size", {"feature_size": 80}),
+        ("sampling_rate", {"sampling_rate": 8000}),
+        ("hop_length", {"hop_length": 0}),
+        ("hop_length", {"hop_length": 160.0}),
+        ("chunk_length", {"chunk_length": 2}),
+        ("hop_length", {"chunk_length": year, "hop_length": 160 * year}),
+        ("n_fft", {"n_fft": 1 << 40}),
+        ("n_fft", {"n_fft": "400"}),
+    ):
+        path.write_text(json.dumps(sound | wrong))
+        with pytest.raises(ConfigError, match=f"features of speech in .* can.t be made .{name} is "):
+            load(TorchSpec(tmp_path, dtype="float32", num_blocks=64))
+    path.write_text("{")
     with pytest.raises(ConfigError, match=r"features of speech in .* can.t be made"):
         load(TorchSpec(tmp_path, dtype="float32", num_blocks=64))
 
@@ -159,8 +175,24 @@ def test_inputs_that_can_not_be_encoded_are_refused(tmp_path: Path) -> None:
     for data in (b"", b"123"):
         with pytest.raises(InvalidRequest, match="no samples of 16 bits"):
             speech.encode(EncoderContent.of(data, ContentKind.SPEECH), 64)
+    with pytest.raises(InvalidRequest, match=r"audio: has 1\.50 s, and the model takes 1 s at once"):
+        speech.encode(EncoderContent.of(bytes(48_000), ContentKind.SPEECH), 64)
     with pytest.raises(AdapterRefused, match="computes no adapters"):
         text.check_adapter(tmp_path)
+
+
+def test_features_of_speech_have_no_noise(tmp_path: Path) -> None:
+    write_encoder_decoder(tmp_path, "whisper")
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dither": 0.5}))
+    runner = load(TorchSpec(tmp_path, dtype="float32", num_blocks=64))
+    assert isinstance(runner, TorchModelRunner)
+    content, found = EncoderContent.of(source(tmp_path, 1), ContentKind.SPEECH), []
+    span, _ = source_spans(content.digest, 50)
+    for _ in range(2):
+        runner.encode(content, 64)
+        found.append(runner._encoded.rows(span, 0, 50).copy())
+    assert (found[0] == found[1]).all()
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class Capability(enum.StrEnum):
 
 
 GENERATES = frozenset((Capability.GENERATE,))
+TRANSCRIBES = frozenset((Capability.TRANSCRIBE,))
 EMBEDS = frozenset((Capability.EMBED,))
 GENERATES_AND_EMBEDS = GENERATES | EMBEDS
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from baton.errors import BatonError, NoCapacity
+from baton.messages.capabilities import TRANSCRIBES, Capability
 from baton.messages.kv_format import KVFormat
 from baton.messages.node import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.observe.metrics import Distribution, Figure
@@ -243,8 +244,15 @@ class Placer:
         """Why no request to this model could be served now, however small; empty if one could."""
         if not candidates:
             return "no node can serve"
+        can = frozenset[Capability]().union(*(one.node.can for one in candidates if one.node.model == model))
         try:
-            self._check_kind(choose(candidates, Demand(model, 1, 1)))
+            if Capability.TRANSCRIBE in can:
+                self._check_kind(choose(candidates, Demand(model, 1, 1, needs=TRANSCRIBES)))
+            elif Capability.GENERATE in can or not can:
+                self._check_kind(choose(candidates, Demand(model, 1, 1)))
+            else:
+                # A model that gives vectors alone needs no decode node.
+                choose(candidates, Demand(model, 1, 0, embeds=True, needs=frozenset()))
         except BatonError as error:
             return str(error)
         return ""

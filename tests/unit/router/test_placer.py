@@ -11,6 +11,7 @@ import pytest
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.errors import InvalidRequest, NoCapacity, TransferCause
+from baton.messages.capabilities import Capability
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 from baton.messages.node import (
@@ -468,6 +469,10 @@ def test_a_router_is_ready_if_its_nodes_can_serve_as_required() -> None:
     assert why(*decodes("d1")) == "no prefill node is left, and disaggregation is required"
     assert why(*prefills("p1")) == "no decode node is left, and disaggregation is required"
     assert why(*decodes("d1"), model="another") == "no node that serves another is up"
+    speech = frozenset((Capability.TRANSCRIBE,))
+    assert why(prefill(capabilities=speech), decode(capabilities=speech)) == ""
+    assert why(prefill(capabilities=speech)) == "no decode node is left, and disaggregation is required"
+    assert why(prefill(capabilities=frozenset((Capability.SCORE,)))) == "", "vectors need no decode node"
 
 
 def test_a_gap_in_cache_updates_requests_a_snapshot() -> None:

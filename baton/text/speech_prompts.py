@@ -11,8 +11,11 @@ from typing import Any, Protocol
 
 from baton.errors import ConfigError
 from baton.messages.request_limits import MAX_LOGIT_BIAS
+from baton.model_formats.audio import MOST_SAMPLES
 
 _MODEL_TYPES = ("whisper",)
+_SAMPLES_PER_ROW = 320
+"""Samples for each row of the encoder: two frames of 10 ms."""
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _SPECIAL = re.compile(r"<\|.*\|>")
 
@@ -45,6 +48,8 @@ class SpeechPrompts:
     """The tokens that are no text."""
     max_length: int
     """The most tokens of prompt and text together."""
+    most_samples: int = MOST_SAMPLES
+    """The most samples that the encoder hears; it would leave out what comes behind them."""
 
     @classmethod
     def load(cls, model_dir: Path, tokenizer: TokenNames) -> SpeechPrompts | None:
@@ -68,6 +73,9 @@ class SpeechPrompts:
         length = config.get("max_target_positions")
         if type(length) is not int or length < 8:
             raise ConfigError(f"{model_dir} has no usable max_target_positions in its config.json; copy it again")
+        num_rows = config.get("max_source_positions", MOST_SAMPLES // _SAMPLES_PER_ROW)
+        if type(num_rows) is not int or num_rows < 1:
+            raise ConfigError(f"{model_dir} has no usable max_source_positions in its config.json; copy it again")
         return cls(
             start=required("<|startoftranscript|>"),
             no_timestamps=required("<|notimestamps|>"),
@@ -78,6 +86,7 @@ class SpeechPrompts:
             suppressed=_suppressed(generation, config, path),
             special=frozenset(special.values()),
             max_length=length,
+            most_samples=min(MOST_SAMPLES, num_rows * _SAMPLES_PER_ROW),
         )
 
     def prompt(self, language: str, *, translates: bool = False, before: Sequence[int] = ()) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from openai.types.audio import TranscriptionTextDoneEvent
 
 from tests.support.audio_files import encoded, tone
 from tests.support.http_rig import chunk, finished
@@ -40,7 +41,8 @@ async def test_the_client_gets_texts_segments_and_streams() -> None:
         assert srt == "1\n00:00:00,000 --> 00:00:02,000\nHello, you.\n\n"
         events = [event async for event in await sends(transcriptions.create(**settings, stream=True))]
         assert [event.type for event in events] == ["transcript.text.delta"] * 2 + ["transcript.text.done"]
-        assert events[-1].text == "Hello, you."
+        done = TranscriptionTextDoneEvent.model_validate(events[-1].to_dict())
+        assert done.text == "Hello, you."
         del settings["language"]
         translation = asyncio.create_task(client.audio.translations.create(**settings))
         (await one.rig.next_call()).tell(chunk(0, "\u0100"), finished())

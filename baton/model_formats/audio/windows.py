@@ -1,42 +1,71 @@
-"""Cuts samples into the parts that a model for speech takes: of at most 30 s, each ending where it is quiet."""
+"""Cuts samples into the parts that a model for speech takes: each ending where it is quiet."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 SAMPLE_RATE = 16_000
 """Samples in a second, for all models for speech."""
-_WINDOW = 30 * SAMPLE_RATE
-_SEARCHED = 5 * SAMPLE_RATE
-"""The end of a window, in which it is cut."""
+MOST_SAMPLES = 30 * SAMPLE_RATE
+"""The most samples of a part."""
 _QUIET = SAMPLE_RATE // 50
 """20 ms: shorter than a pause between two words, longer than a period of the lowest voice."""
+_SILENCE = 32
+"""Root mean square of 20 ms below which they are silent: -60 dB of the greatest amplitude."""
 
 
-def windows(samples: NDArray[np.int16]) -> Sequence[tuple[int, int]]:
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A recording in parts."""
+
+    samples: NDArray[np.int16]
+    parts: Sequence[tuple[int, int]]
+    """The indices of the samples of each part."""
+    silent: Set[int]
+    """The places of the parts in which nothing is to be heard."""
+
+
+def divided(samples: NDArray[np.int16], most_samples: int = MOST_SAMPLES) -> Recording:
+    """A recording in parts of at most so many samples. Takes a second for hours of audio, so call it in a thread."""
+    parts = windows(samples, most_samples)
+    return Recording(samples, parts, {place for place, part in enumerate(parts) if _is_silent(samples, part)})
+
+
+def windows(samples: NDArray[np.int16], most_samples: int = MOST_SAMPLES) -> Sequence[tuple[int, int]]:
     """The parts of a recording, as indices of samples: where each begins, and where it stops.
 
-    A part has at most 30 s. All but the last one stop in the middle of the quietest 20 ms of their last 5 s.
+    A part has at most so many samples. All but the last one stop in the middle of the quietest 20 ms of their last
+    sixth, which are 5 s of 30.
     """
+    searched = max(1, most_samples // 6 // _QUIET) * _QUIET
     parts = []
     start = 0
-    while len(samples) - start > _WINDOW:
-        stop = _quietest(samples, start + _WINDOW - _SEARCHED)
+    while len(samples) - start > most_samples:
+        stop = _quietest(samples, start + most_samples - searched, searched)
         parts.append((start, stop))
         start = stop
     return [*parts, (start, len(samples))]
 
 
-def _quietest(samples: NDArray[np.int16], first: int) -> int:
-    """Where it is quietest in the 5 s from a sample on; of several such places the last one."""
+def _quietest(samples: NDArray[np.int16], first: int, num_samples: int) -> int:
+    """Where it is quietest in so many samples from the first on; of several such places the last one."""
     # Integers, so that the sums are the same everywhere.
-    pieces = samples[first : first + _SEARCHED].reshape(-1, _QUIET).astype(np.int64)
+    pieces = samples[first : first + num_samples].reshape(-1, _QUIET).astype(np.int64)
     energies = (pieces * pieces).sum(axis=1)
     place = len(energies) - 1 - int(np.argmin(energies[::-1]))
     return first + place * _QUIET + _QUIET // 2
+
+
+def _is_silent(samples: NDArray[np.int16], part: tuple[int, int]) -> bool:
+    """Whether no 20 ms of a part are louder than -60 dBFS (root mean square)."""
+    start, stop = part
+    squares = np.square(samples[start:stop].astype(np.int64))
+    sums = np.add.reduceat(squares, np.arange(0, len(squares), _QUIET))
+    return bool(sums.max() < _QUIET * _SILENCE**2)
 
 
 def pcm_of(samples: NDArray[np.int16], part: tuple[int, int]) -> bytes:

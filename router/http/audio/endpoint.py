@@ -8,19 +8,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError, InvalidRequest, QueueFull
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, QueueFull
 from baton.messages.capabilities import Capability, check_capable
-from baton.messages.generation import Chunk
-from baton.model_formats.audio import SAMPLE_RATE, AudioLimits, UnusableAudio, decode_audio
+from baton.model_formats.audio import SAMPLE_RATE, AudioLimits, Recording, UnusableAudio, decode_audio, divided
 from baton.text.speech_prompts import SpeechPrompts
 from router.admission.validation import check_model
 from router.http.answers import path_headers
 from router.http.audio.bodies import SpeechBody
-from router.http.audio.formats import Segment, Transcript, event, usage_of, written
+from router.http.audio.formats import Segment, Transcript, event, token_usage, written
 from router.http.audio.forms import MORE_BYTES, boundary_of, check_origin, read_form
 from router.http.audio.transcription import PartEnd, SpeechCall, Transcription
 from router.http.bodies.strict import read_as
@@ -62,17 +59,17 @@ class AudioBodies:
         self._num_files = 0
         """Files that are decoded or wait for it."""
 
-    async def decode(self, file: bytes, limits: AudioLimits, handler: Handler) -> NDArray[np.int16]:
-        """The samples of a file. Raises UnusableAudio, or QueueFull if too many wait."""
+    async def decode(self, file: bytes, rules: SpeechRules, handler: Handler) -> Recording:
+        """The recording in a file. Raises UnusableAudio, or QueueFull if too many wait."""
         if self._num_files >= _DECODED_AT_ONCE + _MOST_WAITING:
             raise QueueFull(f"{self._num_files} audio files are being decoded")
         self._num_files += 1
 
-        async def decode_in_turn() -> NDArray[np.int16]:
+        async def decode_in_turn() -> Recording:
             try:
                 async with self._decoding:
                     # Its libraries run beside the interpreter, so it keeps the event loop as little as waiting does.
-                    return await handler.in_waiting_thread(decode_audio, file, limits)
+                    return await handler.in_waiting_thread(_recording_of, file, rules)
             finally:
                 self._num_files -= 1
 
@@ -136,12 +133,12 @@ class SpeechEndpoint:
         async with Client(receive, send, self._keep_alive_s) as client:
             file, response_format, is_stream = body.file, body.response_format, body.stream
             del body, found
-            samples = await self._decoded(file, rules.limits)
+            recording = await self._decoded(file, rules, call.due)
             del file
             place.release()
-            with self._bodies.holding(len(samples)), with_client_names({"audio": ("file",)}, {}):
+            with self._bodies.holding(len(recording.samples)), with_client_names({"audio": ("file",)}, {}):
                 card = self._model.card
-                transcription = Transcription(call, samples, rules.prompts, self._handler, card)
+                transcription = Transcription(call, recording, rules.prompts, self._handler, card)
                 await transcription.find_language()
                 id_header = (b"x-request-id", request_id.encode())
                 if is_stream:
@@ -183,50 +180,64 @@ class SpeechEndpoint:
             language=language,
             translates=self._translates,
             temperature=body.temperature,
+            with_logprobs=body.response_format == "verbose_json",
             before=before,
             traceparent=traceparent,
-            timeout_s=timeout_s,
+            due=None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s,
         )
 
-    async def _decoded(self, file: bytes, limits: AudioLimits) -> NDArray[np.int16]:
+    async def _decoded(self, file: bytes, rules: SpeechRules, due: float | None) -> Recording:
         try:
-            return await self._bodies.decode(file, limits, self._handler)
+            async with asyncio.timeout_at(due):
+                return await self._bodies.decode(file, rules, self._handler)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed before the audio was decoded") from None
         except UnusableAudio as error:
             raise InvalidRequest("file", f"can't be used: {error}") from None
+
+
+def _recording_of(file: bytes, rules: SpeechRules) -> Recording:
+    return divided(decode_audio(file, rules.limits), rules.prompts.most_samples)
 
 
 async def _segments_of(transcription: Transcription) -> tuple[Sequence[Segment], Headers]:
     """The text of each part, and the headers that say where the first one was served."""
     segments: list[Segment] = []
     headers: Headers = []
-    text, token_ids = "", list[int]()
+    text, token_ids, logprobs = "", list[int](), list[float]()
     async with aclosing(transcription.events()) as events:
         async for found in events:
             if isinstance(found, PartEnd):
-                headers = headers or path_headers(found.finished)
-                segments.append(Segment(transcription.parts[len(segments)], text, token_ids))
-                text, token_ids = "", []
+                is_silent = found.finished is None
+                if found.finished is not None:
+                    headers = headers or path_headers(found.finished)
+                segments.append(Segment(transcription.parts[len(segments)], text, token_ids, logprobs, is_silent))
+                text, token_ids, logprobs = "", [], []
             else:
                 text += found.text
                 token_ids += found.token_ids
+                logprobs += [one.logprob for one in found.logprobs]
     return segments, headers
 
 
 async def _stream(client: Client, transcription: Transcription) -> None:
     """Send the text as it comes. An error before anything was sent is raised; a later one becomes the last event."""
     text = ""
-    duration_s = transcription.parts[-1][1] / SAMPLE_RATE
+    num_prompt = num_written = 0
     try:
         async with aclosing(transcription.events()) as events:
             async for found in events:
-                if not isinstance(found, Chunk):
+                if isinstance(found, PartEnd):
+                    if found.finished is not None:
+                        num_prompt += found.finished.prompt_tokens
+                        num_written += found.finished.completion_tokens
                     continue
                 # The text of an answer begins without a space.
                 delta = found.text if text else found.text.lstrip()
                 text += delta
                 if delta:
                     await client.write(event({"type": "transcript.text.delta", "delta": delta}))
-        done = {"type": "transcript.text.done", "text": text.rstrip(), "usage": usage_of(duration_s)}
+        done = {"type": "transcript.text.done", "text": text.rstrip(), "usage": token_usage(num_prompt, num_written)}
         await client.write(event(done), more=False)
     except BatonError as error:
         if not client.has_begun:

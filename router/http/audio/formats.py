@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from baton.model_formats.audio import SAMPLE_RATE
@@ -22,6 +24,21 @@ class Segment:
     """The indices of its samples."""
     text: str
     token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Log-probabilities of the tokens, where they were asked for."""
+    is_silent: bool
+    """Whether nothing is to be heard in it, so that the model was not asked."""
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of its tokens; 0: it has none."""
+        return fmean(self.logprobs) if self.logprobs else 0.0
+
+    @property
+    def compression_ratio(self) -> float:
+        """How many times smaller zlib makes the text, as in OpenAI's Whisper; 0: there is none."""
+        data = self.text.encode(errors="backslashreplace")
+        return len(data) / len(zlib.compress(data)) if data else 0.0
 
     @property
     def start_s(self) -> float:
@@ -56,13 +73,14 @@ class Transcript:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """What the answer is counted as."""
-        return usage_of(self.duration_s)
+        """What the answer is counted as: each second that has begun."""
+        return {"type": "duration", "seconds": math.ceil(self.duration_s)}
 
 
-def usage_of(duration_s: float) -> dict[str, Any]:
-    """OpenAI's `usage` for a recording of so many seconds, of which each begun one counts."""
-    return {"type": "duration", "seconds": math.ceil(duration_s)}
+def token_usage(num_prompt: int, num_written: int) -> dict[str, Any]:
+    """OpenAI's `usage` in the last event of a stream, which counts tokens."""
+    total = num_prompt + num_written
+    return {"type": "tokens", "input_tokens": num_prompt, "output_tokens": num_written, "total_tokens": total}
 
 
 def written(transcript: Transcript, response_format: ResponseFormat) -> tuple[bytes, bytes]:
@@ -100,6 +118,10 @@ def _verbose(transcript: Transcript) -> dict[str, Any]:
             "text": segment.text,
             "tokens": list(segment.token_ids),
             "temperature": transcript.temperature,
+            "avg_logprob": segment.mean_logprob,
+            "compression_ratio": segment.compression_ratio,
+            # The model is not asked for more than whether there is anything to hear.
+            "no_speech_prob": float(segment.is_silent),
         }
         for place, segment in enumerate(transcript.segments)
     ]

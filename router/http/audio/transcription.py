@@ -4,6 +4,7 @@ Rules:
 
 1. Text is handed on in the order of the recording, whichever part is ready first.
 2. The first error ends all parts, and so does the end of the call.
+3. A silent part has no text and makes no request: models write down text that nobody has spoken.
 """
 
 from __future__ import annotations
@@ -13,12 +14,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
-from baton.model_formats.audio import pcm_of, windows
+from baton.model_formats.audio import Recording, pcm_of
 from baton.text.speech_prompts import SpeechPrompts
 from router.admission.validation import longest_answer
 from router.http.endpoints import Handler
@@ -26,6 +24,8 @@ from router.pooling import part_ids
 
 AT_ONCE = 4
 """Parts of one recording that are written down at once."""
+NO_LANGUAGE = "und"
+"""The language of silence: undetermined (ISO 639-2)."""
 _NEVER = -100.0
 """The bias of tokens that are never written: with it, a logit is far below all others."""
 
@@ -41,40 +41,47 @@ class SpeechCall:
     translates: bool
     """Whether the text is to be English."""
     temperature: float
+    with_logprobs: bool
+    """Whether chunks have the log-probabilities of their tokens."""
     before: Sequence[int]
     """Tokens of text that came before."""
     traceparent: str
-    timeout_s: float | None
+    due: float | None
+    """When the client wants the answer, by the loop's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartEnd:
     """A part of a recording is written down."""
 
-    finished: Finished
+    finished: Finished | None
+    """None: the part is silent."""
 
 
 class Transcription:
     """Writes one recording down."""
 
     def __init__(
-        self, call: SpeechCall, samples: NDArray[np.int16], prompts: SpeechPrompts, handler: Handler, card: ModelCard
+        self, call: SpeechCall, recording: Recording, prompts: SpeechPrompts, handler: Handler, card: ModelCard
     ) -> None:
         self._call = call
-        self._samples = samples
+        self._samples = recording.samples
         self._prompts = prompts
         self._handler = handler
         self._card = card
-        self.parts = windows(samples)
+        self.parts = recording.parts
+        self._silent = recording.silent
         self.language = call.language if prompts.languages else "en"
         """Code of the language; empty: it is not known yet."""
-        loop = asyncio.get_running_loop()
-        self._now = loop.time
-        self._due = None if call.timeout_s is None else loop.time() + call.timeout_s
+        self._now = asyncio.get_running_loop().time
 
     async def find_language(self) -> None:
-        """Find out which language is spoken, by the first part, unless it is known."""
+        """Find out which language is spoken, by the first part that is not silent, unless it is known."""
         if self.language:
+            return
+        heard = next((part for place, part in enumerate(self.parts) if place not in self._silent), None)
+        if heard is None:
+            self.language = NO_LANGUAGE
             return
         code_of = {token: code for code, token in self._prompts.languages.items()}
         # The name is no part's.
@@ -87,7 +94,7 @@ class Transcription:
             max_tokens=1,
             allowed_token_ids=tuple(code_of),
             traceparent=self._call.traceparent,
-            audio=pcm_of(self._samples, self.parts[0]),
+            audio=pcm_of(self._samples, heard),
         )
         async with aclosing(self._events(request)) as events:
             async for event in events:
@@ -103,6 +110,9 @@ class Transcription:
         room = asyncio.Semaphore(most)
 
         async def write(place: int, name: str) -> None:
+            if place in self._silent:
+                arrived.put_nowait((place, PartEnd(None)))
+                return
             try:
                 async with room, aclosing(self._events(self._request(place, name))) as events:
                     async for event in events:
@@ -149,8 +159,10 @@ class Transcription:
             logit_bias=dict.fromkeys(self._prompts.suppressed, _NEVER),
             traceparent=self._call.traceparent,
             audio=pcm_of(self._samples, self.parts[place]),
+            logprobs=0 if self._call.with_logprobs else None,
         )
 
     def _events(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
-        left_s = None if self._due is None else max(0.0, self._due - self._now())
+        due = self._call.due
+        left_s = None if due is None else max(0.0, due - self._now())
         return self._handler.generate(request, left_s)

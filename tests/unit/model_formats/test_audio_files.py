@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from baton.model_formats.audio import SAMPLE_RATE, AudioLimits, UnusableAudio, decode_audio, pcm_of, windows
+from baton.model_formats.audio import SAMPLE_RATE, AudioLimits, UnusableAudio, decode_audio, divided, pcm_of, windows
 from tests.support.audio_files import FORMATS, encoded, flac_that_claims, tone, wav_that_claims
 
 LIMITS = AudioLimits(25 << 20, 60)
@@ -156,6 +156,16 @@ def test_damaged_files_are_decoded_or_refused(kind: str) -> None:
             changed[random.randrange(len(data) if random.random() < 0.5 else 100)] = random.randrange(256)
         with contextlib.suppress(UnusableAudio):
             assert len(decode_audio(bytes(changed), LIMITS)) <= 60 * SAMPLE_RATE
+
+
+def test_parts_are_silent_below_60_db() -> None:
+    for decibels, silent in ((-57.0, set()), (-63.0, {0})):
+        amplitude = 32768 * 10 ** (decibels / 20) * np.sqrt(2)
+        samples = np.zeros(2 * SAMPLE_RATE, np.int16)
+        samples[5000:6000] = np.rint(amplitude * np.sin(np.arange(1000)))
+        assert divided(samples).silent == silent
+    assert divided(np.array([1000], np.int16)).silent == set()
+    assert divided(np.array([1], np.int16)).silent == {0}
 
 
 def test_windows_stop_where_it_is_quiet() -> None:

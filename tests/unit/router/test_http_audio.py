@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from openai.types.audio import TranscriptionVerbose
 
 from baton.errors import EngineFault
 from baton.messages.generation import Chunk
+from baton.messages.sampling import TokenLogprobs
 from baton.model_formats.audio import SAMPLE_RATE, AudioLimits, decode_audio, pcm_of, windows
 from baton.testing.fake_handler import FakeCall
 from router.http.json_body import MAX_BODY_BYTES, MAX_LARGE_BODIES
 from tests.support.audio_files import encoded, tone
 from tests.support.http_rig import CARD, HttpRig, chunk, finished
-from tests.support.speech_rig import ABLE, BOUNDARY, ENGLISH, FORM_TYPE, LIMITS, TRANSCRIBE, SpeechRig, form, part
+from tests.support.speech_rig import (
+    ABLE,
+    BOUNDARY,
+    ENGLISH,
+    FORM_TYPE,
+    LIMITS,
+    PROMPTS,
+    TRANSCRIBE,
+    SpeechRig,
+    form,
+    part,
+)
 
 TRANSLATE = "/v1/audio/translations"
 SPEECH = encoded(tone(1))
@@ -68,6 +83,70 @@ async def test_the_language_is_found_out_by_the_first_part() -> None:
     assert times[0][0] == 0
     assert times[-1][1] == found["duration"]
     assert [end for _, end in times[:-1]] == [start for start, _ in times[1:]]
+
+
+SILENT = tone(29, 8_000) * 0
+PAUSED = encoded(np.concatenate([SILENT, tone(0.5, 8_000), SILENT, SILENT]), 8_000)
+"""Three parts: in the first one half a second is spoken."""
+
+
+async def test_silent_parts_have_no_text_and_make_no_request() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(PAUSED, response_format="verbose_json")
+    (await rig.next_call()).tell(Chunk(0, (256,), ""), finished())
+    (call,) = await rig.answered(exchange, " Hello.")
+    samples = decode_audio(PAUSED, LIMITS)
+    first, *others = windows(samples)
+    assert requests_of([call])[0].audio == pcm_of(samples, first)
+    found = [(one["text"], one["tokens"], one["no_speech_prob"]) for one in exchange.json["segments"]]
+    assert found == [(" Hello.", [*b" Hello."], 0.0), *[("", [], 1.0) for _ in others]]
+    assert exchange.json["duration"] == 87.5
+    assert "baton-decode-node" in exchange.headers
+    stream = rig.send(PAUSED, language="en", stream="true")
+    await rig.answered(stream, " Hello.")
+    assert stream.events[-1].json["text"] == "Hello."
+
+
+async def test_silence_has_no_language() -> None:
+    exchange = SpeechRig().send(encoded(SILENT, 8_000), response_format="verbose_json")
+    await exchange.end()
+    assert (exchange.json["language"], exchange.json["text"]) == ("und", "")
+
+
+async def test_segments_have_what_openais_have() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(SPEECH, language="en", response_format="verbose_json")
+    call = await rig.next_call()
+    assert requests_of([call])[0].logprobs == 0
+    text = " la" * 20
+    logprobs = [TokenLogprobs(token, logprob, 1, ()) for token, logprob in ((5, -0.5), (6, -1.0))]
+    call.tell(Chunk(0, (5, 6), text, logprobs), finished())
+    await exchange.end()
+    segments = TranscriptionVerbose.model_validate(exchange.json).segments
+    assert segments is not None
+    (segment,) = segments
+    assert segment.avg_logprob == -0.75
+    assert segment.compression_ratio == 60 / len(zlib.compress(text.encode()))
+
+
+async def test_the_deadline_counts_the_time_until_a_file_is_decoded() -> None:
+    rig = SpeechRig()
+
+    async def in_waiting_thread(work: Callable[..., Any], *args: object) -> Any:
+        await asyncio.Event().wait()
+
+    rig.handler.in_waiting_thread = in_waiting_thread  # type: ignore[method-assign]
+    refused = await rig.send(SPEECH, language="en", headers={"x-request-timeout-ms": "1"}).end()
+    assert refused.status == 504
+    assert "before the audio was decoded" in refused.error["message"]
+
+
+async def test_parts_are_as_long_as_the_model_hears() -> None:
+    rig = SpeechRig(replace(PROMPTS, most_samples=SAMPLE_RATE))
+    exchange = rig.send(encoded(tone(2.5)), language="en")
+    calls = await rig.answered(exchange, " a", " b", " c")
+    assert sum(len(request.audio) for request in requests_of(calls)) == 5 * SAMPLE_RATE
+    assert max(len(request.audio) for request in requests_of(calls)) <= 2 * SAMPLE_RATE
 
 
 async def test_a_model_that_names_no_language_is_an_error_of_its_own() -> None:
@@ -185,7 +264,7 @@ async def test_a_stream_has_the_text_in_order() -> None:
     *deltas, done = [one.json for one in exchange.events]
     assert [one["delta"] for one in deltas] == ["a", " b", " c", " d "]
     assert {one["type"] for one in deltas} == {"transcript.text.delta"}
-    usage = {"type": "duration", "seconds": 80}
+    usage = {"type": "tokens", "input_tokens": 9, "output_tokens": 6, "total_tokens": 15}
     assert done == {"type": "transcript.text.done", "text": "a b c d", "usage": usage}
 
 

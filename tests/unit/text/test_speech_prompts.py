@@ -52,6 +52,15 @@ def test_the_tokens_of_a_model_for_many_languages(tmp_path: Path) -> None:
     assert prompts.prompt("haw", translates=True) == (101, 104, 105, 109)
 
 
+def test_a_model_says_how_much_it_hears(tmp_path: Path) -> None:
+    assert (
+        load(write(tmp_path)).most_samples == load(write(tmp_path, max_source_positions=1500)).most_samples == 480_000
+    )
+    assert load(write(tmp_path, max_source_positions=50)).most_samples == 16_000
+    with pytest.raises(ConfigError, match="max_source_positions"):
+        load(write(tmp_path, max_source_positions=0))
+
+
 def test_text_before_is_cut_to_half_of_the_room_and_has_no_special_tokens(tmp_path: Path) -> None:
     prompts = load(write(tmp_path))
     assert prompts.prompt("en", before=[7, 101, 8]) == (107, 7, 8, 101, 102, 106, 109)

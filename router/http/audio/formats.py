@@ -112,7 +112,7 @@ def _verbose(transcript: Transcript) -> dict[str, Any]:
     segments = [
         {
             "id": place,
-            "seek": int(segment.start_s * 100),
+            "seek": segment.part[0] * 100 // SAMPLE_RATE,
             "start": segment.start_s,
             "end": segment.end_s,
             "text": segment.text,

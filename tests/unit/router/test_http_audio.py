@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,11 @@ from baton.errors import EngineFault
 from baton.messages.generation import Chunk
 from baton.messages.sampling import TokenLogprobs
 from baton.model_formats.audio import SAMPLE_RATE, AudioLimits, decode_audio, pcm_of, windows
+from baton.security.keys import KeyRing, new_key, write_keys
+from baton.security.matrix import CallerRole
+from baton.security.pages import PageAuthenticator
 from baton.testing.fake_handler import FakeCall
+from router.http.audio.formats import Segment, Transcript, written
 from router.http.json_body import MAX_BODY_BYTES, MAX_LARGE_BODIES
 from tests.support.audio_files import encoded, tone
 from tests.support.http_rig import CARD, HttpRig, chunk, finished
@@ -105,6 +111,13 @@ async def test_silent_parts_have_no_text_and_make_no_request() -> None:
     stream = rig.send(PAUSED, language="en", stream="true")
     await rig.answered(stream, " Hello.")
     assert stream.events[-1].json["text"] == "Hello."
+
+
+def test_segments_begin_at_whole_frames() -> None:
+    begins = range(0, 40 * SAMPLE_RATE, 160)
+    segments = [Segment((begin, begin + 160), "", (), (), is_silent=True) for begin in begins]
+    _, body = written(Transcript("transcribe", "en", 0.0, segments), "verbose_json")
+    assert [one["seek"] for one in json.loads(body)["segments"]] == list(range(len(begins)))
 
 
 async def test_silence_has_no_language() -> None:
@@ -329,6 +342,14 @@ async def test_other_models_refuse_audio_before_the_body_is_read() -> None:
         refused = await rig.request("POST", TRANSCRIBE, b"", FORM_TYPE, is_whole=False).end()
         assert (refused.status, refused.error["param"]) == (400, "model")
         assert "can't do transcribe" in refused.error["message"]
+
+
+async def test_keys_are_checked_before_the_body_is_read(tmp_path: Path) -> None:
+    write_keys(tmp_path / "keys", [new_key("acme", CallerRole.CLIENT, "")[1]])
+    rig = HttpRig(card=ABLE, authenticator=PageAuthenticator("127.0.0.1", "", KeyRing(tmp_path / "keys")))
+    headers = {**FORM_TYPE, "authorization": "Bearer wrong"}
+    refused = await rig.request("POST", TRANSCRIBE, b"", headers, is_whole=False).end()
+    assert refused.status == 401
 
 
 async def test_an_unknown_model_is_not_found() -> None:

@@ -47,7 +47,13 @@ _T5: Mapping[str, Any] = {
 }
 ENCODER_DECODERS: Mapping[str, Mapping[str, Any]] = {
     "bart": {**_BART, "model_type": "bart"},
-    "mbart": {**_BART, "model_type": "mbart", "scale_embedding": True},
+    "mbart": {
+        **_BART,
+        "model_type": "mbart",
+        "scale_embedding": True,
+        "tie_word_embeddings": True,
+        "init_std": 0.3,
+    },
     "t5": {**_T5, "tie_word_embeddings": True},
     "t5_gated": {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "whisper": {

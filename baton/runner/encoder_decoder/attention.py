@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import ENCODER_DECODER_ATTENTION, dense_rows
@@ -136,8 +137,10 @@ def attend_in_encoder(encoder: nn.Module) -> None:
             attend_with(part, EncoderAttention())
 
 
-def distance_bias_of(decoder: nn.Module) -> torch.Tensor | None:
+def distance_bias_of(decoder: nn.Module, most_tokens: int) -> torch.Tensor | None:
     """What T5's decoder adds to scores by distance, float32 [H, distances]; None for one that adds nothing.
+
+    `most_tokens`: those of the decoder, between which no distance is longer. Raises ConfigError.
 
     transformers' modules compute none from here on: they would for all pairs of a step's rows.
     """
@@ -146,8 +149,14 @@ def distance_bias_of(decoder: nn.Module) -> torch.Tensor | None:
         if not getattr(own, "has_relative_attention_bias", False):
             continue
         longest = own.relative_attention_max_distance
+        # Buckets grow with the logarithm of their distance to the half of their number.
+        if longest <= own.relative_attention_num_buckets // 2:
+            raise ConfigError(
+                f"relative_attention_max_distance is {longest} in config.json, and its "
+                f"{own.relative_attention_num_buckets} buckets reach beyond it; copy it again"
+            )
         bucket = own._relative_position_bucket(
-            -torch.arange(longest + 1),
+            -torch.arange(min(longest, most_tokens) + 1),
             bidirectional=False,
             num_buckets=own.relative_attention_num_buckets,
             max_distance=longest,

@@ -90,7 +90,7 @@ class DecoderSteps(Transformer):
         self._why_no_own_loop = self._why_not_fused = "it has an encoder, and transformers' loop runs"
         module.to(self.device)
         self._positions = _replace_positions(module.get_decoder())
-        distance_bias = distance_bias_of(module.get_decoder())
+        distance_bias = distance_bias_of(module.get_decoder(), self._shape.most_tokens)
         release = MappedFiles(model.checkpoint.weight_files).release
         fuse(module, operations, release)
         replace_products(module, operations, self.row_quantum, release)

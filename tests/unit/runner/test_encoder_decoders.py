@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSeq2SeqLM
 
 from baton.config import NodeConfig
 from baton.engine.request import Request
@@ -23,6 +24,7 @@ from baton.messages.spans import Span
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned, read_encoder_decoder
 from baton.node.runner_spec import scheduler_config
 from baton.runner import load
+from baton.runner.encoder_decoder.attention import distance_bias_of
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
 from tests.oracle.test_image_exact import engine_of
@@ -119,6 +121,25 @@ def test_settings_that_do_not_go_with_an_encoder_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         loaded(tmp_path, "bart", **settings)
+
+
+@pytest.mark.parametrize("longest", [1, 4])
+def test_buckets_that_reach_beyond_the_longest_distance_are_refused(tmp_path: Path, longest: int) -> None:
+    write_encoder_decoder(tmp_path, "t5")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"relative_attention_max_distance": longest}))
+    with pytest.raises(ConfigError, match=f"relative_attention_max_distance is {longest} "):
+        load(TorchSpec(tmp_path, dtype="float32", num_blocks=64))
+
+
+def test_a_bias_has_no_more_distances_than_the_decoder_has_tokens(tmp_path: Path) -> None:
+    write_encoder_decoder(tmp_path, "t5")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"relative_attention_max_distance": 1 << 27}))
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    bias = distance_bias_of(model.get_decoder(), 160)
+    assert bias is not None
+    assert bias.shape == (4, 161)
 
 
 def test_speech_needs_more_positions_than_it_takes(tmp_path: Path) -> None:

@@ -202,7 +202,9 @@ class Dispatcher:
         if len(prompt) != request.num_prompt_tokens:
             raise InvalidRequest("prompt", f"has {len(prompt)} tokens; the request had {request.num_prompt_tokens}")
         if [span.without_rows() for span in valid.spans] != [*request.spans]:
-            raise InvalidRequest("prompt", "has other prompt_embeds or images than the request")
+            raise InvalidRequest(
+                "prompt", "has other prompt_embeds, images, audio or text for the encoder than the request"
+            )
         return replace(request, prompt_token_ids=prompt, prompt_length=0, spans=valid.spans, contents=valid.contents)
 
     async def _record(self, request_id: str) -> FlightRecord | None:
@@ -308,8 +310,8 @@ class Dispatcher:
         is_vector = raw.pooling is not None and not isinstance(raw.prompt, str)
         num_prompt = max(0, len(raw.prompt or ()) - (_QUICK_IDS if is_vector else 0))
         num_chars = num_prompt + _num_constraint_chars(raw) + sum([len(one.data) for one in raw.prompt_embeds])
-        # Each image has thousands of tokens, and a header that takes milliseconds.
-        if raw.images or num_chars > self._limits.thread_text_chars:
+        # Each image has thousands of tokens, and a header that takes milliseconds; audio is hashed.
+        if raw.images or raw.audio or num_chars > self._limits.thread_text_chars:
             request = await self.in_thread(raw.tenant, validate, *args)
         else:
             request = validate(*args)

@@ -25,7 +25,9 @@ class EngineCounters:
     num_connector_errors: Annotated[
         int, Metric("kv_connector_errors_total", "Calls of the KV connector that raised.")
     ] = 0
-    num_encoded_images: Annotated[int, Metric("encoded_images_total", "Images of which rows were made.")] = 0
+    num_encoded_images: Annotated[
+        int, Metric("encoded_images_total", "Inputs (images, speech, texts) of which an encoder made rows.")
+    ] = 0
     num_image_hits: Annotated[
-        int, Metric("encoder_cache_hits_total", "Images of prompts that were computed with rows made earlier.")
+        int, Metric("encoder_cache_hits_total", "Inputs of prompts that were computed with rows made earlier.")
     ] = 0

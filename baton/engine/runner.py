@@ -286,15 +286,15 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def encode(self, image: EncoderContent, num_rows: int) -> None:
-        """Make the rows of an image, of which a prompt has so many, and keep them for steps until `forget_encoded`.
+    def encode(self, content: EncoderContent, num_rows: int) -> None:
+        """Make the rows of an input, of which a prompt has so many, and keep them for steps until `forget_encoded`.
 
-        Called beside steps, from one thread at a time. Raises InvalidRequest for an image that can't be used.
+        Called beside steps, from one thread at a time. Raises InvalidRequest for one that can't be used.
         """
         ...
 
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
-        """Forget the rows of images, of which no step names any more; None: of all. Unknown ones are skipped.
+        """Forget the rows of inputs, of which no step names any more; None: of all. Unknown ones are skipped.
 
         Called from any thread.
         """

@@ -23,11 +23,19 @@ class ContentKind(enum.StrEnum):
     """Token ids as little-endian 32-bit numbers, for a model with an encoder and a decoder."""
 
     @property
+    def field(self) -> str:
+        """The field of a client's request that it comes from."""
+        return _FIELDS[self]
+
+    @property
     def needs(self) -> frozenset[Capability]:
         """What a node must be able to do to generate behind such a content."""
         if self is ContentKind.SPEECH:
             return frozenset((Capability.TRANSCRIBE,))
         return GENERATES | {Capability.IMAGE} if self is ContentKind.IMAGE else GENERATES
+
+
+_FIELDS = {ContentKind.IMAGE: "images", ContentKind.SPEECH: "audio", ContentKind.TEXT: "prompt"}
 
 
 @value(frozen=True, slots=True)

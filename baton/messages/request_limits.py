@@ -6,6 +6,8 @@ checked in `router.admission.validation`. docs/security.md lists these limits.
 
 from __future__ import annotations
 
+from baton.model_formats.limits import AUDIO_RATE, LONGEST_SPEECH_S
+
 MAX_REQUEST_BYTES = 1 << 20
 """The largest gRPC request and HTTP body, in bytes."""
 MAX_PROMPT_BYTES = 1 << 20
@@ -64,9 +66,7 @@ MAX_IMAGE_PIXELS = 1 << 26
 """The most that the setting `max_image_pixels` may allow for one image."""
 MAX_IMAGE_BYTES = 12 << 20
 """The most that the setting `max_image_bytes` may allow for all images of a request."""
-AUDIO_RATE = 16_000
-"""Samples per second of a request's audio."""
-MAX_AUDIO_BYTES = 30 * AUDIO_RATE * 2
+MAX_AUDIO_BYTES = LONGEST_SPEECH_S * AUDIO_RATE * 2
 """The most bytes of a request's audio, 30 seconds: longer speech is divided among several requests."""
 MAX_AUDIO_FILE_BYTES = 512 << 20
 """The most that the setting `max_audio_bytes` may allow for a file."""

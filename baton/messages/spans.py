@@ -32,9 +32,9 @@ class Span:
     rows: bytes = b""
     """The numbers [length, width], little-endian, row by row; empty: they are elsewhere."""
     is_encoded: bool = False
-    """Whether an encoder makes the rows of an image, which the digest names."""
+    """Whether an encoder makes the rows of a content, which the digest names."""
     first_row: int = 0
-    """Which of the image's rows is that of the first position. Spans of an image follow each other, from row 0 on."""
+    """Which of the content's rows is that of the first position. Spans of one follow each other, from row 0 on."""
     columns: int = 0
     """Positions in a row of the grid in which an image's lie (M-RoPE); 0: they lie one behind the other."""
 

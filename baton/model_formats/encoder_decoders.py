@@ -88,6 +88,11 @@ def has_encoder_and_decoder(config: Mapping[str, Any]) -> bool:
     )
 
 
+def takes_speech(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a model whose encoder takes speech."""
+    return has_encoder_and_decoder(config) and _DEFAULTS[config["model_type"]].source == "speech"
+
+
 def encoder_decoder(directory: Path) -> EncoderDecoder | None:
     """What a model directory says of its encoder and decoder; None if it has not both. Raises ConfigError."""
     config = _read(directory / "config.json")

@@ -129,14 +129,14 @@ class TorchModelRunner:
         """Free an adapter's memory; no effect if it is not loaded."""
         self._adapters.unload(digest)
 
-    def encode(self, image: EncoderContent, num_rows: int) -> None:
-        """Make the rows of an image, and keep them for steps. Raises InvalidRequest for one that can't be used."""
+    def encode(self, content: EncoderContent, num_rows: int) -> None:
+        """Make the rows of an input, and keep them for steps. Raises InvalidRequest for one that can't be used."""
         if self._inputs is None:
-            raise InvalidRequest("images", f"are not taken by {self._model.name}")
-        self._encoded.put(image.digest, self._inputs.rows(image, num_rows))
+            raise InvalidRequest(content.kind.field, f"can't be encoded: {self._model.name} has no encoder")
+        self._encoded.put(content.digest, self._inputs.rows(content, num_rows))
 
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
-        """Forget the rows of images."""
+        """Forget the rows of inputs."""
         self._encoded.forget(digests)
 
     def rank_reports(self) -> Sequence[RankReport]:

@@ -245,9 +245,9 @@ class SimulatedRunner(OneProcessRunner):
         """Forget an adapter."""
         self._adapters.discard(digest)
 
-    def encode(self, image: EncoderContent, num_rows: int) -> None:
-        """There is no encoder: rows of an image are its digest's."""
-        self._encoded.put(image.digest, np.zeros((num_rows, 0), dtype=np.float32))
+    def encode(self, content: EncoderContent, num_rows: int) -> None:
+        """There is no encoder: rows of an input are its digest's."""
+        self._encoded.put(content.digest, np.zeros((num_rows, 0), dtype=np.float32))
 
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """Forget the rows of images."""

@@ -247,11 +247,11 @@ class FakeRunner(OneProcessRunner):
         """Forget an adapter."""
         self.adapters.pop(digest, None)
 
-    def encode(self, image: EncoderContent, num_rows: int) -> None:
-        """Take note of an image. Raises InvalidRequest for those in `unusable`."""
-        if image.digest in self.unusable:
-            raise InvalidRequest("images", self.unusable[image.digest])
-        self.encoded[image.digest] = num_rows
+    def encode(self, content: EncoderContent, num_rows: int) -> None:
+        """Take note of an input. Raises InvalidRequest for those in `unusable`."""
+        if content.digest in self.unusable:
+            raise InvalidRequest("images", self.unusable[content.digest])
+        self.encoded[content.digest] = num_rows
         self.num_encoded += 1
 
     def forget_encoded(self, digests: Sequence[str] | None) -> None:

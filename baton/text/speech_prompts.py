@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from baton.errors import ConfigError
 from baton.messages.request_limits import MAX_LOGIT_BIAS
 from baton.model_formats.audio import MOST_SAMPLES
+from baton.model_formats.encoder_decoders import takes_speech
 
-_MODEL_TYPES = ("whisper",)
 _SAMPLES_PER_ROW = 320
 """Samples for each row of the encoder: two frames of 10 ms."""
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
@@ -55,7 +55,7 @@ class SpeechPrompts:
     def load(cls, model_dir: Path, tokenizer: TokenNames) -> SpeechPrompts | None:
         """The tokens of a model directory; None for a model of another kind. Raises ConfigError."""
         config = _read(model_dir / "config.json")
-        if config.get("model_type") not in _MODEL_TYPES:
+        if not takes_speech(config):
             return None
         path = model_dir / "generation_config.json"
         generation = _read(path) if path.is_file() else config

@@ -53,7 +53,7 @@ class _AdmissionResult(enum.Enum):
     """The running requests have as many different adapters as they may. Requests without one still fit."""
     ASK_AGAIN = enum.auto()
     """The connector does not know yet, another sequence still computes the shared prompt, or the next tokens are those
-    of an image that is still to be encoded."""
+    of an input that is still to be encoded."""
 
 
 class _Unseated(NamedTuple):
@@ -84,8 +84,8 @@ class Admission:
             self._refuse(request, outputs)
             return
         if not self._state.encoder_cache.can_ever_hold(request.encoder_inputs):
-            most = self._config.num_encoder_rows
-            error = f"images: one has more rows than the {most} that this node keeps; make it smaller"
+            field, most = request.encoder_inputs[0].content.kind.field, self._config.num_encoder_rows
+            error = f"{field}: one input has more rows than the {most} that this node keeps; make it smaller"
             self._state.end(request, RequestStatus.INVALID, outputs, error=error)
             return
         try:
@@ -258,7 +258,7 @@ class Admission:
     def admit_swapped(self, plan: StepPlan) -> bool:
         """Swap requests back in, in turn. False when one has to wait: then no other waiting request may be admitted.
 
-        One whose adapter has no slot holds up those with other adapters only, and one whose image is still to be
+        One whose adapter has no slot holds up those with other adapters only, and one whose input is still to be
         encoded none.
         """
         swapped = self._waiting.swapped
@@ -454,7 +454,7 @@ class Admission:
     ) -> _AdmissionResult:
         result = self._allocate_and_run(request, computed, plan, outputs)
         if result is not _AdmissionResult.ADMITTED:
-            # While it waits, others may need the room of its images.
+            # While it waits, others may need the room of its inputs.
             self._state.encoder_cache.release(request.request_id, request.encoder_inputs)
         return result
 
@@ -462,7 +462,7 @@ class Admission:
         self, request: Request, computed: ComputedBlocks, plan: StepPlan, outputs: OutputsByClient
     ) -> _AdmissionResult:
         missing = request.num_tokens - computed.num_tokens
-        # The logits of a whole prompt would take too much memory, and its images may have no room together.
+        # The logits of a whole prompt would take too much memory, and its inputs may have no room together.
         cuts = self._config.enable_chunked_prefill or request.computes_prompt_logprobs or bool(request.encoder_inputs)
         if cuts:
             num_tokens = plan.cut(request, missing, plan.token_budget)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.model_formats.audio.windows import SAMPLE_RATE
+from baton.model_formats.limits import AUDIO_RATE
 
 if TYPE_CHECKING:
     from soundfile import SoundFile
@@ -126,7 +126,7 @@ def _decoded(file: SoundFile, limits: AudioLimits) -> NDArray[np.int16]:
 
     rate = file.samplerate
     most = min(limits.most_seconds * rate, limits.most_seconds * _MOST_VALUES_PER_SECOND // file.channels)
-    resampler = None if rate == SAMPLE_RATE else soxr.ResampleStream(rate, SAMPLE_RATE, 1, dtype="float32")
+    resampler = None if rate == AUDIO_RATE else soxr.ResampleStream(rate, AUDIO_RATE, 1, dtype="float32")
     block = np.empty((_BLOCK, file.channels), dtype=np.float32)
     samples = bytearray()
     num_read, is_over = 0, False

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-SAMPLE_RATE = 16_000
-"""Samples in a second, for all models for speech."""
-MOST_SAMPLES = 30 * SAMPLE_RATE
+from baton.model_formats.limits import AUDIO_RATE, LONGEST_SPEECH_S
+
+MOST_SAMPLES = LONGEST_SPEECH_S * AUDIO_RATE
 """The most samples of a part."""
-_QUIET = SAMPLE_RATE // 50
+_QUIET = AUDIO_RATE // 50
 """20 ms: shorter than a pause between two words, longer than a period of the lowest voice."""
 _SILENCE = 32
 """Root mean square of 20 ms below which they are silent: -60 dB of the greatest amplitude."""

@@ -1,4 +1,4 @@
-"""The thread that encodes inputs (images), so that no step waits for an encoder."""
+"""The thread that encodes inputs (images, speech, texts), so that no step waits for an encoder."""
 
 from __future__ import annotations
 

@@ -66,9 +66,9 @@ class EncoderRunner(OneProcessRunner):
     def unload_adapter(self, digest: str) -> None:
         """No adapter is ever loaded."""
 
-    def encode(self, image: EncoderContent, num_rows: int) -> None:
+    def encode(self, content: EncoderContent, num_rows: int) -> None:
         """Raises InvalidRequest: only texts are taken."""
-        raise InvalidRequest("images", f"are not taken by {self._model.name}")
+        raise InvalidRequest(content.kind.field, f"can't be encoded: {self._model.name} takes only texts")
 
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """No image is ever encoded."""

@@ -11,8 +11,8 @@ import torch
 
 from baton.errors import ConfigError, InvalidRequest
 from baton.messages.encoder_contents import EncoderContent
-from baton.messages.request_limits import AUDIO_RATE, MAX_AUDIO_BYTES
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned
+from baton.model_formats.limits import AUDIO_RATE, LONGEST_SPEECH_S
 from baton.runner.encoder_decoder.attention import attend_in_encoder
 from baton.runner.images.image_encoder import one_thread
 from baton.runner.model.transformer import on_device, on_host
@@ -45,7 +45,7 @@ class SourceInputs:
 
         `content.data`: speech as GenerateRequest.audio has it, or token ids as little-endian 32-bit numbers.
         """
-        field = "prompt" if self._features is None else "audio"
+        field = content.kind.field
         with on_device(self._device), torch.inference_mode(), one_thread():
             given = self._tokens(content.data) if self._features is None else self._speech(content.data)
             made = on_host(self._encoder(**{name: tensor.to(self._device) for name, tensor in given.items()})[0][0])
@@ -102,7 +102,7 @@ def _feature_extractor(model: LoadedModel, shape: EncoderDecoder) -> Any:
 
 def _wrong_feature(numbers: Mapping[str, Any], num_bins: int, num_frames: int) -> str:
     """Name of the number with which an encoder that takes features [num_bins, num_frames] can't work; empty: none."""
-    most = {"chunk_length": MAX_AUDIO_BYTES // (2 * AUDIO_RATE), "hop_length": AUDIO_RATE, "n_fft": AUDIO_RATE}
+    most = {"chunk_length": LONGEST_SPEECH_S, "hop_length": AUDIO_RATE, "n_fft": AUDIO_RATE}
     must_be = {"feature_size": num_bins, "sampling_rate": AUDIO_RATE}
     for name, number in numbers.items():
         if type(number) is not int or not 1 <= number <= most.get(name, number) or number != must_be.get(name, number):

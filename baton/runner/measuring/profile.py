@@ -65,8 +65,8 @@ class TimedRunner:
     def remote_parts(self) -> Sequence[RemotePart]:
         return self._runner.remote_parts
 
-    def encode(self, image: EncoderContent, num_rows: int) -> None:
-        self._runner.encode(image, num_rows)
+    def encode(self, content: EncoderContent, num_rows: int) -> None:
+        self._runner.encode(content, num_rows)
 
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
         self._runner.forget_encoded(digests)

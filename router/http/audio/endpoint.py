@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, QueueFull
 from baton.messages.capabilities import Capability, check_capable
-from baton.model_formats.audio import SAMPLE_RATE, AudioLimits, Recording, UnusableAudio, decode_audio, divided
+from baton.model_formats.audio import AudioLimits, Recording, UnusableAudio, decode_audio, divided
+from baton.model_formats.limits import AUDIO_RATE
 from baton.text.speech_prompts import SpeechPrompts
 from router.admission.validation import check_model
 from router.http.answers import path_headers
@@ -53,7 +54,7 @@ class AudioBodies:
 
     def __init__(self, rules: SpeechRules | None) -> None:
         self.large = LargeBodies()
-        self._most_samples = 0 if rules is None else _MOST_HELD * rules.limits.most_seconds * SAMPLE_RATE
+        self._most_samples = 0 if rules is None else _MOST_HELD * rules.limits.most_seconds * AUDIO_RATE
         self._num_samples = 0
         self._decoding = asyncio.Semaphore(_DECODED_AT_ONCE)
         self._num_files = 0
@@ -85,7 +86,7 @@ class AudioBodies:
     def holding(self, num_samples: int) -> Iterator[None]:
         """Hold so many samples. Raises QueueFull if they are too many beside the others."""
         if self._num_samples + num_samples > self._most_samples:
-            raise QueueFull(f"{self._num_samples // SAMPLE_RATE} s of audio are being written down")
+            raise QueueFull(f"{self._num_samples // AUDIO_RATE} s of audio are being written down")
         self._num_samples += num_samples
         try:
             yield

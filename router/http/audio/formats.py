@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from baton.model_formats.audio import SAMPLE_RATE
+from baton.model_formats.limits import AUDIO_RATE
 from router.http.audio.bodies import ResponseFormat
 
 _JSON, _TEXT, _VTT = b"application/json", b"text/plain; charset=utf-8", b"text/vtt; charset=utf-8"
@@ -43,12 +43,12 @@ class Segment:
     @property
     def start_s(self) -> float:
         """Where it begins, in seconds."""
-        return self.part[0] / SAMPLE_RATE
+        return self.part[0] / AUDIO_RATE
 
     @property
     def end_s(self) -> float:
         """Where it ends, in seconds."""
-        return self.part[1] / SAMPLE_RATE
+        return self.part[1] / AUDIO_RATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _verbose(transcript: Transcript) -> dict[str, Any]:
     segments = [
         {
             "id": place,
-            "seek": segment.part[0] * 100 // SAMPLE_RATE,
+            "seek": segment.part[0] * 100 // AUDIO_RATE,
             "start": segment.start_s,
             "end": segment.end_s,
             "text": segment.text,

@@ -9,7 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from baton.model_formats.audio import SAMPLE_RATE, AudioLimits, UnusableAudio, decode_audio, divided, pcm_of, windows
+from baton.model_formats.audio import AudioLimits, UnusableAudio, decode_audio, divided, pcm_of, windows
+from baton.model_formats.limits import AUDIO_RATE
 from tests.support.audio_files import FORMATS, encoded, flac_that_claims, tone, wav_that_claims
 
 LIMITS = AudioLimits(25 << 20, 60)
@@ -26,9 +27,9 @@ def refusal(data: bytes, limits: AudioLimits = LIMITS) -> str:
 def test_a_tone_stays_that_tone(kind: str, rate: int, channels: int) -> None:
     samples = decode_audio(encoded(tone(2, rate, channels), rate, kind), LIMITS)
     assert samples.dtype == np.int16
-    assert abs(len(samples) - 2 * SAMPLE_RATE) <= 16
-    inner = samples[SAMPLE_RATE // 2 : -SAMPLE_RATE // 2].astype(float)
-    assert np.argmax(np.abs(np.fft.rfft(inner))) == 440 * len(inner) // SAMPLE_RATE
+    assert abs(len(samples) - 2 * AUDIO_RATE) <= 16
+    inner = samples[AUDIO_RATE // 2 : -AUDIO_RATE // 2].astype(float)
+    assert np.argmax(np.abs(np.fft.rfft(inner))) == 440 * len(inner) // AUDIO_RATE
     assert np.abs(inner).max() == pytest.approx(0.3 * 2**15, rel=0.1)
 
 
@@ -54,7 +55,7 @@ def test_the_same_file_gives_the_same_bytes() -> None:
 
 
 def test_seven_channels_and_one_at_96_khz_are_taken() -> None:
-    assert len(decode_audio(encoded(tone(1, 96_000, 8), 96_000), LIMITS)) == SAMPLE_RATE
+    assert len(decode_audio(encoded(tone(1, 96_000, 8), 96_000), LIMITS)) == AUDIO_RATE
     assert "has 9 channels; at most 8" in refusal(encoded(tone(1, 16_000, 9)))
 
 
@@ -111,12 +112,12 @@ def test_headers_that_claim_too_much_are_refused() -> None:
 def test_files_that_were_written_to_a_pipe_tell_no_length_and_are_taken() -> None:
     wav, flac = wav_that_claims(encoded(tone(1)), 0xFFFFFFFF), flac_that_claims(encoded(tone(1), kind="FLAC PCM_16"), 0)
     for data in (wav, flac):
-        assert len(decode_audio(data, LIMITS)) == SAMPLE_RATE
+        assert len(decode_audio(data, LIMITS)) == AUDIO_RATE
 
 
 def test_a_recording_has_at_most_the_permitted_length() -> None:
     exact, longer = (encoded(np.zeros((60 * 8_000 + more, 1), np.float32), 8_000, "FLAC PCM_16") for more in (0, 1))
-    assert len(decode_audio(exact, LIMITS)) == 60 * SAMPLE_RATE
+    assert len(decode_audio(exact, LIMITS)) == 60 * AUDIO_RATE
     assert "60.0 s long; at most 60 s" in refusal(longer)
     assert "longer than the 60 s" in refusal(flac_that_claims(longer, 0))
 
@@ -136,13 +137,13 @@ def test_hours_of_silence_are_refused_before_they_are_decoded() -> None:
 
 def test_many_channels_at_a_high_rate_count_as_more() -> None:
     data = encoded(np.zeros((384_000 * 2, 8), np.float32), 384_000, "FLAC PCM_16")
-    assert len(decode_audio(data, AudioLimits(25 << 20, 32))) == 2 * SAMPLE_RATE
+    assert len(decode_audio(data, AudioLimits(25 << 20, 32))) == 2 * AUDIO_RATE
     assert "samples of its 8 channels" in refusal(data, AudioLimits(25 << 20, 2))
 
 
 def test_a_file_has_at_most_the_permitted_bytes() -> None:
     data = encoded(tone(1))
-    assert len(decode_audio(data, AudioLimits(len(data), 60))) == SAMPLE_RATE
+    assert len(decode_audio(data, AudioLimits(len(data), 60))) == AUDIO_RATE
     assert f"has {len(data)} bytes; at most {len(data) - 1}" in refusal(data, AudioLimits(len(data) - 1, 60))
 
 
@@ -155,13 +156,13 @@ def test_damaged_files_are_decoded_or_refused(kind: str) -> None:
         for _ in range(random.randrange(1, 8)):
             changed[random.randrange(len(data) if random.random() < 0.5 else 100)] = random.randrange(256)
         with contextlib.suppress(UnusableAudio):
-            assert len(decode_audio(bytes(changed), LIMITS)) <= 60 * SAMPLE_RATE
+            assert len(decode_audio(bytes(changed), LIMITS)) <= 60 * AUDIO_RATE
 
 
 def test_parts_are_silent_below_60_db() -> None:
     for decibels, silent in ((-57.0, set()), (-63.0, {0})):
         amplitude = 32768 * 10 ** (decibels / 20) * np.sqrt(2)
-        samples = np.zeros(2 * SAMPLE_RATE, np.int16)
+        samples = np.zeros(2 * AUDIO_RATE, np.int16)
         samples[5000:6000] = np.rint(amplitude * np.sin(np.arange(1000)))
         assert divided(samples).silent == silent
     assert divided(np.array([1000], np.int16)).silent == set()
@@ -169,24 +170,24 @@ def test_parts_are_silent_below_60_db() -> None:
 
 
 def test_windows_stop_where_it_is_quiet() -> None:
-    samples = np.full(70 * SAMPLE_RATE, 1000, dtype=np.int16)
-    quiet = 27 * SAMPLE_RATE
+    samples = np.full(70 * AUDIO_RATE, 1000, dtype=np.int16)
+    quiet = 27 * AUDIO_RATE
     samples[quiet : quiet + 320] = 3
     (first, second, third) = windows(samples)
     assert first == (0, quiet + 160)
     # Where it is equally quiet everywhere, parts are as long as may be.
-    assert second == (first[1], first[1] + 30 * SAMPLE_RATE - 160)
+    assert second == (first[1], first[1] + 30 * AUDIO_RATE - 160)
     assert third == (second[1], len(samples))
 
 
 @pytest.mark.parametrize("seconds", [0.01, 1, 30])
 def test_a_short_recording_is_one_part(seconds: float) -> None:
-    samples = np.zeros(int(seconds * SAMPLE_RATE), dtype=np.int16)
+    samples = np.zeros(int(seconds * AUDIO_RATE), dtype=np.int16)
     assert windows(samples) == [(0, len(samples))]
 
 
 def test_parts_make_up_the_whole() -> None:
-    samples = np.random.default_rng(1).integers(-(2**15), 2**15, 200 * SAMPLE_RATE + 7).astype(np.int16)
+    samples = np.random.default_rng(1).integers(-(2**15), 2**15, 200 * AUDIO_RATE + 7).astype(np.int16)
     parts = windows(samples)
     assert b"".join(pcm_of(samples, part) for part in parts) == samples.tobytes()
-    assert all(25 * SAMPLE_RATE <= stop - start <= 30 * SAMPLE_RATE for start, stop in parts[:-1])
+    assert all(25 * AUDIO_RATE <= stop - start <= 30 * AUDIO_RATE for start, stop in parts[:-1])

@@ -80,7 +80,7 @@ async def test_a_request_that_comes_again_after_its_routers_death_has_the_spans_
         gone = Placement(prefill("p1"), decode("d1"), "because")
         rig.journal("router-0.a").write(recorded, AttemptKey("r", 2, 99), gone, takeover=1)
         others = {**ASKED, "prompt_embeds": (PromptEmbeds(safetensors_of(random_rows(3, 8, seed=2))),)}
-        with pytest.raises(InvalidRequest, match="prompt: has other prompt_embeds or images"):
+        with pytest.raises(InvalidRequest, match="prompt: has other prompt_embeds, images"):
             await rig.resume("r", 1, **others).finished()
         reader = rig.resume("r", 1, **ASKED)
         submits: list[Submit] = [await rig.next_submit("p2"), await rig.next_submit("d2")]

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.messages.capabilities import Capability
+from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.sampling import SamplingParams
@@ -46,6 +48,15 @@ def paths(value: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 
 
 KEYS = [path for path in paths(json.loads(RECORD.to_json())) if "logit_bias" not in path[:-1]]
+
+
+def test_a_record_names_the_input_of_an_encoder_with_its_kind() -> None:
+    speech = EncoderContent.of(b"1234", ContentKind.SPEECH)
+    request = replace(REQUEST, prompt_length=34, spans=source_spans(speech.digest, 10), contents=(speech,))
+    record = replace(RECORD, request=request.without_prompt())
+    found = read_record(record.to_json(), "r", replace(CARD, max_model_len=128))
+    assert found == record
+    assert found.request.needs == {Capability.TRANSCRIBE}
 
 
 @given(

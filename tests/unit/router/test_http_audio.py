@@ -17,7 +17,8 @@ from openai.types.audio import TranscriptionVerbose
 from baton.errors import EngineFault
 from baton.messages.generation import Chunk
 from baton.messages.sampling import TokenLogprobs
-from baton.model_formats.audio import SAMPLE_RATE, AudioLimits, decode_audio, pcm_of, windows
+from baton.model_formats.audio import AudioLimits, decode_audio, pcm_of, windows
+from baton.model_formats.limits import AUDIO_RATE
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
@@ -59,7 +60,7 @@ async def test_a_short_recording_is_one_request() -> None:
     assert exchange.headers["baton-decode-node"] == "d1"
     samples = decode_audio(SPEECH, LIMITS)
     (request,) = requests_of([call])
-    assert request.audio == pcm_of(samples, (0, SAMPLE_RATE))
+    assert request.audio == pcm_of(samples, (0, AUDIO_RATE))
     assert request.prompt == (250, 255, 252, 251)
     assert (request.temperature, request.max_tokens) == (0.0, 44)
     assert request.logit_bias == {1: -100.0, 2: -100.0}
@@ -114,7 +115,7 @@ async def test_silent_parts_have_no_text_and_make_no_request() -> None:
 
 
 def test_segments_begin_at_whole_frames() -> None:
-    begins = range(0, 40 * SAMPLE_RATE, 160)
+    begins = range(0, 40 * AUDIO_RATE, 160)
     segments = [Segment((begin, begin + 160), "", (), (), is_silent=True) for begin in begins]
     _, body = written(Transcript("transcribe", "en", 0.0, segments), "verbose_json")
     assert [one["seek"] for one in json.loads(body)["segments"]] == list(range(len(begins)))
@@ -155,11 +156,11 @@ async def test_the_deadline_counts_the_time_until_a_file_is_decoded() -> None:
 
 
 async def test_parts_are_as_long_as_the_model_hears() -> None:
-    rig = SpeechRig(replace(PROMPTS, most_samples=SAMPLE_RATE))
+    rig = SpeechRig(replace(PROMPTS, most_samples=AUDIO_RATE))
     exchange = rig.send(encoded(tone(2.5)), language="en")
     calls = await rig.answered(exchange, " a", " b", " c")
-    assert sum(len(request.audio) for request in requests_of(calls)) == 5 * SAMPLE_RATE
-    assert max(len(request.audio) for request in requests_of(calls)) <= 2 * SAMPLE_RATE
+    assert sum(len(request.audio) for request in requests_of(calls)) == 5 * AUDIO_RATE
+    assert max(len(request.audio) for request in requests_of(calls)) <= 2 * AUDIO_RATE
 
 
 async def test_a_model_that_names_no_language_is_an_error_of_its_own() -> None:
@@ -220,7 +221,7 @@ async def test_formats_of_an_answer(name: str, kind: str, expected: str) -> None
     exchange = rig.send(LONG, language="en", response_format=name)
     await rig.answered(exchange, " a <b> --> &", "", " c")
     assert exchange.headers["content-type"] == kind
-    first, second = (end / SAMPLE_RATE for _, end in windows(decode_audio(LONG, LIMITS))[:2])
+    first, second = (end / AUDIO_RATE for _, end in windows(decode_audio(LONG, LIMITS))[:2])
     point = "," if name == "srt" else "."
     expected = expected.replace("@", f"{first:06.3f}".replace(".", point), 1)
     expected = expected.replace("@", f"{second:06.3f}".replace(".", point), 1)
@@ -239,7 +240,7 @@ async def test_four_parts_are_written_down_at_once_and_their_text_is_in_order() 
     calls += [await rig.next_call() for _ in range(2)]
     for place in (5, 4):
         calls[place].tell(chunk(0, f" {place}"), finished())
-    await rig.answered(exchange, *(["!"] * (len(windows(np.zeros(180 * SAMPLE_RATE, np.int16))) - 6)))
+    await rig.answered(exchange, *(["!"] * (len(windows(np.zeros(180 * AUDIO_RATE, np.int16))) - 6)))
     assert exchange.json["text"].startswith("0 1 2 3 4 5")
 
 

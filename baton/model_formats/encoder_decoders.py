@@ -134,6 +134,8 @@ def _start(directory: Path, config: Mapping[str, Any], default: tuple[int, ...])
     first, forced = given("decoder_start_token_id"), given("forced_bos_token_id")
     start = default if first is None else (first,)
     start = start if forced is None else (*start, forced)
+    if start == default:
+        return start
     vocab_size = config.get("vocab_size")
     for token in start:
         if type(token) is not int or token < 0 or (type(vocab_size) is int and token >= vocab_size):

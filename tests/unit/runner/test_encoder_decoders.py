@@ -85,7 +85,6 @@ def test_the_decoder_begins_as_generation_config_json_says(tmp_path: Path) -> No
         {"forced_bos_token_id": 1.5},
         {"max_position_embeddings": 7},
         {"decoder_start_token_id": 99, "vocab_size": 99},
-        {"vocab_size": 2},
     ],
 )
 def test_wrong_numbers_are_refused(config: Mapping[str, Any]) -> None:

@@ -135,8 +135,8 @@ class NodeSettings(ClusterSettings):
     max_num_batched_tokens: Count = Field(512, description="Most tokens that a step computes.")
     num_encoder_rows: CountOrZero = Field(
         16384,
-        description="Most rows of encoded images that a node keeps, for a model that takes images: those of one image "
-        "must fit. 0: no images are taken.",
+        description="Most rows of encoded images, speech or texts that a node keeps, for a model that takes them: "
+        "those of one must fit. 0: no images are taken; a model with an encoder and a decoder has room for one input.",
     )
     max_num_seqs: Count = Field(64, description="Most requests that run at once on a node.")
     long_prefill_token_threshold: CountOrZero = Field(

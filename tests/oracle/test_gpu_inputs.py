@@ -1,4 +1,4 @@
-"""On a GPU: adapters, images, prompt embeddings and pooled vectors, whose bits depend on the request alone."""
+"""On a GPU: adapters, images, encoders' inputs, given rows and pooled vectors, with bits of the request alone."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter
 from baton.runner.encoder.loading import load_encoder
+from baton.runner.encoder_decoder.loading import load_encoder_decoder
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.spec import TorchSpec
 from tests.oracle.test_adapters_exact import GREEDY, TARGETS
+from tests.oracle.test_encoder_decoder_exact import generate_with_transformers as transformers_tokens
+from tests.oracle.test_encoder_decoder_exact import inputs_of, requests_for
 from tests.oracle.test_encoders import TEXTS, vectors
 from tests.oracle.test_image_exact import engine_of, prompt_of
 from tests.oracle.test_prompt_embeds import DRAWN, alone, generate_with_transformers, prompts_of, run_recorded
 from tests.oracle.test_prompt_embeds import run_all as run_prompts
 from tests.oracle.test_token_exact import BLOCK_SIZE, make_engine, make_prompts, run_all
 from tests.support.adapter_files import lora_tensors, write_adapter
+from tests.support.encoder_decoder_models import ENCODER_DECODERS, write_encoder_decoder
 from tests.support.image_models import IMAGE_MODELS, write_image_model
 from tests.support.peft_adapters import SETTINGS, generate_with_peft, write_peft_adapter
 from tests.support.tiny_encoders import TINY_ENCODERS, write_encoder
@@ -166,3 +170,20 @@ def test_images(tmp_path: Path, name: str) -> None:
         together = outputs_of(engine, [prompt.request(key, LOGGED) for key, prompt in prompts.items()])
         for key, prompt in prompts.items():
             assert outputs_of(engine_of(runner), [prompt.request(key, LOGGED)]) == {key: together[key]}
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_encoders_and_decoders(tmp_path: Path, name: str) -> None:
+    write_encoder_decoder(tmp_path, name)
+    inputs = inputs_of(tmp_path)
+    on_gpu = load_encoder_decoder(TorchSpec(tmp_path, dtype="float32", num_blocks=128, device=DEVICE))
+    expected = transformers_tokens(tmp_path, inputs)
+    assert run_all(engine_of(on_gpu), requests_for(tmp_path, inputs)) == expected
+    runner = load_encoder_decoder(TorchSpec(tmp_path, dtype="bfloat16", num_blocks=128, device=DEVICE))
+    assert runner.model.bit_exact, runner.model.bit_exact_reason
+    alone: dict[str, list[Any]] = {}
+    for request in requests_for(tmp_path, inputs, LOGGED):
+        alone |= outputs_of(engine_of(runner), [request])
+    for budget in (24, 200):
+        engine = engine_of(runner, max_num_batched_tokens=budget, enable_prefix_caching=False)
+        assert outputs_of(engine, requests_for(tmp_path, inputs, LOGGED)) == alone

@@ -211,11 +211,13 @@ class DecoderSteps(Transformer):
             block_tables=self._tensor(shifted),
         )
         given_slots = np.full(1, NO_SLOT, dtype=np.int64) if batch.given_at is None else batch.slots[0][batch.given_at]
+        # A step without tokens has one sequence without rows: kernels of GPUs need one.
+        of_rows = owners[rows] if rows.size else np.zeros(1, dtype=np.int64)
         cross = Sequences(
             slots=self._tensor(given_slots),
-            query_start=self._tensor(np.arange(rows.size + 1, dtype=np.int32)),
-            seq_lens=self._tensor(num_rows[owners[rows]].astype(np.int32)),
-            block_tables=self._tensor(np.ascontiguousarray(tables[owners[rows]])),
+            query_start=self._tensor(np.minimum(np.arange(of_rows.size + 1), rows.size).astype(np.int32)),
+            seq_lens=self._tensor(num_rows[of_rows].astype(np.int32)),
+            block_tables=self._tensor(np.ascontiguousarray(tables[of_rows])),
         )
         return own, cross, self._tensor(token_ids), self._tensor(positions), places
 

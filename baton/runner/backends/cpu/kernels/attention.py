@@ -256,7 +256,6 @@ def require_requests(query_start: torch.Tensor, seq_lens: torch.Tensor, block_ta
     if block_tables.ndim != 2 or block_tables.shape[0] != seqs:
         raise KernelArgumentError("block_tables", "must have one row for each of seq_lens")
     stride, one = block_tables.stride()
-    is_strided = one != 1 and block_tables.shape[1] > 1 and seqs > 0
-    if block_tables.dtype != torch.int32 or not block_tables.is_cpu or is_strided:
+    if block_tables.dtype != torch.int32 or not block_tables.is_cpu or (one != 1 and block_tables.shape[1] > 1):
         raise KernelArgumentError("block_tables", "must be int32 with contiguous rows on the CPU")
     return stride

@@ -94,6 +94,15 @@ class DecoderAttention:
         )
 
 
+class NoAttention:
+    """Zeros in place of attention, for finding out what else a step computes."""
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """The attention modules of one layer of a decoder."""

@@ -16,6 +16,7 @@ from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.backends.operations import Operations
 from baton.runner.encoder_decoder.attention import (
     DecoderAttention,
+    NoAttention,
     Sequences,
     attend_with,
     decoder_layers,
@@ -114,18 +115,28 @@ class DecoderSteps(Transformer):
         self._distance_bias = distance_bias
         if cache is not None:
             self.allocate_cache(cache.blocks(self.layout.block_bytes))
-        watch = ProductWatch()
-        with watch:
-            self._compute(_probe(self.row_quantum, self.layout), np.arange(1), True)
-        self.missed_products = frozenset(watch.missed)
+        self.missed_products = self._find_missed_products()
 
     @property
     def own_layers(self) -> range:
         """All layers."""
         return range(self._num_layers)
 
+    def _find_missed_products(self) -> frozenset[str]:
+        """The names of torch's products in a step, its attention apart."""
+        for layer in decoder_layers(self._module.get_decoder()):
+            attend_with(layer.own, NoAttention())
+            attend_with(layer.cross, NoAttention())
+        with ProductWatch() as watch:
+            self._compute(_probe(self.row_quantum, self.layout), np.arange(1), True)
+        self._bind_to_cache()
+        return frozenset(watch.missed)
+
     def allocate_cache(self, num_blocks: int) -> None:
         super().allocate_cache(num_blocks)
+        self._bind_to_cache()
+
+    def _bind_to_cache(self) -> None:
         views = cache_views(self.kv_cache, self.layout, self._operations.ranks.shard)
         self._own_attention: list[DecoderAttention] = []
         self._cross_attention: list[DecoderAttention] = []

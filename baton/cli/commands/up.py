@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Literal
 
 import typer
 
@@ -19,6 +20,9 @@ from baton.cli.output import Format, print_document, print_table, print_text
 from baton.cli.target import run_dir_of, run_dir_path
 from baton.config import Loaded, UpConfig
 from baton.errors import UsageError
+
+_Use = Literal["text", "chat", "vectors", "speech"]
+"""What a model is for: it goes on with texts, answers chats, makes vectors alone, or writes down speech."""
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -80,10 +84,7 @@ def _up(
             "files for several hosts with --emit helm or slurm, or run `baton node --hosts` on each host"
         )
     from baton.cli.cluster.supervisor.run import run_cluster
-    from baton.config.cluster import bundled_model_dir
     from baton.observe import logs
-    from baton.runner.model.pooling_files import read_pooling
-    from baton.text.chat_template import has_chat_template
 
     level, form = logs.log_level(verbose, os.environ, "info"), logs.log_format(log_format, os.environ)
     logs.configure_logging(level, environ=os.environ, form=form, process="supervisor")
@@ -92,18 +93,30 @@ def _up(
         config = with_model_directory(loaded.config)
 
         def show(state: ClusterState) -> None:
-            # The bundled model has a chat template, but writes Python whatever it is asked.
-            is_bundled = config.model == bundled_model_dir()
-            chats = config.runner == "torch" and not is_bundled and has_chat_template(config.model)
-            generates = config.runner != "torch" or read_pooling(config.model).generates
-            _show(state, directory, output, detached=detach, chats=chats, generates=generates)
+            _show(state, directory, output, detached=detach, use=_use_of(config))
 
         run_cluster(config, file, directory, show, detach=detach)
 
 
-def _show(
-    state: ClusterState, directory: RunDir, output: Format, *, detached: bool, chats: bool, generates: bool
-) -> None:
+def _use_of(config: UpConfig) -> _Use:
+    """What the model is for. The bundled one has a chat template, but writes Python whatever it is asked."""
+    # These imports are slow, and the help does not need them.
+    from baton.config.cluster import bundled_model_dir
+    from baton.model_formats.encoder_decoders import encoder_decoder
+    from baton.runner.model.pooling_files import read_pooling
+    from baton.text.chat_template import has_chat_template
+
+    if config.runner != "torch":
+        return "text"
+    if not read_pooling(config.model).generates:
+        return "vectors"
+    found = encoder_decoder(config.model)
+    if found is not None and found.source == "speech":
+        return "speech"
+    return "chat" if config.model != bundled_model_dir() and has_chat_template(config.model) else "text"
+
+
+def _show(state: ClusterState, directory: RunDir, output: Format, *, detached: bool, use: _Use) -> None:
     if output is not Format.TEXT:
         print_document(output, state.to_json())
     else:
@@ -113,28 +126,23 @@ def _show(
         ]
         print_table(["NAME", "ROLE", "STATUS", "PID", "ADDRESS"], rows)
         print_text()
-        for line in _lines_to_paste(state, directory, detached=detached, chats=chats, generates=generates):
+        for line in _lines_to_paste(state, directory, detached=detached, use=use):
             print_text(line)
     sys.stdout.flush()
 
 
-def _lines_to_paste(
-    state: ClusterState, directory: RunDir, *, detached: bool, chats: bool, generates: bool
-) -> list[str]:
-    """The lines that say where the model is served, and what to try.
-
-    `chats`: the model was trained to chat. `generates`: it generates at all.
-    """
+def _lines_to_paste(state: ClusterState, directory: RunDir, *, detached: bool, use: _Use) -> list[str]:
+    """The lines that say where the model is served, and what to try."""
     baton = shlex.quote(_baton())
     where = directory.flag
-    prompt = "The capital of France is" if chats else "def fibonacci(n):"
+    prompt = "The capital of France is" if use == "chat" else "def fibonacci(n):"
     body = f'{{"text": "{prompt}", "samplingParams": {{"maxTokens": 32}}}}'
     method = "Generate"
     path, json_body = "completions", f'{{"prompt": "{prompt}", "max_tokens": 32}}'
-    if chats and generates:
+    if use == "chat":
         path = "chat/completions"
         json_body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
-    if not generates:
+    if use == "vectors":
         path, method, json_body = "embeddings", "Embed", '{"input": "a text"}'
         body = '{"inputs": [{"text": "a text"}]}'
     stop = f"{baton} down{where}" if detached else "Ctrl-C"
@@ -145,15 +153,21 @@ def _lines_to_paste(
     if state.needs_key:
         shown = ' -H "authorization: Bearer $BATON_API_KEY"'
         curl, grpcurl = curl + shown, grpcurl + shown
+    base = f"{scheme}://{state.http_address}/v1"
+    requests = [
+        f"  {curl} {base}/{path} -H 'content-type: application/json' -d '{json_body}'",
+        f"  {grpcurl} -d '{body}' {state.grpc_address} baton.v1.Generation/{method}",
+    ]
+    if use == "speech":
+        requests = [f"  {curl} {base}/audio/transcriptions -F model={state.model} -F file=@speech.wav"]
     return [
         f"{state.model} is served on {', '.join(state.grpc_addresses)} (gRPC) and "
         f"{', '.join(f'{scheme}://{address}/v1' for address in state.http_addresses)} (OpenAI); "
         f"operators: {', '.join(state.operator_addresses)}",
-        *([f"  {baton} chat{where}"] if chats and generates else []),
-        *([f"  {baton} generate '{prompt}'{where}"] if generates else []),
+        *([f"  {baton} chat{where}"] if use == "chat" else []),
+        *([f"  {baton} generate '{prompt}'{where}"] if use in ("chat", "text") else []),
         f"  {baton} get nodes{where}",
-        f"  {curl} {scheme}://{state.http_address}/v1/{path} -H 'content-type: application/json' -d '{json_body}'",
-        f"  {grpcurl} -d '{body}' {state.grpc_address} baton.v1.Generation/{method}",
+        *requests,
         f"Logs are in {directory.logs}. {stop} stops it.",
     ]
 

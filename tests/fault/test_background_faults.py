@@ -216,6 +216,8 @@ STARTERS = {"create_task", "ensure_future", "Thread", "ThreadPoolExecutor", "Dae
 GUARDED_OTHERWISE = {
     "router/app.py": (1, "the question to another router awaits it"),
     "router/process.py": (4, "the run itself awaits them"),
+    "router/http/audio/endpoint.py": (1, "the call awaits it; once its client is gone, its error concerns nobody"),
+    "router/http/audio/transcription.py": (1, "each part hands its error to the call, which raises it"),
     "router/http/server.py": (1, "the start awaits it"),
     "router/node_links.py": (1, "the link's task awaits the attachment"),
     "router/operations/adapters.py": (2, "the follower of adapters awaits them"),

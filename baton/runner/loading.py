@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,23 +18,20 @@ from baton.messages.pooling import ModelPooling
 from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from baton.model_formats.adapters import DEFAULT_MAX_RANK
 from baton.model_formats.images.encoded import ImageLimits
-from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.compute_paths import compute_paths
 from baton.runner.draft_loading import LoadedDraftModel
 from baton.runner.images.image_encoder import ImageEncoder
 from baton.runner.images.image_inputs import ImageInputs
 from baton.runner.images.pixels import ImageProcessor
+from baton.runner.load_steps import named_errors, settle
 from baton.runner.model import attention, layers
-from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.pooling_files import read_pooling
 from baton.runner.model.quantization.quantize import Quantization
-from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.stage import Stage
-from baton.runner.model.transformer import Transformer, elementwise_threads
+from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.numerics import numerics_of
@@ -48,6 +46,7 @@ from baton.runner.remote_stages.stage_spec import StageSpec
 from baton.runner.remote_stages.stages_here import StartStages, start_stages_here
 from baton.runner.self_check import why_not_bit_exact
 from baton.runner.spec import CacheSpec, DraftSpec, check_hosts
+from baton.runner.torch_threads import elementwise_threads
 
 _log = logging.getLogger(__name__)
 
@@ -192,31 +191,10 @@ def _start_first_rank(spec: RankSpec, loaded: LoadedModel, start_ranks: StartRan
 def _named_errors(model_dir: Path) -> Iterator[None]:
     """Raise what can go wrong while a loaded model is prepared as a ConfigError that names its directory."""
     try:
-        yield
-    except UnusableWeight as error:
-        raise ConfigError(f"the weights in {model_dir} can't be used: {error}") from error
-    except UnsupportedAttention as error:
-        raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
+        with named_errors(model_dir):
+            yield
     except RunnerLost as error:
         raise ConfigError(f"{model_dir} can't be divided among ranks: {error}") from error
-    except KernelArgumentError as error:
-        raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
-
-
-def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operations) -> str | None:
-    """Choose the smallest number of rows per call with which torch's products are bit-exact on this machine.
-
-    Returns None, or why the model is not bit-exact.
-    """
-    if not isinstance(operations, TorchOperations):
-        return why_not_bit_exact(loaded, transformer)
-    reason: str | None = None
-    for rows in operations.rows_to_try:
-        transformer.set_rows_per_call(rows)
-        reason = why_not_bit_exact(loaded, transformer)
-        if reason is None:
-            break
-    return reason
 
 
 def _capabilities(transformer: Transformer, pooling: ModelPooling) -> frozenset[Capability]:
@@ -229,7 +207,7 @@ def _capabilities(transformer: Transformer, pooling: ModelPooling) -> frozenset[
 
 def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str) -> ModelInfo:
     config = loaded.config
-    reason = _settle(loaded, transformer, operations)
+    reason = settle(operations, transformer.set_rows_per_call, partial(why_not_bit_exact, loaded, transformer))
     pooling = read_pooling(loaded.checkpoint.directory)
     return ModelInfo(
         name=name,

@@ -23,10 +23,11 @@ from baton.runner.execution.input_batch import FlatBatch, RequestState, Schedule
 from baton.runner.model import attention, layers
 from baton.runner.model.attention import cache_views
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.transformer import Transformer, elementwise_threads
+from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model
 from baton.runner.self_check import why_not_bit_exact
 from baton.runner.spec import CacheSpec
+from baton.runner.torch_threads import elementwise_threads
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16

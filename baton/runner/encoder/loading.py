@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
 from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
 from baton.messages.node_report import ComputePath
-from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.compute_paths import products_path
 from baton.runner.encoder.encoder import Encoder
 from baton.runner.encoder.encoder_runner import EncoderRunner
 from baton.runner.execution.input_batch import Rows, flatten_rows
+from baton.runner.load_steps import named_errors, settle
 from baton.runner.model import attention, layers
-from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.pooling_files import read_pooling
 from baton.runner.model.quantization.stored_weight import UnusableWeight
-from baton.runner.model.transformer import elementwise_threads
 from baton.runner.model.weights import load_model_for
 from baton.runner.numerics import numerics_of
 from baton.runner.spec import CacheSpec, TorchSpec
+from baton.runner.torch_threads import elementwise_threads
 
 _CHECKED_LENGTHS = (1, 9, 17, 5, 23)
 """The tokens of the texts with which the check at start compares bits."""
@@ -39,17 +39,11 @@ def load_encoder(spec: TorchSpec, operations: Operations | None = None) -> Encod
     layers.register()
     chosen = choose_operations(spec.num_threads, device) if operations is None else operations
     pooling = read_pooling(spec.model_dir)
-    try:
+    with named_errors(spec.model_dir):
         loaded = load_model_for(chosen, spec.model_dir, spec.dtype, device, None, dequantize=spec.dequantize)
         cache = CacheSpec(spec.num_blocks, spec.cache_bytes)
         encoder = Encoder(loaded, pooling, chosen, spec.block_size, cache, spec.num_threads)
-        reason = _settle(encoder, chosen)
-    except UnusableWeight as error:
-        raise ConfigError(f"the weights in {spec.model_dir} can't be used: {error}") from error
-    except UnsupportedAttention as error:
-        raise UnsupportedAttention(f"{spec.model_dir} can't be served: {error}; choose another model") from error
-    except KernelArgumentError as error:
-        raise ConfigError(f"{spec.model_dir} has a shape that Baton's kernels can't compute ({error})") from error
+        reason = settle(chosen, encoder.set_rows_per_call, partial(_why_not_bit_exact, encoder))
     info = ModelInfo(
         name=spec.name or spec.model_dir.resolve().name,
         fingerprint=loaded.fingerprint,
@@ -86,22 +80,6 @@ def _check_settings(spec: TorchSpec) -> None:
     for names, is_set in refused.items():
         if is_set:
             raise ConfigError(f"{spec.model_dir} is an encoder, which is computed plainly: leave {names} out")
-
-
-def _settle(encoder: Encoder, operations: Operations) -> str | None:
-    """Why the encoder's bits depend on a text's company; None if they don't. Raises UnusableWeight.
-
-    With torch's products it chooses the smallest number of rows in a call with which they don't.
-    """
-    if not isinstance(operations, TorchOperations):
-        return _why_not_bit_exact(encoder)
-    reason: str | None = None
-    for rows in operations.rows_to_try:
-        encoder.set_rows_per_call(rows)
-        reason = _why_not_bit_exact(encoder)
-        if reason is None:
-            break
-    return reason
 
 
 def _why_not_bit_exact(encoder: Encoder) -> str | None:

@@ -74,7 +74,7 @@ class DecoderAttention:
         self._cache = cache
         self._distance_bias = distance_bias
         self.sequences: Sequences | None = None
-        """Those of the step that is being computed; None between steps."""
+        """The sequences of the step that is being computed; None between steps."""
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, bias: torch.Tensor | None

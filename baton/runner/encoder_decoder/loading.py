@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,11 +17,9 @@ from baton.messages.node_report import ComputePath
 from baton.messages.pooling import NO_POOLING_FILES
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned, encoder_decoder
-from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.compute_paths import compute_paths
 from baton.runner.encoder_decoder import attention
 from baton.runner.encoder_decoder.decoder_steps import DecoderSteps
@@ -27,14 +27,14 @@ from baton.runner.encoder_decoder.source_inputs import SourceInputs
 from baton.runner.execution.encoded_rows import EncodedRows
 from baton.runner.execution.given_rows import with_given_rows, with_sources
 from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.load_steps import named_errors, settle
 from baton.runner.model import layers
-from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.quantization.stored_weight import UnusableWeight
-from baton.runner.model.transformer import elementwise_threads
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.numerics import numerics_of
 from baton.runner.spec import CacheSpec, TorchSpec
+from baton.runner.torch_threads import elementwise_threads
 
 _CHUNKS = (40, 24, 3, 1, 1)
 """Tokens of the steps in which the check at start computes one of two equal sequences: the input's come first."""
@@ -55,24 +55,18 @@ def load_encoder_decoder(spec: TorchSpec, operations: Operations | None = None) 
     layers.register()
     chosen = choose_operations(spec.num_threads, device) if operations is None else operations
     cache = CacheSpec(spec.num_blocks, spec.cache_bytes)
-    try:
+    with named_errors(spec.model_dir):
         loaded = load_model_for(chosen, spec.model_dir, spec.dtype, device, None, dequantize=spec.dequantize)
         decoder = DecoderSteps(loaded, shape, chosen, spec.block_size, cache, spec.num_threads)
         inputs = SourceInputs(loaded, shape)
-        reason = _settle(loaded, decoder, chosen)
-    except UnusableWeight as error:
-        raise ConfigError(f"the weights in {spec.model_dir} can't be used: {error}") from error
-    except UnsupportedAttention as error:
-        raise UnsupportedAttention(f"{spec.model_dir} can't be served: {error}; choose another model") from error
-    except KernelArgumentError as error:
-        raise ConfigError(f"{spec.model_dir} has a shape that Baton's kernels can't compute ({error})") from error
+        reason = settle(chosen, decoder.set_rows_per_call, partial(_why_not_bit_exact, loaded, decoder))
     source = ComputePath("encoder", f"transformers' loop over the layers, one {shape.source} at a time")
     info = ModelInfo(
         name=spec.name or spec.model_dir.resolve().name,
         fingerprint=loaded.fingerprint,
         architecture=loaded.architecture,
         dtype=loaded.dtype,
-        numerics=f"{numerics_of(loaded.weights.treatment, chosen, decoder.layout)}/{inputs.numerics}",
+        numerics=numerics_of(loaded.weights.treatment, chosen, decoder.layout),
         vocab_size=loaded.config.vocab_size,
         max_model_len=decoder.max_model_len,
         eos_token_ids=loaded.checkpoint.eos_token_ids,
@@ -106,21 +100,6 @@ def _check_settings(spec: TorchSpec) -> None:
             raise ConfigError(
                 f"{spec.model_dir} has an encoder and a decoder, which don't go with {setting}: leave it out"
             )
-
-
-def _settle(loaded: LoadedModel, decoder: DecoderSteps, operations: Operations) -> str | None:
-    """Choose the smallest number of rows per call with which torch's products are bit-exact on this machine.
-
-    Returns None, or why the model is not bit-exact.
-    """
-    reason = _why_not_bit_exact(loaded, decoder)
-    if isinstance(operations, TorchOperations):
-        for rows in operations.rows_to_try:
-            if reason is None:
-                break
-            decoder.set_rows_per_call(rows)
-            reason = _why_not_bit_exact(loaded, decoder)
-    return reason
 
 
 def _why_not_bit_exact(loaded: LoadedModel, decoder: DecoderSteps) -> str | None:

@@ -14,9 +14,9 @@ from baton.messages.encoder_contents import EncoderContent
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned
 from baton.model_formats.limits import AUDIO_RATE, LONGEST_SPEECH_S
 from baton.runner.encoder_decoder.attention import attend_in_encoder
-from baton.runner.images.image_encoder import one_thread
 from baton.runner.model.transformer import on_device, on_host
 from baton.runner.model.weights import LoadedModel
+from baton.runner.torch_threads import one_thread
 
 _FEATURES = {"feature_size": 80, "sampling_rate": AUDIO_RATE, "hop_length": 160, "chunk_length": 30, "n_fft": 400}
 """The numbers of a preprocessor_config.json that decide the features of speech, as they are where it says nothing."""
@@ -34,11 +34,6 @@ class SourceInputs:
         self._vocab_size: int = model.config.vocab_size
         attend_in_encoder(self._encoder)
         self._features = _feature_extractor(model, shape) if shape.source == "speech" else None
-
-    @property
-    def numerics(self) -> str:
-        """A name for what decides the rows of an input, beside the model's files and its products."""
-        return f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
 
     def rows(self, content: EncoderContent, num_rows: int) -> npt.NDArray[np.float32]:
         """The rows of an input, float32 [num_rows, width], zeros behind its own. Raises InvalidRequest for a wrong one.

@@ -16,6 +16,7 @@ from baton.runner.model.layers import replace_products
 from baton.runner.model.mapped_files import MappedFiles
 from baton.runner.model.transformer import on_device, on_host
 from baton.runner.model.weights import LoadedModel
+from baton.runner.torch_threads import one_thread
 
 
 class ImageEncoder:
@@ -59,14 +60,3 @@ class ImageEncoder:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with on_device(self._device), torch.cuda.stream(self._stream):
             yield
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread in the body."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -42,10 +42,10 @@ from baton.runner.model.stage_module import StageModule
 from baton.runner.model.stored_layers import widths_of
 from baton.runner.model.weights import DTYPES, LoadedModel
 from baton.runner.spec import CacheSpec
+from baton.runner.torch_threads import elementwise_threads
 
 _VECTOR = 64
 """The most elements that one iteration of a torch elementwise kernel processes (AVX-512: two registers of bfloat16)."""
-_MAX_ELEMENTWISE_THREADS = 2
 _PROBE_ROWS = 8
 
 
@@ -58,11 +58,6 @@ def row_quantum(widths: list[int], num_threads: int) -> int:
     """
     common = math.gcd(*widths)
     return _VECTOR // math.gcd(common, _VECTOR) * elementwise_threads(num_threads)
-
-
-def elementwise_threads(num_threads: int) -> int:
-    """The number of torch's own threads: one or two, since padding can't keep the shares of three or more aligned."""
-    return max(1, min(num_threads, _MAX_ELEMENTWISE_THREADS))
 
 
 class HiddenAndLogits(NamedTuple):

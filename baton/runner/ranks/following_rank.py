@@ -10,13 +10,14 @@ import torch
 from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.device import CPU
 from baton.runner.model import attention, layers
-from baton.runner.model.transformer import Transformer, elementwise_threads
+from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.ranks.group_files import RankFiles
 from baton.runner.ranks.rank_parts import RankParts
 from baton.runner.ranks.rank_spec import RankSpec
 from baton.runner.ranks.stage_part import compute_part
 from baton.runner.ranks.stage_ring import StageRing
+from baton.runner.torch_threads import elementwise_threads
 
 
 class FollowingRank:

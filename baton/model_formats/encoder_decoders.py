@@ -8,13 +8,13 @@ as the blocks of one sequence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from baton.errors import ConfigError
+from baton.model_formats.json_files import read_json, read_object
 from baton.model_formats.limits import LONGEST_CONTEXT
 
 ALIGNMENT = 64
@@ -88,15 +88,17 @@ def has_encoder_and_decoder(config: Mapping[str, Any]) -> bool:
     )
 
 
-def takes_speech(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a model whose encoder takes speech."""
-    return has_encoder_and_decoder(config) and _DEFAULTS[config["model_type"]].source == "speech"
+def is_encoder_decoder_directory(directory: Path) -> bool:
+    """Whether a directory has such a model; no for one that can't be read, which its loader refuses."""
+    try:
+        return has_encoder_and_decoder(read_object(directory / "config.json"))
+    except ConfigError:
+        return False
 
 
 def encoder_decoder(directory: Path) -> EncoderDecoder | None:
     """What a model directory says of its encoder and decoder; None if it has not both. Raises ConfigError."""
-    config = _read(directory / "config.json")
-    return read_encoder_decoder(directory, config) if isinstance(config, dict) else None
+    return read_encoder_decoder(directory, read_object(directory / "config.json"))
 
 
 def read_encoder_decoder(directory: Path, config: Mapping[str, Any]) -> EncoderDecoder | None:
@@ -124,7 +126,7 @@ def read_encoder_decoder(directory: Path, config: Mapping[str, Any]) -> EncoderD
 def _start(directory: Path, config: Mapping[str, Any], default: tuple[int, ...]) -> tuple[int, ...]:
     """The tokens with which the decoder begins. Raises ConfigError."""
     path = directory / "generation_config.json"
-    generation = _read(path) if path.is_file() else None
+    generation = read_json(path) if path.is_file() else None
     # transformers saves these numbers there, and in older versions in config.json.
     files = [generation, config] if isinstance(generation, dict) else [config]
 
@@ -144,10 +146,3 @@ def _start(directory: Path, config: Mapping[str, Any], default: tuple[int, ...])
                 "generation_config.json; copy it again"
             )
     return start
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} can't be read ({error}); copy it again") from error

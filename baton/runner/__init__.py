@@ -31,9 +31,9 @@ def load(spec: RunnerSpec, stages: StageLeader | None = None) -> ModelRunner:
         from baton.runner.encoder.loading import load_encoder
 
         return load_encoder(spec)
-    from baton.model_formats.encoder_decoders import encoder_decoder
+    from baton.model_formats.encoder_decoders import is_encoder_decoder_directory
 
-    if encoder_decoder(spec.model_dir) is not None:
+    if is_encoder_decoder_directory(spec.model_dir):
         from baton.runner.encoder_decoder.loading import load_encoder_decoder
 
         return load_encoder_decoder(spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from typing import Any, Protocol
 from baton.errors import ConfigError
 from baton.messages.request_limits import MAX_LOGIT_BIAS
 from baton.model_formats.audio import MOST_SAMPLES
-from baton.model_formats.encoder_decoders import takes_speech
+from baton.model_formats.encoder_decoders import read_encoder_decoder
+from baton.model_formats.json_files import read_object
 
 _SAMPLES_PER_ROW = 320
 """Samples for each row of the encoder: two frames of 10 ms."""
@@ -54,11 +54,12 @@ class SpeechPrompts:
     @classmethod
     def load(cls, model_dir: Path, tokenizer: TokenNames) -> SpeechPrompts | None:
         """The tokens of a model directory; None for a model of another kind. Raises ConfigError."""
-        config = _read(model_dir / "config.json")
-        if not takes_speech(config):
+        config = read_object(model_dir / "config.json")
+        shape = read_encoder_decoder(model_dir, config)
+        if shape is None or shape.source != "speech":
             return None
         path = model_dir / "generation_config.json"
-        generation = _read(path) if path.is_file() else config
+        generation = read_object(path) if path.is_file() else config
         special = {text: token for token, text in tokenizer.tokens().items() if _SPECIAL.fullmatch(text)}
         languages = {found[1]: token for text, token in special.items() if (found := _LANGUAGE.fullmatch(text))}
         # Tokenizers of models for English alone may have the tokens of languages, too.
@@ -70,12 +71,8 @@ class SpeechPrompts:
                 raise ConfigError(f"{model_dir} has no token {text} in its tokenizer.json; copy it again")
             return special[text]
 
-        length = config.get("max_target_positions")
-        if type(length) is not int or length < 8:
-            raise ConfigError(f"{model_dir} has no usable max_target_positions in its config.json; copy it again")
-        num_rows = config.get("max_source_positions", MOST_SAMPLES // _SAMPLES_PER_ROW)
-        if type(num_rows) is not int or num_rows < 1:
-            raise ConfigError(f"{model_dir} has no usable max_source_positions in its config.json; copy it again")
+        if config.get("max_target_positions") is None:
+            raise ConfigError(f"{model_dir} has no max_target_positions in its config.json; copy it again")
         return cls(
             start=required("<|startoftranscript|>"),
             no_timestamps=required("<|notimestamps|>"),
@@ -85,13 +82,13 @@ class SpeechPrompts:
             languages=languages,
             suppressed=_suppressed(generation, config, path),
             special=frozenset(special.values()),
-            max_length=length,
-            most_samples=min(MOST_SAMPLES, num_rows * _SAMPLES_PER_ROW),
+            max_length=shape.most_tokens,
+            most_samples=min(MOST_SAMPLES, shape.most_rows * _SAMPLES_PER_ROW),
         )
 
     def prompt(self, language: str, *, translates: bool = False, before: Sequence[int] = ()) -> tuple[int, ...]:
         """The prompt for speech in a language. `before`: the tokens of text that came before, whose end is used."""
-        # As in OpenAI's Whisper: the text before has at most half of the room.
+        # The text before has at most half of the room, as in OpenAI's Whisper.
         text = [token for token in before if token not in self.special][-(self.max_length // 2 - 1) :]
         task = self.translate if translates else self.transcribe
         ids = [self.start, self.languages.get(language), task, self.no_timestamps]
@@ -109,13 +106,3 @@ def _suppressed(generation: Mapping[str, Any], config: Mapping[str, Any], path: 
     if len(tokens) > MAX_LOGIT_BIAS:
         raise ConfigError(f"{path}: suppress_tokens has {len(tokens)} tokens; at most {MAX_LOGIT_BIAS} are taken")
     return tokens
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} can't be read as JSON ({error}); copy it again") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is not a JSON object; copy it again")
-    return value

@@ -17,6 +17,7 @@ import xxhash
 
 from baton.errors import ConfigError
 from baton.model_formats.images import IMAGE_FAMILIES, read_processor
+from baton.model_formats.json_files import read_object
 from baton.model_formats.safetensors_header import UnsoundSafetensors, read_header
 from baton.runner.model.pooling_files import pooling_fields
 
@@ -78,13 +79,7 @@ def _checked_config(directory: Path) -> Mapping[str, Any]:
 def _read_json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path.parent} has no {path.name}; is it a transformers model directory?")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise ConfigError(f"{path} can't be read as JSON ({error}); copy it again") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is not a JSON object; copy it again")
-    return value
+    return read_object(path)
 
 
 def _weight_files(directory: Path) -> tuple[Path, ...]:

@@ -6,13 +6,13 @@ with others is refused, since its vectors would be wrong without them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
 from baton.messages.pooling import Activation, ModelPooling, Pooling
+from baton.model_formats.json_files import read_json, read_object
 
 ENCODER_TYPES = frozenset({"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "modernbert"})
 """The model types that are computed as encoders: each token attends to all of its text."""
@@ -33,7 +33,7 @@ _MAX_LABEL_CHARS = 256
 
 def read_pooling(directory: Path) -> ModelPooling:
     """What the files of a model directory say; raises ConfigError for what is not understood."""
-    config = _read(directory / "config.json")
+    config = read_object(directory / "config.json")
     labels = classifier_labels(config, directory) if is_classifier(config) else ()
     encodes = is_encoder(config)
     default, normalizes = _sentence_modules(directory) or (Pooling.CLS if encodes else Pooling.LAST, True)
@@ -61,7 +61,7 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
 def is_encoder_directory(directory: Path) -> bool:
     """Whether a model directory is of an encoder; False also for one that can't be read, which others refuse."""
     try:
-        return is_encoder(_read(directory / "config.json"))
+        return is_encoder(read_object(directory / "config.json"))
     except ConfigError:
         return False
 
@@ -104,7 +104,7 @@ def _max_length(config: Mapping[str, Any], directory: Path) -> int:
     if longest < 2:
         raise ConfigError(f"{directory / 'config.json'} has no max_position_embeddings for two tokens; copy it again")
     file = directory / "sentence_bert_config.json"
-    shorter = _number(_read(file).get("max_seq_length")) if file.is_file() else 0
+    shorter = _number(read_object(file).get("max_seq_length")) if file.is_file() else 0
     return min(longest, shorter) if shorter > 1 else longest
 
 
@@ -120,7 +120,7 @@ def _sentence_modules(directory: Path) -> tuple[Pooling, bool] | None:
     path = _pooling_path(modules)
     if not path:
         return None
-    return _pooling_mode(_read(directory / path / "config.json"), directory / path), "Normalize" in kinds
+    return _pooling_mode(read_object(directory / path / "config.json"), directory / path), "Normalize" in kinds
 
 
 def _modules(directory: Path) -> list[Mapping[str, Any]]:
@@ -128,7 +128,7 @@ def _modules(directory: Path) -> list[Mapping[str, Any]]:
     file = directory / "modules.json"
     if not file.is_file():
         return []
-    modules = _json(file)
+    modules = read_json(file)
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
         raise ConfigError(f"{file} is not a list of modules; copy it again")
     path = _pooling_path(modules)
@@ -215,17 +215,3 @@ def _number(value: Any) -> int:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    value = _json(path)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is not a JSON object; copy it again")
-    return value
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} can't be read ({error}); copy it again") from error

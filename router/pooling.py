@@ -77,7 +77,7 @@ class PoolingInput:
     field: str = "input"
     """The client's field, for refusals."""
     second_field: str = ""
-    """That of the second text, which is also blamed if both together are too long; empty: `field`."""
+    """The client's field of the second text, which is also blamed if both together are too long; empty: `field`."""
 
 
 @dataclass(frozen=True, slots=True)

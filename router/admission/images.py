@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
-from baton.messages.capabilities import Capability, check_capable
+from baton.messages.capabilities import Capability
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.model_formats.images.encoded import ImageLimits
 from baton.text.image_prompts import FIELD, ImagePrompts, PromptImage
-
-_ALL = frozenset(Capability)
+from router.admission.capable import check_can
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +37,7 @@ class ImageRules:
 
 def check_takes_images(card: ModelCard, rules: ImageRules | None) -> ImageRules:
     """The rules of a model that takes images here. Raises UnsupportedRequest for another."""
-    if rules is None:
-        check_capable(card.name, {Capability.IMAGE}, (card.capabilities or _ALL) - {Capability.IMAGE})
-    check_capable(card.name, {Capability.IMAGE}, card.capabilities or _ALL)
+    check_can(card, Capability.IMAGE, is_taken=rules is not None)
     assert rules is not None
     return rules
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from sys import byteorder
 
 from baton.errors import InvalidRequest
-from baton.messages.capabilities import Capability, check_capable
+from baton.messages.capabilities import Capability
 from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.request_limits import MAX_AUDIO_BYTES
 from baton.messages.spans import PLACEHOLDER, Span
 from baton.model_formats.encoder_decoders import EncoderDecoder
-
-_ALL = frozenset(Capability)
+from router.admission.capable import check_can
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +52,8 @@ def read_source(
     else:
         refuse_audio(raw, card)
         prompt = encode(source.most_rows)
-        given = array("I", prompt)
-        if byteorder == "big":
-            given.byteswap()
-        tokens, num_rows = source.start, len(given)
-        content = EncoderContent.of(given.tobytes(), ContentKind.TEXT)
+        tokens, num_rows = source.start, len(prompt)
+        content = EncoderContent.of(struct.pack(f"<{num_rows}I", *prompt), ContentKind.TEXT)
     spans = source_spans(content.digest, num_rows)
     num_left = source.num_left(len(prompt), card.max_model_len)
     if num_left < 1:
@@ -81,4 +76,4 @@ def check_audio(raw: GenerateRequest, card: ModelCard) -> None:
 def refuse_audio(raw: GenerateRequest, card: ModelCard) -> None:
     """Raises UnsupportedRequest for audio, which the model does not take."""
     if raw.audio:
-        check_capable(card.name, {Capability.TRANSCRIBE}, (card.capabilities or _ALL) - {Capability.TRANSCRIBE})
+        check_can(card, Capability.TRANSCRIBE, is_taken=False)

@@ -12,9 +12,11 @@ from typing import Any
 from baton.config import MIN_PRIORITY
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.errors import InvalidRequest, UnknownModel
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id, scoped
 from baton.messages.pooling import PoolingRequest
+from baton.messages.prompt_rows import PromptRows
 from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_BYTES,
@@ -40,7 +42,9 @@ from baton.messages.sampling import (
     RepetitionDetection,
     SamplingParams,
 )
+from baton.messages.spans import Span
 from baton.text.closed_objects import without_extra_keys
+from baton.text.image_prompts import PromptImage
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 from router.admission.images import ImageRules, read_images
 from router.admission.pooling import check_generates, pooling_params
@@ -103,26 +107,16 @@ def validate(
     if best_of > n and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # the sequences are compared by them
     sampling = _with_beams(replace(sampling, n=best_of), raw, n)
-    source = None
+    contents: Sequence[EncoderContent]
     if card.source is None:
         refuse_audio(raw, card)
+        prompt, spans = _with_given_rows(raw, card, encode, embeds, images, image_rules)
+        contents, num_left = [image.content for image in images], card.max_model_len - len(prompt)
     else:
         source = read_source(raw, card, card.source, partial(_prompt, raw.prompt, card, encode))
-    text_or_ids = raw.prompt
-    if images and image_rules is not None and isinstance(text_or_ids, str):
-        check_text("prompt", text_or_ids, MAX_PROMPT_BYTES)
-        text_or_ids = image_rules.prompts.expanded(text_or_ids, images)
-    left = None
-    if source is not None:
-        prompt, spans, left = source.token_ids, source.spans, source.num_left
-    else:
-        prompt = _prompt(text_or_ids, card, encode, card.max_model_len - 1) if raw.prompt or not embeds else ()
-        prompt, spans = with_spans(prompt, embeds, raw, card) if embeds else (prompt, ())
-    if images and image_rules is not None:
-        prompt, spans = image_rules.prompts.with_spans(prompt, images)
-    contents = [image.content for image in images] if source is None else [source.content]
+        prompt, spans, contents, num_left = source.token_ids, source.spans, [source.content], source.num_left
     check_prompt_logprobs(len(prompt), sampling.prompt_logprobs, MAX_PROMPT_LOGPROB_VALUES)
-    sampling = _with_lengths(sampling, raw, card.max_model_len - len(prompt) if left is None else left)
+    sampling = _with_lengths(sampling, raw, num_left)
     check_output_size(sampling.n, sampling.max_tokens, raw.logprobs)
     sampling = _with_constraint(sampling, raw, card, has_text=encode is not None)
     valid = ValidRequest(
@@ -144,6 +138,25 @@ def validate(
         contents=tuple({content.digest: content for content in contents}.values()),
     )
     return _with_adapter(valid, raw.model, card)
+
+
+def _with_given_rows(
+    raw: GenerateRequest,
+    card: ModelCard,
+    encode: Callable[[str], list[int]] | None,
+    embeds: Sequence[PromptRows],
+    images: Sequence[PromptImage],
+    image_rules: ImageRules | None,
+) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+    """The prompt's ids, and the spans of given rows or of images in it."""
+    text_or_ids = raw.prompt
+    if images and image_rules is not None and isinstance(text_or_ids, str):
+        check_text("prompt", text_or_ids, MAX_PROMPT_BYTES)
+        text_or_ids = image_rules.prompts.expanded(text_or_ids, images)
+    prompt = _prompt(text_or_ids, card, encode, card.max_model_len - 1) if raw.prompt or not embeds else ()
+    if images and image_rules is not None:
+        return image_rules.prompts.with_spans(prompt, images)
+    return with_spans(prompt, embeds, raw, card) if embeds else (prompt, ())
 
 
 def _for_pooling(

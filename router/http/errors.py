@@ -96,6 +96,11 @@ def error_body(error: BatonError) -> bytes:
     return json.dumps({"error": error_of(error)}).encode()
 
 
+def error_event(error: BatonError) -> bytes:
+    """The same as a server-sent event, the last one of a stream."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
 def error_headers(error: BatonError) -> Headers:
     """Headers that say whether and when to try again, as OpenAI's clients read them."""
     status = kind_of(error).status

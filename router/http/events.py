@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, Finished
 from router.http.answer_format import AnswerFormat, quote
-from router.http.errors import error_body
+from router.http.errors import error_event
 from router.http.event_id import event_id
 from router.http.logprobs import Spelling
 
@@ -178,7 +178,7 @@ class EventWriter:
 
     def error(self, error: BatonError) -> bytes:
         """The last event of a request that failed."""
-        return b"data: " + error_body(error) + b"\n\n"
+        return error_event(error)
 
     def _event(self, data: str) -> bytes:
         """The event with this data, which ends with the empty line."""

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, QueueFull
-from baton.messages.capabilities import Capability, check_capable
+from baton.messages.capabilities import Capability
 from baton.model_formats.audio import AudioLimits, Recording, UnusableAudio, decode_audio, divided
 from baton.model_formats.limits import AUDIO_RATE
 from baton.text.speech_prompts import SpeechPrompts
+from router.admission.capable import check_can
 from router.admission.validation import check_model
 from router.http.answers import path_headers
 from router.http.audio.bodies import SpeechBody
@@ -24,7 +25,7 @@ from router.http.audio.transcription import PartEnd, SpeechCall, Transcription
 from router.http.bodies.strict import read_as
 from router.http.client import Client
 from router.http.endpoints import Handler, in_thread_if_large, timeout_of, with_client_names
-from router.http.errors import Headers, error_body
+from router.http.errors import Headers, error_event
 from router.http.json_body import LargeBodies, LargeBody, read_body
 from router.http.model import ServedModel
 
@@ -36,7 +37,6 @@ _DECODED_AT_ONCE = 2
 """Recordings that are decoded at once: half of the threads for such work, since a long one takes half a minute."""
 _MOST_WAITING = 64
 """Recordings that may wait for that."""
-_ALL = frozenset(Capability)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,7 @@ class SpeechEndpoint:
 
     def _rules_of_model(self) -> SpeechRules:
         """The rules of a model for speech. Raises UnsupportedRequest for another, before anything is read."""
-        card = self._model.card
-        can = card.capabilities or _ALL
-        check_capable(card.name, {Capability.TRANSCRIBE}, can - {Capability.TRANSCRIBE} if self._rules is None else can)
+        check_can(self._model.card, Capability.TRANSCRIBE, is_taken=self._rules is not None)
         assert self._rules is not None
         return self._rules
 
@@ -243,13 +241,9 @@ async def _stream(client: Client, transcription: Transcription) -> None:
     except BatonError as error:
         if not client.has_begun:
             raise
-        await client.write(_error_event(error), more=False)
+        await client.write(error_event(error), more=False)
     except Exception:
         if not client.has_begun:
             raise
         _log.exception("a stream failed")
-        await client.write(_error_event(BatonError("internal error; the log of the server has it")), more=False)
-
-
-def _error_event(error: BatonError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
+        await client.write(error_event(BatonError("internal error; the log of the server has it")), more=False)

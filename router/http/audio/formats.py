@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import zlib
@@ -151,14 +152,10 @@ def _srt(segments: Sequence[Segment]) -> str:
 def _vtt(segments: Sequence[Segment]) -> str:
     """WebVTT (https://www.w3.org/TR/webvtt1/), in whose texts `&` and `<` are escaped."""
     cues = "".join(
-        f"{_time(segment.start_s, '.')} --> {_time(segment.end_s, '.')}\n{_escaped(text)}\n\n"
+        f"{_time(segment.start_s, '.')} --> {_time(segment.end_s, '.')}\n{html.escape(text, quote=False)}\n\n"
         for segment, text in _cues(segments)
     )
     return "WEBVTT\n\n" + cues
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _time(seconds: float, point: str) -> str:

@@ -152,7 +152,7 @@ def text_of(blocks: Sequence[Block]) -> str:
 
 
 def parts_of(blocks: Sequence[Block]) -> list[str | ImagePart]:
-    """Those that are text or images, in order; texts that follow each other are joined by newlines."""
+    """The texts and images among the blocks, in order; texts that follow each other are joined by newlines."""
     parts: list[str | ImagePart] = []
     for is_text, group in groupby(blocks, lambda block: not isinstance(block, ImageBlock)):
         if is_text:

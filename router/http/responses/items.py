@@ -32,7 +32,7 @@ class Item:
 
     @property
     def texts(self) -> Sequence[str]:
-        """Those parts that are text."""
+        """The parts that are text."""
         return [part for part in self.parts if isinstance(part, str)]
 
     @property
@@ -42,7 +42,7 @@ class Item:
 
     @property
     def images(self) -> Sequence[ImagePart]:
-        """Those parts that are images."""
+        """The parts that are images."""
         return [part for part in self.parts if isinstance(part, ImagePart)]
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.core import EngineCore
 from baton.engine.request import Request
 from baton.messages.capabilities import Capability
 from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams
@@ -23,7 +22,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.spec import TorchSpec
 from tests.oracle.test_adapters_exact import GREEDY, TARGETS
 from tests.oracle.test_encoder_decoder_exact import generate_with_transformers as transformers_tokens
-from tests.oracle.test_encoder_decoder_exact import inputs_of, requests_for
+from tests.oracle.test_encoder_decoder_exact import inputs_of, outputs_of, requests_for
 from tests.oracle.test_encoders import TEXTS, vectors
 from tests.oracle.test_image_exact import engine_of, prompt_of
 from tests.oracle.test_prompt_embeds import DRAWN, alone, generate_with_transformers, prompts_of, run_recorded
@@ -43,17 +42,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 LOGGED = SamplingParams(temperature=0.8, seed=4, max_tokens=12, logprobs=2)
-
-
-def outputs_of(engine: EngineCore, requests: Sequence[Request]) -> dict[str, list[Any]]:
-    """Tokens and log-probabilities of each request, all at once."""
-    found: dict[str, list[Any]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.add_request(request)
-    while engine.has_work():
-        for output in (output for outputs in engine.step().values() for output in outputs.outputs):
-            found[output.request_id] += [*output.new_token_ids, *output.new_logprobs]
-    return found
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "gpt2", "qwen3_moe"])

@@ -71,7 +71,7 @@ def stacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def weights(tmp_path: Path) -> dict[str, torch.Tensor]:
-    """Those of a tiny Whisper model, none of which is zero."""
+    """The weights of a tiny Whisper model, none of which is zero."""
     write_encoder_decoder(tmp_path / "tiny", "whisper")
     found = load_file(tmp_path / "tiny" / "model.safetensors")
     return {

@@ -80,7 +80,7 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
         "prompt_embeds": (),
         # Parts of chats alone.
         "images": (),
-        # Of forms alone.
+        # Only forms have it.
         "audio": b"",
         # Asked for at a path of its own.
         "pooling": None,

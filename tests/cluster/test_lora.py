@@ -22,11 +22,13 @@ from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.loading import load_runner
+from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner, expected_tokens
-from tests.support.adapter_files import lora_tensors, write_adapter, write_simple_adapter
+from tests.support.adapter_files import expert_tensors, lora_tensors, write_adapter, write_simple_adapter
 from tests.support.caller import Answer, TokenCount
 from tests.support.mini_cluster import BOTH_KINDS, MiniCluster, mini_cluster, random_prompt, simulated_model_dir
+from tests.support.tiny_models import TINY_MODELS
 
 pytestmark = pytest.mark.one_transport
 
@@ -124,17 +126,28 @@ async def test_adapters_and_the_base_model_side_by_side_through_reloads_and_dead
             await cluster.generate(request("two", 6))
 
 
-async def test_a_computed_model_has_the_tokens_that_it_has_without_a_cluster(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_mixture", [False, True])
+async def test_a_computed_model_has_the_tokens_that_it_has_without_a_cluster(tmp_path: Path, is_mixture: bool) -> None:
+    base = DEMO_MODEL
+    if is_mixture:
+        base = tmp_path / "base"
+        write_random_model(base, TINY_MODELS["mixtral"], seed=5)
+
     def runner(_: str = "") -> TorchModelRunner:
-        return load_runner(DEMO_MODEL, dtype="float32", block_size=16, num_blocks=64, num_threads=1)
+        return load_runner(base, dtype="float32", block_size=16, num_blocks=64, num_threads=1)
 
     modules = runner()._transformer.adapters.modules
     for rank, name in ((4, "one"), (8, "two")):
-        write_adapter(tmp_path / name, lora_tensors(modules, rank, seed=rank, scale=0.3), rank)
+        tensors, targets = lora_tensors(modules, rank, seed=rank, scale=0.3), []
+        if is_mixture:
+            shapes = [(256, 64), (64, 128)]
+            tensors = expert_tensors("model.layers.1.mlp.experts", shapes, 4, rank, seed=rank, scale=0.3)
+            targets = ["experts.gate_up_proj", "experts.down_proj"]
+        write_adapter(tmp_path / name, tensors, rank, target_parameters=targets)
     lora_modules = f"one={tmp_path / 'one'},two={tmp_path / 'two'}"
     prompts = [random_prompt(Random(seed), 40, 200) for seed in range(2)]
     names = ["", "one", "two"]
-    with LLM(DEMO_MODEL, dtype="float32", threads=1, lora_modules=lora_modules) as llm:
+    with LLM(base, dtype="float32", threads=1, lora_modules=lora_modules) as llm:
         params = baton.SamplingParams(temperature=0.0, seed=3, max_tokens=12, ignore_eos=True)
         alone = {
             (name, place): list(llm.generate([prompt], params, adapter=name, use_tqdm=False)[0].outputs[0].token_ids)
@@ -144,7 +157,7 @@ async def test_a_computed_model_has_the_tokens_that_it_has_without_a_cluster(tmp
     assert len({tuple(tokens) for tokens in alone.values()}) == len(alone), "adapters change what the model says"
     async with mini_cluster(
         runner,
-        DEMO_MODEL,
+        base,
         router_settings={**BOTH_KINDS, "lora_modules": lora_modules},
         lora_modules=lora_modules,
         dtype="float32",

@@ -24,9 +24,11 @@ from tests.oracle.test_bit_exact import (
     assert_interruptions_change_no_bit,
     same_bits,
 )
-from tests.support.adapter_files import lora_tensors, write_adapter
+from tests.support.adapter_files import expert_tensors, lora_tensors, write_adapter
 
 RANKS = (4, 9, 16)
+WIDTHS = {"mixtral": 128, "qwen3_moe": 64, "gpt_oss": 128}
+"""The widths of experts in mixtures of 4 with 3 layers of 64."""
 
 
 class WithoutPrograms(CompiledOperations):
@@ -125,3 +127,64 @@ def test_bits_depend_on_the_own_adapter_alone_without_kernels(tmp_path: Path, na
     mix(run, digests, digests[2])
     expected = run.compute(run.state("main"), [LENGTH])
     assert run.compute(run.state("main"), [77, 1, 40, 90], run.mates(6)).equals(expected)
+
+
+def run_of_mixture(directory: Path, name: str, dtype: str, **how: Any) -> tuple[Run, list[str]]:
+    """A mixture with adapters of its attention, of its experts, and of both with the router; their digests, too."""
+    base = directory / name
+    if not base.exists():
+        write_random_model(base, MODELS[name], seed=3)
+    runner = load_runner(base, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=800, **how)
+    modules = {name: shape for name, shape in runner.adaptable_modules.items() if "self_attn" in name}
+    router = "router" if name == "gpt_oss" else "gate"
+    inner, targets = WIDTHS[name], ["mlp.experts.gate_up_proj", "experts.down_proj", f"{router}.weight"]
+    shapes = [(2 * inner, 64), (64, inner)]
+    digests = []
+    for rank, parts in ((4, "a"), (9, "e"), (3, "aer")):
+        tensors = lora_tensors(modules, rank, seed=rank, scale=0.1) if "a" in parts else {}
+        for layer in range(3):
+            if "e" in parts:
+                module = f"model.layers.{layer}.mlp.experts"
+                tensors |= expert_tensors(module, shapes, 4, rank, seed=layer + rank, scale=0.1)
+            if "r" in parts:
+                tensors |= lora_tensors({f"model.layers.{layer}.mlp.{router}": (4, 64)}, rank, seed=layer, scale=0.1)
+        files = write_adapter(
+            directory / f"{name}-{parts}",
+            tensors,
+            rank,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_parameters=targets,
+        )
+        digests.append(open_adapter(files).digest())
+        runner.load_adapter(files, digests[-1])
+    return Run(runner._transformer, runner.model.vocab_size), digests
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "how"),
+    [
+        ("mixtral", "bfloat16", {}),
+        ("qwen3_moe", "float32", {}),
+        ("gpt_oss", "bfloat16", {}),
+        ("mixtral", "bfloat16", {"quantization": "int8"}),
+        ("qwen3_moe", "bfloat16", {"operations": TorchOperations(1)}),
+    ],
+)
+def test_bits_depend_on_the_own_adapter_of_experts_alone(
+    tmp_path: Path, name: str, dtype: str, how: dict[str, Any]
+) -> None:
+    run, digests = run_of_mixture(tmp_path, name, dtype, **how)
+    base = run.compute(run.state("main"), [LENGTH])
+    mix(run, digests, "")
+    assert run.compute(run.state("main"), [77, 40, 90], run.mates(6)).equals(base), "without one, beside others"
+    for digest in digests:
+        mix(run, digests, digest)
+        expected = run.compute(run.state("main"), [LENGTH])
+        assert not np.isclose(expected.logits, base.logits).all()
+        assert run.compute(run.state("main"), [77, 1, 40, 90], run.mates(6)).equals(expected)
+        assert run.compute(run.state("main"), [LENGTH], run.mates(MOST_MATES)).equals(expected)
+    assert same_bits(run.draw(run.state("main"), 41), expected.logits[-1:]), "drawn after chunks"
+    if "operations" not in how:
+        other, _ = run_of_mixture(tmp_path, name, dtype, num_threads=2, **how)
+        mix(other, digests, digests[2])
+        assert other.compute(other.state("main"), [1, 200, 7], other.mates(5)).equals(expected), "on two threads"

@@ -117,8 +117,8 @@ def expert_layers(transformer: Transformer) -> dict[int, str]:
     for path, part in transformer._module.named_modules():
         experts = getattr(part, "baton_experts", None)
         if experts is not None:
-            found |= {id(weight): f"{path}.{number}.gate_proj" for number, weight in enumerate(experts._up)}
-            found |= {id(weight): f"{path}.{number}.down_proj" for number, weight in enumerate(experts._down)}
+            found |= {id(weight): f"{path}.{number}.gate_proj" for number, weight in enumerate(experts._up.packed)}
+            found |= {id(weight): f"{path}.{number}.down_proj" for number, weight in enumerate(experts._down.packed)}
     return found
 
 

@@ -13,6 +13,7 @@ from baton.model_formats.adapters.files import (
     TensorPlace,
     open_adapter,
     read_adapter,
+    without_wrappers,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "TensorPlace",
     "open_adapter",
     "read_adapter",
+    "without_wrappers",
 ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,7 +53,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Settings of training and of PEFT itself, whatever their values."""
 
-_ONLY_NAMES = frozenset(("exclude_modules", "layers_pattern", "layers_to_transform", "target_parameters"))
+_ONLY_NAMES = frozenset(("exclude_modules", "layers_pattern", "layers_to_transform"))
 """Settings that say which modules have tensors, as the names of the tensors do."""
 
 
@@ -73,21 +73,29 @@ class AdapterConfig:
     never evaluated."""
     modules_to_save: frozenset[str]
     """Last parts of the names of the modules that it replaces."""
+    target_parameters: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Last parts of the names of the parameters that it changes, by the last parts of their modules' names; the empty
+    name stands for every module."""
     base_model: str = ""
     """What the files call the base model."""
 
-    def rank_of(self, module: str) -> int:
-        """The rank of a module."""
-        return self.rank_pattern.value_of(module, self.rank)
+    def rank_of(self, name: str) -> int:
+        """The rank of a module, or of a parameter."""
+        return self.rank_pattern.value_of(name, self.rank)
 
     def factor_of(self, module: str) -> float:
-        """The number with which B A x is multiplied in a module."""
+        """The number with which B A x is multiplied in a module, or for a parameter."""
         rank, alpha = self.rank_of(module), self.alpha_pattern.value_of(module, self.alpha)
         return alpha / math.sqrt(rank) if self.uses_rslora else alpha / rank
 
     def targets(self, module: str) -> bool:
         """Whether the adapter is meant to change this module, as far as its names say."""
         return isinstance(self.target_modules, str) or _has_end_of(module, self.target_modules)
+
+    def parameters_of(self, module: str) -> frozenset[str]:
+        """The parameters of a module that the adapter is meant to change, as far as its names say."""
+        found = (self.target_parameters.get(end, frozenset()) for end in ("", *_ends_of(module)))
+        return frozenset[str]().union(*found)
 
     def saves(self, module: str) -> bool:
         """Whether the adapter is meant to replace this module."""
@@ -108,13 +116,20 @@ class AdapterConfig:
             else sorted(self.target_modules),
             "modules_to_save": sorted(self.modules_to_save),
         }
+        if self.target_parameters:
+            fields["target_parameters"] = {of: sorted(names) for of, names in self.target_parameters.items()}
         return json.dumps(fields, sort_keys=True).encode()
 
 
 def _has_end_of(module: str, names: frozenset[str]) -> bool:
     """Whether a module's name, or the end of it from one of its parts on, is among the names."""
+    return any(end in names for end in _ends_of(module))
+
+
+def _ends_of(module: str) -> Iterator[str]:
+    """A module's name, and the ends of it from each of its parts on."""
     parts = module.split(".")
-    return any(".".join(parts[first:]) in names for first in range(len(parts)))
+    return (".".join(parts[first:]) for first in range(len(parts)))
 
 
 def read_config(directory: Path) -> AdapterConfig:
@@ -140,6 +155,7 @@ def read_config(directory: Path) -> AdapterConfig:
         has_lora_bias=read["lora_bias"],
         target_modules=read["target_modules"],
         modules_to_save=read["modules_to_save"],
+        target_parameters=read["target_parameters"],
         base_model=_printable(given.get("base_model_name_or_path")),
     )
 
@@ -233,6 +249,14 @@ def _names(path: Path, name: str, value: object) -> frozenset[str]:
     return frozenset(value)
 
 
+def _parameters(path: Path, name: str, value: object) -> Mapping[str, frozenset[str]]:
+    found: dict[str, set[str]] = {}
+    for parameter in _names(path, name, value):
+        module, _, own = parameter.rpartition(".")
+        found.setdefault(module, set()).add(own)
+    return {module: frozenset(names) for module, names in found.items()}
+
+
 _READERS = {
     "peft_type": lambda _path, _name, value: value,
     "r": _rank,
@@ -244,5 +268,6 @@ _READERS = {
     "lora_bias": _flag,
     "target_modules": _targets,
     "modules_to_save": _names,
+    "target_parameters": _parameters,
     "fan_in_fan_out": _flag,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ _MOST_TENSORS = 200_000
 _MOST_BYTES = 32 << 30
 _READ_BYTES = 1 << 22
 _PREFIX = "base_model.model."
+_WRAPPED = ".base_layer"
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -75,6 +76,11 @@ class ModuleTensors:
     bias: TensorPlace | None = None
     """[outputs], which is added as B A x is."""
     is_embedding: bool = False
+    patterns_name: str = ""
+    """The name with which patterns of ranks and factors are compared: the module's, or its parameter's."""
+    num_stacked: int = 1
+    """The number of experts whose A are in `a`, one behind the other, and whose B are in `b`, rank by rank; 0: the
+    tensors are a parameter's, of which only the model says how many experts it has."""
     others: dict[str, TensorPlace] = field(default_factory=dict)
     """The tensors of a module that the adapter replaces, and those of the base model that PEFT wrote beside its own, by
     the rest of their names."""
@@ -83,6 +89,11 @@ class ModuleTensors:
     def computes(self) -> bool:
         """Whether A and B are both there: a module that lacks one of them is as in the base model."""
         return self.a is not None and self.b is not None
+
+    @property
+    def is_of_parameter(self) -> bool:
+        """Whether the tensors are a parameter's, for which only the model says which one it is."""
+        return self.num_stacked == 0
 
 
 _SUFFIXES = {
@@ -118,14 +129,25 @@ class AdapterFiles:
     def check_ranks(self, max_rank: int) -> None:
         """Raise AdapterRefused for ranks that are not those of the settings, or above the highest that is allowed.
 
-        Settings may have many patterns: who knows the model's modules refuses others first.
+        Settings may have many patterns: who knows the model's modules refuses others first, and says which parameters
+        the tensors of parameters are of (`with_parameters`): they are not checked otherwise.
         """
         for tensors in self.modules.values():
             _check_rank(self.weights_path, self.config, tensors, max_rank)
 
+    def with_parameters(self, found: Mapping[str, tuple[str, int]]) -> AdapterFiles:
+        """The same files, for some modules with the name of the parameter that is meant and its number of experts."""
+        modules = {
+            name: replace(tensors, patterns_name=found[name][0], num_stacked=found[name][1])
+            if name in found
+            else tensors
+            for name, tensors in self.modules.items()
+        }
+        return replace(self, modules=modules)
+
     def info(self) -> AdapterInfo:
         """What is to be known of the adapter; reads the whole file for its digest. Raises AdapterRefused."""
-        ranks = [self.config.rank_of(tensors.module) for tensors in self.modules.values() if tensors.computes]
+        ranks = [_rank_of(self.config, tensors) for tensors in self.modules.values() if tensors.computes]
         return AdapterInfo(
             self.digest(), max(ranks, default=0), self.num_bytes, len(self.modules), self.config.base_model
         )
@@ -272,7 +294,7 @@ def _modules(path: Path, config: AdapterConfig, tensors: tuple[TensorPlace, ...]
         for suffix, (part, is_embedding) in _SUFFIXES.items():
             if name.endswith(f".{suffix}"):
                 module = name.removesuffix(f".{suffix}")
-                found = modules.setdefault(module, ModuleTensors(module))
+                found = modules.setdefault(module, _tensors_of(config, module))
                 if found.a is not None and found.is_embedding != is_embedding:
                     raise AdapterRefused(f"{path} has tensors of {module} as of an embedding and as of a product")
                 found.is_embedding = is_embedding
@@ -280,15 +302,39 @@ def _modules(path: Path, config: AdapterConfig, tensors: tuple[TensorPlace, ...]
                 break
         else:
             module, _, rest = name.rpartition(".")
-            if module.endswith(".base_layer"):
-                module, rest = module.removesuffix(".base_layer"), f"base_layer.{rest}"
+            if module.endswith(_WRAPPED):
+                module, rest = module.removesuffix(_WRAPPED), f"base_layer.{rest}"
             elif not config.saves(module):
                 raise AdapterRefused(
                     f"{path}: the tensor {place.name} is neither LoRA's A or B nor of a module in modules_to_save; "
                     "save the adapter without it"
                 )
-            modules.setdefault(module, ModuleTensors(module)).others[rest] = place
+            modules.setdefault(module, ModuleTensors(module, patterns_name=module)).others[rest] = place
     return modules
+
+
+def _tensors_of(config: AdapterConfig, module: str) -> ModuleTensors:
+    """A module without tensors yet; PEFT wraps a module once for each of its parameters."""
+    wrapped = without_wrappers(module)
+    # A text that says which modules are meant says nothing of one module: the model knows.
+    is_module = not isinstance(config.target_modules, str) and config.targets(wrapped)
+    is_parameter = bool(config.parameters_of(wrapped)) and not is_module
+    return ModuleTensors(module, patterns_name=module, num_stacked=0 if is_parameter else 1)
+
+
+def without_wrappers(module: str) -> str:
+    """The name of the module in the base model to whose parameters tensors under this name belong."""
+    while module.endswith(_WRAPPED):
+        module = module.removesuffix(_WRAPPED)
+    return module
+
+
+def _rank_of(config: AdapterConfig, tensors: ModuleTensors) -> int:
+    """The rank of a module's tensors; if it is not known yet which parameter's, the highest that it may be."""
+    if not tensors.is_of_parameter:
+        return config.rank_of(tensors.patterns_name)
+    module = without_wrappers(tensors.module)
+    return max(config.rank_of(f"{module}.{parameter}") for parameter in config.parameters_of(module))
 
 
 def _check_module(path: Path, config: AdapterConfig, tensors: ModuleTensors) -> None:
@@ -296,9 +342,14 @@ def _check_module(path: Path, config: AdapterConfig, tensors: ModuleTensors) -> 
     module, a, b = tensors.module, tensors.a, tensors.b
     if len(module) > LONGEST:
         raise AdapterRefused(f"{path} has the module {module:.60}…; names of at most {LONGEST} characters are read")
-    if (a is not None or b is not None) and not config.targets(module):
+    if (a is not None or b is not None) and not (tensors.is_of_parameter or config.targets(module)):
         raise AdapterRefused(
-            f"{path} has tensors of {module}, which is none of its target_modules; copy both files again"
+            f"{path} has tensors of {module}, which is none of its target_modules, and of which it targets no "
+            "parameter; copy both files again"
+        )
+    if tensors.is_of_parameter and (tensors.is_embedding or tensors.bias is not None):
+        raise AdapterRefused(
+            f"{path} has a bias, or tensors of an embedding, for a parameter of {module}; copy both files again"
         )
     for place in (a, b):
         if place is not None and len(place.shape) != 2:
@@ -315,16 +366,17 @@ def _check_module(path: Path, config: AdapterConfig, tensors: ModuleTensors) -> 
 
 def _check_rank(path: Path, config: AdapterConfig, tensors: ModuleTensors, max_rank: int) -> None:
     """Check a module's tensors against the rank that the settings say."""
-    if tensors.a is None and tensors.b is None:
+    if (tensors.a is None and tensors.b is None) or tensors.is_of_parameter:
         return
-    rank = config.rank_of(tensors.module)
+    rank = config.rank_of(tensors.patterns_name)
     if rank > max_rank:
         raise AdapterRefused(
             f"{path}: {tensors.module} has the rank {rank}, and at most {max_rank} is allowed; raise --max-lora-rank"
         )
     for place, axis in ((tensors.a, 0), (tensors.b, 1)):
-        if place is not None and place.shape[axis] != rank:
+        if place is not None and place.shape[axis] != rank * tensors.num_stacked:
+            experts = f", {tensors.num_stacked} times," if tensors.num_stacked > 1 else ""
             raise AdapterRefused(
-                f"{path}: {place.name} has the shape {list(place.shape)}, which is none of the rank {rank} in its "
-                "settings; copy both files again"
+                f"{path}: {place.name} has the shape {list(place.shape)}, which is none of the rank {rank}{experts} in "
+                "its settings; copy both files again"
             )

@@ -22,6 +22,8 @@ class LoadedAdapters:
 
     products: AdapterTable = field(default_factory=AdapterTable)
     """By number of the product, then by slot: what `Operations.adapt` returned, or None."""
+    experts: Sequence[Sequence[Sequence[Any] | None]] = ()
+    """By number of the experts' product, by slot, and by expert: what `Operations.adapt` returned, or None."""
     embeddings: Sequence[Any] = ()
     """By slot: what the adapter adds to embeddings, or None."""
 
@@ -50,6 +52,18 @@ class RowsOfStep:
         """Go on with the first rows alone."""
         if self.slots is not None:
             self.slots = self.slots[:count]
+
+    def of_product(self, num_rows: int) -> torch.Tensor | None:
+        """The slots [rows] for a product of all rows that are left, and of padding behind them; None if none has one.
+
+        Raises RuntimeError for a product of other rows.
+        """
+        if (slots := self.slots) is None:
+            return None
+        num_padding = num_rows - slots.shape[0]
+        if not 0 <= num_padding < self.row_quantum:
+            raise RuntimeError(f"a product of {num_rows} rows is not of the step's {slots.shape[0]} rows")
+        return torch.cat((slots, slots.new_full((num_padding,), -1))) if num_padding else slots
 
     def of_step(self) -> StepAdapters | None:
         """The adapters for a program that computes all rows of the step; None if no row has one."""
@@ -89,6 +103,7 @@ class AdaptableProduct:
         self._number: int | None = None
         self._rows = _NO_ROWS
         self._num_rows: set[int] = set()
+        self._row_dtypes: set[torch.dtype] = set()
 
     def attach(self, number: int, rows: RowsOfStep) -> None:
         """Give the product its number in tables of adapters, and the rows of the steps to come."""
@@ -99,17 +114,30 @@ class AdaptableProduct:
         """Whether it computed all rows of the step that was to find out, once each."""
         return self._num_rows == {0}
 
+    @property
+    def row_dtype(self) -> torch.dtype | None:
+        """The dtype of the rows of the step that was to find out; None if it computed no rows, or some of each."""
+        return next(iter(self._row_dtypes)) if len(self._row_dtypes) == 1 else None
+
     def keep(self, index: torch.Tensor) -> None:
         """Go on with the rows `index` alone, in this product and all that are computed behind it in the step."""
         self._rows.keep(index)
 
     def linear(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        packed: Any = None,
     ) -> torch.Tensor:
-        """The product, as `Operations.linear` computes it, with the adapters of the step's rows."""
+        """The product, as `Operations.linear` computes it, with the adapters of the step's rows.
+
+        `packed`: the same weight in another dtype, that of x.
+        """
+        packed = self.packed if packed is None else packed
         if (adapters := self._adapters(x)) is None:
-            return self._operations.linear(x, self.packed, bias, out_dtype=out_dtype)
-        return self._operations.linear(x, self.packed, bias, out_dtype=out_dtype, adapters=adapters)
+            return self._operations.linear(x, packed, bias, out_dtype=out_dtype)
+        return self._operations.linear(x, packed, bias, out_dtype=out_dtype, adapters=adapters)
 
     def gated_linear(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """The gated product, as `Operations.gated_linear` computes it, with the adapters of the step's rows."""
@@ -126,20 +154,16 @@ class AdaptableProduct:
         return program.gated_linear(x, self.packed, activation, into=into, product=self._number)
 
     def _adapters(self, x: torch.Tensor) -> RowAdapters | None:
-        slots = self._rows.slots
         if self._rows.num_probed:
             self._num_rows.add(x.shape[0] - self._rows.num_probed)
-        if slots is None or self._number is None:
+            self._row_dtypes.add(x.dtype)
+        if self._rows.slots is None or self._number is None:
             return None
         weights = self._rows.table.products[self._number]
         if all(one is None for one in weights):
             return None
-        num_padding = x.shape[0] - slots.shape[0]
-        if not 0 <= num_padding < self._rows.row_quantum:
-            raise RuntimeError(f"a product of {x.shape[0]} rows is not of the step's {slots.shape[0]} rows")
-        if num_padding:
-            slots = torch.cat((slots, slots.new_full((num_padding,), -1)))
-        return RowAdapters(slots, weights)
+        slots = self._rows.of_product(x.shape[0])
+        return None if slots is None else RowAdapters(slots, weights)
 
 
 class HasProducts(ABC):

@@ -16,8 +16,10 @@ import torch
 
 from baton.errors import AdapterRefused
 from baton.model_formats.adapters import AdapterFiles, AdapterInfo, TensorPiece, read_adapter
-from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts, LoadedAdapters, ModuleOutputs, RowsOfStep
+from baton.runner.adapters.adaptable import AdaptableProduct, LoadedAdapters, RowsOfStep
 from baton.runner.adapters.embedding import AdaptableEmbedding
+from baton.runner.adapters.experts import AdaptableExperts, divided_among_experts
+from baton.runner.adapters.places import ParameterNames, Place, Places
 from baton.runner.backends.cpu.kernels.adapters import AdapterTable, StepAdapters
 from baton.runner.backends.low_rank import LowRank, Outputs
 from baton.runner.backends.operations import Operations
@@ -26,18 +28,20 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a module of the model is computed."""
+class _Fitting:
+    """The files of an adapter that fits the model."""
 
-    product: AdaptableProduct
-    number: int
-    outputs: ModuleOutputs
+    files: AdapterFiles
+    places: Mapping[str, Place]
+    """By the names of the adapter's modules, the embedding's apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     products: Mapping[int, Any]
     """By the product's number, what `Operations.adapt` returned."""
+    experts: Mapping[int, Sequence[Any]]
+    """By the number of the experts' product, what `AdaptableExperts.adapt` returned."""
     embedding: Any
 
 
@@ -51,9 +55,10 @@ class ModelAdapters:
         dtype: torch.dtype,
         row_quantum: int,
         device: torch.device,
+        names: Callable[[Any], ParameterNames],
         read_files: Callable[[Path], AdapterFiles] = read_adapter,
     ) -> None:
-        """`module`: with all products replaced."""
+        """`module`: with all products replaced. `names`: of this module's files."""
         self._operations = operations
         self._dtype = dtype
         self._read_files = read_files
@@ -66,31 +71,20 @@ class ModelAdapters:
         self._slots: dict[str, int] = {}
         self.rows = RowsOfStep()
         self.rows.row_quantum = row_quantum
-        self._products: list[AdaptableProduct] = []
-        self._places: dict[str, _Place] = {}
+        self._places = Places(module, self.rows, names)
         self._embedding: AdaptableEmbedding | None = None
         self._head_name = ""
-        self._attach(module, device)
+        self._find_vocabulary(module, device)
 
-    def _attach(self, module: Any, device: torch.device) -> None:
+    def _find_vocabulary(self, module: Any, device: torch.device) -> None:
         embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
         # The head that an embedding shares is found twice: its own name is the shorter one.
         paths = sorted(module.named_modules(remove_duplicate=False), key=lambda found: len(found[0]))
-        seen: set[int] = set()
         for path, part in paths:
             if part is embedding and self._embedding is None:
                 self._embedding = AdaptableEmbedding.of(path, part, self.rows, device)
             if part is head and not self._head_name:
                 self._head_name = path
-            if not isinstance(part, HasProducts) or id(part) in seen:
-                continue
-            seen.add(id(part))
-            for product in part.products:
-                product.attach(len(self._products), self.rows)
-                for outputs in product.modules:
-                    name = f"{path}.{outputs.module}" if outputs.module else path
-                    self._places[name] = _Place(product, len(self._products), outputs)
-                self._products.append(product)
 
     @property
     def slots(self) -> Mapping[str, int]:
@@ -102,7 +96,7 @@ class ModelAdapters:
         """Numbers of outputs and inputs of the modules that adapters may change, the embedding apart, by name."""
         return {
             name: (place.outputs.num_outputs, place.product.num_inputs)
-            for name, place in self._places.items()
+            for name, place in self._places.modules.items()
             if place.product.computes_all_rows
         }
 
@@ -116,7 +110,7 @@ class ModelAdapters:
 
     def check(self, directory: Path, max_rank: int) -> AdapterInfo:
         """Check an adapter as `load` does, and load nothing. Raises AdapterRefused."""
-        return self._open(directory, max_rank).info()
+        return self._open(directory, max_rank).files.info()
 
     def load(self, directory: Path, digest: str, max_rank: int) -> None:
         """Read an adapter, and make it known; no effect on one that is loaded. Raises AdapterRefused."""
@@ -125,9 +119,9 @@ class ModelAdapters:
         with load:
             if digest in self._slots:
                 return
-            files = self._open(directory, max_rank)
+            fitting = self._open(directory, max_rank)
             try:
-                loaded = self._read(files, digest)
+                loaded = self._read(fitting, digest)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise AdapterRefused(f"{directory}: there is no memory for it; unload other adapters first") from error
             with self._changes:
@@ -150,22 +144,32 @@ class ModelAdapters:
         return LoadedAdapters(
             AdapterTable(
                 [None if loaded is None else loaded.products.get(number) for loaded in self._loaded]
-                for number in range(len(self._products))
+                for number in range(len(self._places.products))
             ),
+            [
+                [None if loaded is None else loaded.experts.get(number) for loaded in self._loaded]
+                for number in range(len(self._places.experts))
+            ],
             [None if loaded is None else loaded.embedding for loaded in self._loaded],
         )
 
-    def _open(self, directory: Path, max_rank: int) -> AdapterFiles:
+    def _open(self, directory: Path, max_rank: int) -> _Fitting:
         """The files of an adapter that fits this model. Raises AdapterRefused."""
         files = self._read_files(directory)
-        self._check(files)
+        places = self._check(files)
+        found = {name: (place.patterns_name, place.num_stacked) for name, place in places.items()}
+        files = files.with_parameters(found)
         files.check_ranks(max_rank)
-        return files
+        return _Fitting(files, places)
 
-    def _check(self, files: AdapterFiles) -> None:
-        """Raise AdapterRefused unless the adapter's modules are in this model, and have its shapes."""
+    def _check(self, files: AdapterFiles) -> dict[str, Place]:
+        """The places of the adapter's modules, the embedding apart.
+
+        Raises AdapterRefused unless they are in this model, and have its shapes; ranks are not checked.
+        """
         if not any(tensors.computes for tensors in files.modules.values()):
             raise AdapterRefused(f"{files.directory} changes no module: none has both A and B; take another adapter")
+        places: dict[str, Place] = {}
         for name, tensors in files.modules.items():
             if tensors.others and any(not rest.startswith("base_layer.") for rest in tensors.others):
                 raise AdapterRefused(
@@ -174,14 +178,19 @@ class ModelAdapters:
                 )
             if tensors.a is None and tensors.b is None and not tensors.others:
                 continue
-            num_outputs, num_inputs = self._shape_of(files, name, tensors.is_embedding)
-            for place, shape in ((tensors.a, (None, num_inputs)), (tensors.b, (num_outputs, None))):
-                if place is not None and any(
-                    wanted is not None and found != wanted for found, wanted in zip(place.shape, shape, strict=True)
+            if tensors.is_embedding:
+                num_outputs, num_inputs = self._embedding_shape(files, name)
+            else:
+                places[name] = self._places.find(files, name)
+                num_outputs, num_inputs = places[name].outputs.num_outputs, places[name].product.num_inputs
+            for tensor, shape in ((tensors.a, (None, num_inputs)), (tensors.b, (num_outputs, None))):
+                if tensor is not None and any(
+                    wanted is not None and found != wanted for found, wanted in zip(tensor.shape, shape, strict=True)
                 ):
-                    expected = [files.config.rank_of(name) if size is None else size for size in shape]
+                    stacked = self._stacked_rank(files, name, places.get(name))
+                    expected = [stacked if size is None else size for size in shape]
                     raise AdapterRefused(
-                        f"{files.directory}: {place.name} has the shape {list(place.shape)}, and this model needs "
+                        f"{files.directory}: {tensor.name} has the shape {list(tensor.shape)}, and this model needs "
                         f"{expected}; the adapter is of another base model"
                     )
             for rest, place in tensors.others.items():
@@ -196,35 +205,29 @@ class ModelAdapters:
                         f"{files.directory}: {place.name} has the shape {list(place.shape)}, and this model has "
                         f"{expected}; the adapter is of another base model"
                     )
+        _check_each_once(files, places)
+        return places
 
-    def _shape_of(self, files: AdapterFiles, name: str, is_embedding: bool) -> tuple[int, int]:
-        """Outputs and inputs of a module; raises AdapterRefused for one that adapters can't change."""
-        place, embedding = self._places.get(name), self._embedding
-        if is_embedding and embedding is not None and embedding.name == name:
-            return embedding.width, embedding.vocab_size
-        if is_embedding or place is None:
-            raise AdapterRefused(f"{files.directory} changes {name}, {self._why_not(name)}")
-        if not place.product.computes_all_rows:
+    @staticmethod
+    def _stacked_rank(files: AdapterFiles, name: str, place: Place | None) -> int:
+        """How many ranks the tensors of a module should have, those of all experts counted."""
+        return (
+            files.config.rank_of(name)
+            if place is None
+            else files.config.rank_of(place.patterns_name) * place.num_stacked
+        )
+
+    def _embedding_shape(self, files: AdapterFiles, name: str) -> tuple[int, int]:
+        """Outputs and inputs of the embedding; raises AdapterRefused for another module."""
+        if (embedding := self._embedding) is None or embedding.name != name:
             raise AdapterRefused(
-                f"{files.directory} changes {name}, which this model does not compute once for each token; "
-                "train the adapter without it"
+                f"{files.directory} changes {name} as an embedding, which is none of this model; the adapter is of "
+                "another base model"
             )
-        return place.outputs.num_outputs, place.product.num_inputs
+        return embedding.width, embedding.vocab_size
 
-    def _why_not(self, name: str) -> str:
-        parts = name.split(".")
-        if ".experts" in f".{name}":
-            return "which are experts, whose adapters Baton does not compute; train the adapter without them"
-        alike = [
-            one
-            for one in self._places
-            if [p for p in one.split(".") if not p.isdigit()] == [p for p in parts if not p.isdigit()]
-        ]
-        if alike:
-            return "and this model has no such layer; the adapter is of another base model"
-        return "which is no product of this model; the adapter is of another base model"
-
-    def _read(self, files: AdapterFiles, digest: str) -> _Loaded:
+    def _read(self, fitting: _Fitting, digest: str) -> _Loaded:
+        files = fitting.files
         tensors: dict[str, torch.Tensor] = {}
         base = {
             place.name: self._base_rows(name)
@@ -238,32 +241,62 @@ class ModelAdapters:
             else:
                 tensors[name] = _as_float32(files, piece)
         terms: dict[int, list[LowRank]] = {}
+        of_experts: dict[int, list[list[LowRank]]] = {}
         embedding = None
         for name, of_module in files.modules.items():
             a, b = of_module.a, of_module.b
             if a is None or b is None:
                 continue
-            factor = files.config.factor_of(name)
-            bias = None if of_module.bias is None else tensors[of_module.bias.name]
+            factor = files.config.factor_of(of_module.patterns_name)
             if of_module.is_embedding:
                 assert self._embedding is not None
                 embedding = self._embedding.adapt(self._operations, tensors[a.name], tensors[b.name], factor)
                 continue
-            found = self._places[name]
-            term = LowRank(tensors[a.name], factor, (Outputs(found.outputs.first, tensors[b.name], bias),))
-            terms.setdefault(found.number, []).append(term)
-        return _Loaded({number: self._adapted(number, some) for number, some in terms.items()}, embedding)
+            place = fitting.places[name]
+            bias = None if of_module.bias is None else tensors[of_module.bias.name]
+            outputs = (Outputs(place.outputs.first, tensors[b.name], bias),)
+            if not isinstance(place.product, AdaptableExperts):
+                terms.setdefault(place.number, []).append(LowRank(tensors[a.name], factor, outputs))
+                continue
+            experts = of_experts.setdefault(place.number, [[] for _ in range(place.product.num_experts)])
+            if place.expert is None:
+                divided = divided_among_experts(tensors[a.name], tensors[b.name], factor, len(experts))
+                of_experts[place.number] = [[*some, more] for some, more in zip(experts, divided, strict=True)]
+            else:
+                experts[place.expert].append(LowRank(tensors[a.name], factor, outputs))
+        return _Loaded(
+            {number: self._adapted(self._places.products[number], some) for number, some in terms.items()},
+            {
+                number: self._places.experts[number].adapt([_in_order(some) for some in experts], self._dtype)
+                for number, experts in of_experts.items()
+            },
+            embedding,
+        )
 
-    def _adapted(self, number: int, terms: Sequence[LowRank]) -> Any:
-        product = self._products[number]
-        ordered = sorted(terms, key=lambda term: term.outputs[0].first)
-        return self._operations.adapt(product.packed, ordered, self._dtype)
+    def _adapted(self, product: AdaptableProduct, terms: Sequence[LowRank]) -> Any:
+        return self._operations.adapt(product.packed, _in_order(terms), product.row_dtype or self._dtype)
 
     def _base_rows(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """What returns rows of the weight of the embedding, or of the head."""
         if self._embedding is not None and self._embedding.name == name:
             return self._embedding.weight_rows
-        return partial(self._operations.take_rows, self._places[name].product.packed, dtype=self._dtype)
+        return partial(self._operations.take_rows, self._places.modules[name].product.packed, dtype=self._dtype)
+
+
+def _check_each_once(files: AdapterFiles, places: Mapping[str, Place]) -> None:
+    """Raise AdapterRefused if two names are one place: models of older releases of transformers had other names."""
+    seen: dict[tuple[int, int | None, int], str] = {}
+    for name, place in sorted(places.items(), key=lambda one: one[1].expert is not None):
+        product, first = id(place.product), place.outputs.first
+        # An expert's tensors are in those of all experts, too, if both are there.
+        stacked = seen.get((product, None, 0), name) if place.expert is not None else name
+        for other in (stacked, seen.setdefault((product, place.expert, first), name)):
+            if other != name:
+                raise AdapterRefused(f"{files.directory} changes {name} twice, as {other}, too; copy both files again")
+
+
+def _in_order(terms: Sequence[LowRank]) -> list[LowRank]:
+    return sorted(terms, key=lambda term: term.outputs[0].first)
 
 
 def _check_base(

@@ -24,6 +24,7 @@ from baton.runner.encoder_decoder.attention import (
 )
 from baton.runner.execution.input_batch import NO_SLOT, FlatBatch
 from baton.runner.model.attention import cache_views
+from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.decoder import ModelOutput
 from baton.runner.model.layers import PackedLinear, ProductWatch, replace_products
 from baton.runner.model.mapped_files import MappedFiles
@@ -100,7 +101,7 @@ class DecoderSteps(Transformer):
                 # T5 converts its rows to the dtype of this weight.
                 object.__setattr__(product, "weight", torch.empty(0, dtype=product.weight_dtype))
         self._head: PackedLinear = module.get_output_embeddings()
-        self.adapters = ModelAdapters(module, operations, self.dtype, self.row_quantum, self.device)
+        self.adapters = ModelAdapters(module, operations, self.dtype, self.row_quantum, self.device, CheckpointNames)
         self._logits_bias: torch.Tensor | None = getattr(module, "final_logits_bias", None)
         self._hidden_factor = self.width**-0.5 if getattr(model.config, "scale_decoder_outputs", False) else None
         layers = decoder_layers(module.get_decoder())

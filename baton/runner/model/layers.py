@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
+from baton.runner.adapters.experts import AdaptableExperts, hold_parameters
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
@@ -101,24 +102,30 @@ class InterceptedWeight(torch.Tensor):
 
     product: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     cast: Callable[[torch.dtype], torch.Tensor]
+    adaptable: AdaptableProduct
 
     @staticmethod
-    def of(weight: torch.Tensor, operations: Operations) -> InterceptedWeight:
+    def of(
+        weight: torch.Tensor, operations: Operations, adaptable: AdaptableProduct | None = None
+    ) -> InterceptedWeight:
+        """`adaptable`: the product of the same weight in another dtype, whose adapters this one has, too."""
         intercepted = weight.detach().clone().as_subclass(InterceptedWeight)
         casts = {weight.dtype: intercepted}
 
         def cast(dtype: torch.dtype) -> torch.Tensor:
             if dtype not in casts:
-                casts[dtype] = InterceptedWeight.of(weight.to(dtype), operations)
+                casts[dtype] = InterceptedWeight.of(weight.to(dtype), operations, intercepted.adaptable)
             return casts[dtype]
 
         intercepted.cast = cast
         weight = intercepted.as_subclass(torch.Tensor)
         packed = operations.pack(weight.detach())
+        own = adaptable or AdaptableProduct(operations, packed, weight.shape[1], [("", weight.shape[0])])
+        intercepted.adaptable = own
 
         def product(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             rows = x.reshape(-1, x.shape[-1]).contiguous()
-            return operations.linear(rows, packed, bias).view(*x.shape[:-1], weight.shape[0])
+            return own.linear(rows, bias, packed=packed).view(*x.shape[:-1], weight.shape[0])
 
         intercepted.product = product
         return intercepted
@@ -190,16 +197,24 @@ class PackedExperts:
         self._activation = None
         if module.has_gate and not module.has_bias:
             self._activation = gated_activation(module._apply_gate)
+        others = [name for name, _ in module.named_parameters(recurse=False)]
         self._up = self._pack(module, self._up_name, release, gated=self._activation is not None)
         self._down = self._pack(module, "down_proj", release)
+        # In the order in which every module of transformers has them.
+        products = {self._up_name: self._up, "down_proj": self._down}
+        hold_parameters(module, products | {name: None for name in others if name not in products})
 
     @property
     def is_fused(self) -> bool:
         return self._activation is not None
 
-    def _pack(self, module: Any, name: str, release: Callable[[nn.Module], None], gated: bool = False) -> list[Any]:
+    def _pack(
+        self, module: Any, name: str, release: Callable[[nn.Module], None], gated: bool = False
+    ) -> AdaptableExperts:
+        num_outputs, num_inputs = self._shape(module, name)
         if name in self._held:
-            return [self._pack_held([read_packed(stored) for stored in expert], gated) for expert in self._held[name]]
+            packed = [self._pack_held([read_packed(stored) for stored in expert], gated) for expert in self._held[name]]
+            return AdaptableExperts(self._operations, packed, num_outputs, num_inputs)
         packed = []
         for weight in getattr(module, name).detach():
             rows = weight.T.contiguous() if module.is_transposed else weight
@@ -207,7 +222,15 @@ class PackedExperts:
         # Before they are deleted: `release` finds the pages to unmap through the module's parameters.
         release(module)
         delattr(module, name)
-        return packed
+        return AdaptableExperts(self._operations, packed, num_outputs, num_inputs)
+
+    def _shape(self, module: Any, name: str) -> tuple[int, int]:
+        """The numbers of outputs and of inputs of one expert."""
+        if name in self._held:
+            weights = self._held[name][0]
+            return sum(one.shape[0] for one in weights), weights[0].shape[1]
+        _, outputs, inputs = getattr(module, name).shape
+        return (inputs, outputs) if module.is_transposed else (outputs, inputs)
 
     def _pack_held(self, weights: Sequence[Weight], gated: bool) -> Any:
         if gated:
@@ -225,24 +248,28 @@ class PackedExperts:
         num_rows, top_k = top_k_index.shape
         outs = hidden.new_zeros(num_rows * top_k, hidden.shape[-1])
         flat_index = top_k_index.reshape(-1)
+        of_up, of_down = self._up.slots(num_rows), self._down.slots(num_rows)
+        slots = of_down if of_up is None else of_up
         for expert in sorted(set(flat_index.tolist())):
-            if expert >= len(self._up):
+            if expert >= self._up.num_experts:
                 continue
             places = (flat_index == expert).nonzero().squeeze(-1)
-            rows = hidden[places // top_k]
+            index = places // top_k
+            rows = hidden[index]
             # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
             padded = functional.pad(rows, (0, 0, 0, -rows.shape[0] % self._row_quantum))
-            outs[places] = self._expert(module, padded, expert)[: rows.shape[0]]
+            own = None if slots is None else functional.pad(slots[index.cpu()], (0, len(padded) - len(rows)), value=-1)
+            outs[places] = self._expert(module, padded, expert, own)[: rows.shape[0]]
         weighted = outs.view(num_rows, top_k, -1).float() * top_k_weights.unsqueeze(-1).float()
         return weighted.sum(dim=1).to(hidden.dtype)
 
-    def _expert(self, module: Any, rows: torch.Tensor, expert: int) -> torch.Tensor:
+    def _expert(self, module: Any, rows: torch.Tensor, expert: int, slots: torch.Tensor | None) -> torch.Tensor:
         if self._activation is not None:
-            inner = self._operations.gated_linear(rows, self._up[expert], activation=self._activation)
+            inner = self._up.gated_linear(rows, expert, slots, self._activation)
         else:
-            up = self._operations.linear(rows, self._up[expert], self._bias(module, self._up_name, expert))
+            up = self._up.linear(rows, expert, slots, self._bias(module, self._up_name, expert))
             inner = (module._apply_gate(up) if module.has_gate else module.act_fn(up)).contiguous()
-        out = self._operations.linear(inner, self._down[expert], self._bias(module, "down_proj", expert))
+        out = self._down.linear(inner, expert, slots, self._bias(module, "down_proj", expert))
         return module.post_expert_norm(out) if self._has_norm else out
 
     @staticmethod
@@ -316,10 +343,16 @@ def replace_products(
             object.__setattr__(part, "baton_experts", PackedExperts(operations, part, row_quantum, release))
             release(part)
             continue
+        held: dict[str, AdaptableProduct | None] = {}
         for name, parameter in list(part.named_parameters(recurse=False)):
+            held[name] = None
             if parameter.dim() == 2:
                 delattr(part, name)
-                object.__setattr__(part, name, InterceptedWeight.of(parameter, operations))
+                weight = InterceptedWeight.of(parameter, operations)
+                object.__setattr__(part, name, weight)
+                held[name] = weight.adaptable
+        if any(held.values()):
+            hold_parameters(part, held)
     # The other parameters (embeddings, norms) are in the mapped file; copies let its pages be unmapped.
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()

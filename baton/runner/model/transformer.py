@@ -29,6 +29,7 @@ from baton.runner.model.attention import (
     UnsupportedAttention,
     bind,
 )
+from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.decode_graphs import DecodeGraphs
 from baton.runner.model.decoder import Decoder, ModelOutput, NotAPlainDecoder
 from baton.runner.model.given_rows import GivenRows, given_to
@@ -130,7 +131,9 @@ class Transformer:
         mapped = MappedFiles(model.checkpoint.weight_files)
         self._why_not_recognised = fuse(model.module, operations, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
-        self.adapters = ModelAdapters(model.module, operations, self.dtype, self.row_quantum, self.device)
+        self.adapters = ModelAdapters(
+            model.module, operations, self.dtype, self.row_quantum, self.device, CheckpointNames
+        )
         """The adapters that are loaded."""
         self._logits_rows: torch.Tensor | None = None
         """The rows for which transformers' own loop computes logits."""

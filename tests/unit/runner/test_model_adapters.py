@@ -18,6 +18,7 @@ from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter, read_adapter
 from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.loading import load_runner
+from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_adapter_files import FakeAdapterFiles
@@ -71,7 +72,8 @@ def load(runner: TorchModelRunner, directory: Path) -> str:
             {"model.layers.0.mlp.up_proj": (64, 64)},
             r"up_proj\.lora_B\.weight has the shape \[64, 4\].*needs \[128, 4\]",
         ),
-        ({"model.layers.0.mlp.experts": (64, 64)}, r"which are experts"),
+        ({"model.layers.0.mlp.experts": (64, 64)}, r"which is no product"),
+        ({"model.layers.0.mlp.experts.0.up_proj": (64, 64)}, r"which is no product"),
         ({"model.layers.0.input_layernorm": (64, 64)}, r"which is no product"),
         ({"": (64, 64)}, r"which is no product"),
     ],
@@ -174,6 +176,7 @@ def test_a_file_that_does_not_come_holds_up_no_step_and_no_other_adapter(base: P
         transformer.dtype,
         transformer.row_quantum,
         transformer.device,
+        CheckpointNames,
         lambda directory: held if directory == directories[2] else read_adapter(directory),
     )
     adapters.load(directories[0], digests[0], 8)

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from baton.background import OnFault, current_watch
-from baton.messages.node import KVSource
+from baton.messages.peer import Peer
 from kv_transfer.link.liveness import PROBE_DELAYS_S, PortState
 
 PROBE_INTERVAL_S = 60.0
@@ -45,7 +45,7 @@ class AbsentSenders:
         self._drop = drop
         self._disconnect = disconnect
         self._probe_port = probe_port
-        self._absent: dict[str, KVSource] = {}
+        self._absent: dict[str, Peer] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         """The task that probes each absent sender, by incarnation."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -54,7 +54,7 @@ class AbsentSenders:
     def __len__(self) -> int:
         return len(self._absent)
 
-    def link_ended(self, source: KVSource) -> None:
+    def link_ended(self, source: Peer) -> None:
         """Note that the link to this sender, which was open, has ended."""
         self._absent[source.incarnation] = source
         task = self._watch.start(
@@ -88,7 +88,7 @@ class AbsentSenders:
         if task is not None:
             task.cancel()
 
-    async def _drop_when_gone(self, source: KVSource) -> None:
+    async def _drop_when_gone(self, source: Peer) -> None:
         reason = await self._wait_until_gone(source.address)
         _log.info("sender %s is gone: %s %s", source.incarnation, source.address, reason)
         del self._absent[source.incarnation], self._probes[source.incarnation]

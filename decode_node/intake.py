@@ -31,8 +31,9 @@ from baton.engine.runner import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.messages.ids import AttemptKey
-from baton.messages.node import KVSource, Leg
+from baton.messages.node import Leg
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
+from baton.messages.peer import Peer
 from baton.observe.log_limit import LimitedLog
 from baton.wire.credentials import PLAINTEXT_DIALER
 from decode_node.absent_senders import AbsentSenders
@@ -183,7 +184,7 @@ class Intake:
         await self._absent.close()
         await asyncio.to_thread(self.mover.stop)
 
-    def sender_joined(self, source: KVSource) -> None:
+    def sender_joined(self, source: Peer) -> None:
         """Open a link to a sender that joined the cluster and probe it, before any request needs it. Until
         `sender_left`, the link is opened again whenever it has ended."""
         self._members.add(source.incarnation)
@@ -196,7 +197,7 @@ class Intake:
 
     # Called for the engine, on the event loop.
 
-    def expect(self, attempt: AttemptKey, source: KVSource) -> None:
+    def expect(self, attempt: AttemptKey, source: Peer) -> None:
         """Note that an attempt waits for KV from `source`. The engine is woken when `may_plan` becomes true for it, or
         gets its failure."""
         if self._stopped:
@@ -354,7 +355,7 @@ class Intake:
         self.mover.disconnect(incarnation)
         self.probes.disconnected(incarnation)
 
-    def _new_link(self, source: KVSource) -> LinkClient:
+    def _new_link(self, source: Peer) -> LinkClient:
         return LinkClient(
             self._identity,
             source,
@@ -364,11 +365,11 @@ class Intake:
             is_running=self._is_running,
         )
 
-    def _is_wanted(self, source: KVSource) -> bool:
+    def _is_wanted(self, source: Peer) -> bool:
         """Whether there is to be a link though nothing needs it now. After a failed probe, the probes open it."""
         return source.incarnation in self._members and self.probes.objection(source.incarnation) is None
 
-    def _reopen(self, source: KVSource) -> bool:
+    def _reopen(self, source: Peer) -> bool:
         """Open a link again if reads are still running after its end, or the sender is still in the cluster."""
         effects = self._book.reopen(source)
         if not effects and self._is_wanted(source):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from baton.engine.runner import KVLayout, ModelInfo
 from baton.messages.kv_format import KVFormat
-from baton.messages.node import KVSource
+from baton.messages.peer import Peer
 from baton.registry import Snapshot
 
 
@@ -20,7 +20,7 @@ def own_kv_format(model: ModelInfo, layout: KVLayout, link_protocol: int) -> KVF
 class KnownSenders:
     """The prefill nodes in the registry that a decode node can read from."""
 
-    def __init__(self, kv_format: KVFormat, joined: Callable[[KVSource], None], left: Callable[[str], None]) -> None:
+    def __init__(self, kv_format: KVFormat, joined: Callable[[Peer], None], left: Callable[[str], None]) -> None:
         """`joined` is called when an incarnation has come, and `left` when it has gone."""
         self._format = kv_format
         self._joined = joined
@@ -39,7 +39,7 @@ class KnownSenders:
         ]
         for record in fitting:
             if record.incarnation not in self._known:
-                self._joined(KVSource(record.name, record.incarnation, record.address))
+                self._joined(Peer(record.name, record.incarnation, record.address))
         known = {record.incarnation for record in fitting}
         for incarnation in self._known - known:
             self._left(incarnation)

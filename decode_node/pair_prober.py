@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 
 from baton.background import current_watch
 from baton.errors import TransferFailed
-from baton.messages.node import KVSource
 from baton.messages.node_report import KV_PROBE_FAILED
+from baton.messages.peer import Peer
 from baton.observe.log_limit import LimitedLog
 from kv_transfer.link.link_messages import ReaderMessage
 from kv_transfer.mover.mover_events import (
@@ -49,7 +49,7 @@ class PairProber:
         tell: Callable[[str, ReaderMessage], None],
         proven: Callable[[str], None],
         end_link: Callable[[str, TransferFailed], None],
-        open_link: Callable[[KVSource], None],
+        open_link: Callable[[Peer], None],
         refuse: Callable[[str, TransferFailed], None],
     ) -> None:
         """`tell` sends a message on the link to an incarnation. `proven` is called when an incarnation may be used.

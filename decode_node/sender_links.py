@@ -9,7 +9,7 @@ from collections.abc import Callable
 from baton.background import current_watch
 from baton.clock import Clock
 from baton.errors import TransferFailed
-from baton.messages.node import KVSource
+from baton.messages.peer import Peer
 from baton.observe.metrics import Histogram
 from kv_transfer.link.link_client import LinkClient
 from kv_transfer.link.link_messages import ReaderMessage
@@ -23,9 +23,7 @@ MAX_REOPEN_S = 60.0
 class SenderLinks:
     """At most one link to each incarnation. Belongs to the event loop."""
 
-    def __init__(
-        self, open_link: Callable[[KVSource], LinkClient], reopen: Callable[[KVSource], bool], clock: Clock
-    ) -> None:
+    def __init__(self, open_link: Callable[[Peer], LinkClient], reopen: Callable[[Peer], bool], clock: Clock) -> None:
         """`open_link` makes a link, which opens at once. `reopen` is called after the pause that `reopen_later` began;
         it opens the link if it is still wanted, and returns whether it did.
         """
@@ -54,12 +52,12 @@ class SenderLinks:
         for link in links:
             await link.close()
 
-    def source(self, incarnation: str) -> KVSource | None:
+    def source(self, incarnation: str) -> Peer | None:
         """The sender to which there is a link; None: there is none."""
         link = self._links.get(incarnation)
         return link.source if link is not None else None
 
-    def open(self, source: KVSource) -> None:
+    def open(self, source: Peer) -> None:
         """Open a link to a sender that has none."""
         self._opened_at[source.incarnation] = self._clock.monotonic()
         self._links[source.incarnation] = self._open_link(source)
@@ -84,13 +82,13 @@ class SenderLinks:
         if (link := self._links.get(incarnation)) is not None:
             link.cut(error)
 
-    def ended(self, incarnation: str) -> KVSource | None:
+    def ended(self, incarnation: str) -> Peer | None:
         """A link has ended, or did not open; returns its sender, if it was one of these links."""
         self._opened_at.pop(incarnation, None)
         link = self._links.pop(incarnation, None)
         return link.source if link is not None else None
 
-    def reopen_later(self, source: KVSource) -> None:
+    def reopen_later(self, source: Peer) -> None:
         """Ask to reopen a link after a pause, which doubles while opening fails."""
         incarnation = source.incarnation
 

@@ -12,7 +12,8 @@ from baton.engine.sampling.repetition import RepetitionDetector
 from baton.machine import IllegalEvent
 from baton.messages.draft_counts import NO_DRAFTS
 from baton.messages.encoder_contents import EncoderContent
-from baton.messages.node import KVSource, Leg, Outcome
+from baton.messages.node import Leg, Outcome
+from baton.messages.peer import Peer
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
@@ -190,7 +191,7 @@ class Request:
         arrival_time: float | None = None,
         cache_salt: str = "",
         leg: Leg = Leg.WHOLE,
-        kv_source: KVSource | None = None,
+        kv_source: Peer | None = None,
         output_token_ids: Sequence[int] = (),
         reader_block_size: int = 0,
         adapter: str = "",

@@ -14,6 +14,7 @@ from baton.messages.encoder_contents import EncoderContent
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
 from baton.messages.node_shape import NodeShape
+from baton.messages.peer import Peer
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.spans import Span
@@ -28,15 +29,6 @@ class Role(enum.Enum):
     ROUTER = "router"
 
     __hash__ = object.__hash__  # by identity: Enum's own __hash__ is Python code, which slows every look-up
-
-
-@dataclass(frozen=True, slots=True)
-class KVSource:
-    """The prefill node whose blocks hold a request's prompt: where the decode node opens its link."""
-
-    node_id: str
-    incarnation: str
-    address: str
 
 
 class Leg(enum.Enum):
@@ -120,9 +112,9 @@ class NodeDescription:
         return NodeShape.of(self.tp, self.pp)
 
     @property
-    def kv_source(self) -> KVSource:
+    def kv_source(self) -> Peer:
         """This node as the place where a decode node finds a prompt's KV."""
-        return KVSource(self.node_id, self.incarnation, self.address)
+        return Peer(self.node_id, self.incarnation, self.address)
 
 
 @value(frozen=True, slots=True)
@@ -135,7 +127,7 @@ class Submit:
     sampling_params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
-    kv_source: KVSource | None = None
+    kv_source: Peer | None = None
     output_token_ids: Sequence[int] = ()
     """Tokens that an earlier attempt generated: they are computed with the prompt, and generation continues them."""
     traceparent: str = ""

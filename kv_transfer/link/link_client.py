@@ -12,7 +12,7 @@ import grpc
 
 from baton.background import OnFault, current_watch
 from baton.errors import TransferCause, TransferFailed
-from baton.messages.node import KVSource
+from baton.messages.peer import Peer
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 from baton.wire.credentials import PLAINTEXT_DIALER
 from kv_transfer.layout import LinkIdentity, layout_mismatch
@@ -48,7 +48,7 @@ class LinkClient:
     def __init__(
         self,
         identity: LinkIdentity,
-        source: KVSource,
+        source: Peer,
         handler: LinkClientHandler,
         heartbeat_s: float = HEARTBEAT_S,
         handshake_s: float = HANDSHAKE_S,
@@ -75,7 +75,7 @@ class LinkClient:
         )
 
     @property
-    def source(self) -> KVSource:
+    def source(self) -> Peer:
         """The sender that the link leads to."""
         return self._source
 
@@ -187,6 +187,6 @@ def _cause_in(metadata: Any) -> TransferCause | None:
     return next((cause for cause in TransferCause if cause.value in sent), None)
 
 
-def _open_failure(error: grpc.aio.AioRpcError, source: KVSource) -> TransferFailed:
+def _open_failure(error: grpc.aio.AioRpcError, source: Peer) -> TransferFailed:
     cause = _cause_in(error.trailing_metadata()) or TransferCause.PEER_GONE
     return TransferFailed(cause, f"{source.node_id} at {source.address}: {error.details()}")

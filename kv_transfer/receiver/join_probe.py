@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from baton.clock import Clock
 from baton.errors import TransferCause, TransferFailed
 from baton.machine import Machine
-from baton.messages.node import KVSource
 from baton.messages.node_report import FailedProbe, ProbeFault
+from baton.messages.peer import Peer
 from kv_transfer.link.failed_probes import FailedProbes, count_outcome
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.receiver.block_map import BlockMap
@@ -103,7 +103,7 @@ class RefuseWaiting:
 class ProbeAgain:
     """Open a link to this sender, unless there is one."""
 
-    source: KVSource
+    source: Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class ProbeTimes:
 
 @dataclass(slots=True)
 class _Probe:
-    source: KVSource
+    source: Peer
     number: int
     machine: Machine[ProbeState, ProbeEvent]
     sizes: BlockMap
@@ -196,7 +196,7 @@ class JoinProbes:
         """Reads that still run though their probe has failed, by id."""
         self._failed = FailedProbes(clock)
         """The failures of senders that live: `link_lost` and `sender_gone` forget the others."""
-        self._again: dict[str, tuple[KVSource, float]] = {}
+        self._again: dict[str, tuple[Peer, float]] = {}
         """When to probe each failed sender again, by incarnation."""
         self._last_number = 0
         self.outcomes: Counter[tuple[str, str]] = Counter()
@@ -206,7 +206,7 @@ class JoinProbes:
 
     # What the link and the mover did.
 
-    def link_up(self, source: KVSource, block_map: BlockMap | None = None, num_groups: int = 1) -> list[ProbeEffect]:
+    def link_up(self, source: Peer, block_map: BlockMap | None = None, num_groups: int = 1) -> list[ProbeEffect]:
         """A link to this sender is up; its memory is being connected. `block_map`: None for equal block sizes.
         `num_groups`: how many groups of layers are to be probed."""
         self._last_number += 1
@@ -303,7 +303,7 @@ class JoinProbes:
         probe = self._reading(read_id)
         return [] if probe is None else self._fail(probe, ProbeFault.TIMED_OUT, detail)
 
-    def link_lost(self, source: KVSource, cause: TransferCause, detail: str) -> list[ProbeEffect]:
+    def link_lost(self, source: Peer, cause: TransferCause, detail: str) -> list[ProbeEffect]:
         """The link ended, or did not open. The cause is PROBE_FAILED if its sender ended it because of the probe."""
         incarnation = source.incarnation
         probe = self._probes.pop(incarnation, None)

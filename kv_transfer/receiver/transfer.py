@@ -34,8 +34,8 @@ from baton.errors import TransferCause
 from baton.machine import Machine
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import NULL_BLOCK
-from baton.messages.node import KVSource
 from baton.messages.node_report import EndedHandoffs, HandoffSide, OpenHandoff
+from baton.messages.peer import Peer
 from kv_transfer.backends.base import coalesce
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (
@@ -105,7 +105,7 @@ class TransferBook:
         self._clock = clock or SystemClock()
         self._max_quarantined_blocks = max_quarantined_blocks
         self._transfers: dict[AttemptKey, Transfer] = {}
-        self._expected: dict[AttemptKey, KVSource] = {}
+        self._expected: dict[AttemptKey, Peer] = {}
         """The senders of attempts that wait for blocks."""
         self._links: dict[str, SenderLink] = {}
         """The link to each sender, by incarnation."""
@@ -125,7 +125,7 @@ class TransferBook:
 
     # What the engine did.
 
-    def expect(self, attempt: AttemptKey, source: KVSource) -> list[TransferEffect]:
+    def expect(self, attempt: AttemptKey, source: Peer) -> list[TransferEffect]:
         """A request whose prompt is computed elsewhere came, and waits for blocks; `MayPlan` or `Failed` answers."""
         self._expected[attempt] = source
         expected = Recorded("expected", attempt)
@@ -134,11 +134,11 @@ class TransferBook:
         self._links[source.incarnation] = SenderLink()
         return [OpenLink(source), expected]
 
-    def refuse(self, attempt: AttemptKey, source: KVSource, cause: TransferCause, detail: str) -> list[TransferEffect]:
+    def refuse(self, attempt: AttemptKey, source: Peer, cause: TransferCause, detail: str) -> list[TransferEffect]:
         """A request came whose sender can't be used: it fails at once."""
         return self._report_failure(source, attempt, cause, detail)
 
-    def open(self, source: KVSource) -> list[TransferEffect]:
+    def open(self, source: Peer) -> list[TransferEffect]:
         """Open a link to a sender that no request waits for, unless there is one."""
         if source.incarnation in self._links:
             return []
@@ -207,7 +207,7 @@ class TransferBook:
                 effects += self._tell(transfer, Abandon(transfer.plan.attempt, True))
         return effects
 
-    def reopen(self, source: KVSource) -> list[TransferEffect]:
+    def reopen(self, source: Peer) -> list[TransferEffect]:
         """Some time after `ReopenLink`: open a link if reads from this sender go on and there is no link to it."""
         return self.open(source) if self._quarantined_blocks(source.incarnation) else []
 
@@ -533,7 +533,7 @@ class TransferBook:
 
     def _report_failure(
         self,
-        source: KVSource,
+        source: Peer,
         attempt: AttemptKey,
         cause: TransferCause,
         detail: str,

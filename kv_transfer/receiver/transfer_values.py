@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
-from baton.messages.node import KVSource
+from baton.messages.peer import Peer
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import Closing, ReaderMessage
 from kv_transfer.piece_plan import ReadRange
@@ -18,7 +18,7 @@ class TransferPlan:
     """The blocks that a transfer is to fill."""
 
     attempt: AttemptKey
-    source: KVSource
+    source: Peer
     num_prompt_tokens: int
     block_ids: Sequence[int]
     """This node's blocks for the whole prompt, in prompt order. The null block stands where no KV is wanted, because a
@@ -43,7 +43,7 @@ class TransferStats:
 class OpenLink:
     """Open a link to this sender; `peer_ready` or `peer_lost` answers."""
 
-    source: KVSource
+    source: Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ReopenLink:
     """Call `reopen` after a while: reads are still in flight, but their link has ended, and they may only make progress
     while their sender knows of them."""
 
-    source: KVSource
+    source: Peer
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from baton.engine.request import RequestStatus
 from baton.engine.runner import KVMemory
 from baton.errors import TransferCause, TransferFailed
 from baton.messages.ids import AttemptKey
-from baton.messages.node import KVSource
+from baton.messages.peer import Peer
 from baton.runner.blocks.known_bytes import block_filler
 from baton.testing.fake_connector import FakeConnector
 from baton.testing.fake_transfer_backend import FakeTransferFabric
@@ -160,7 +160,7 @@ async def test_a_block_that_changed_since_it_was_computed_is_not_used(rig: Hando
 
 def lost_by_fake_connector(num_local: int, num_valid: int) -> LostKV:
     fake = FakeConnector()
-    request = decode_leg(KEY, 18, KVSource("p0", "p0.first", ""))
+    request = decode_leg(KEY, 18, Peer("p0", "p0.first", ""))
     fake.update_state_after_alloc(request, OURS, 18 - num_local)
     return fake.lose(KEY, TransferCause.DIGEST_MISMATCH, "", num_valid)
 
@@ -686,12 +686,12 @@ class MisbehavingSender(kv_link_pb2_grpc.KvLinkServicer):
                 await context.write(write_sender_message(answer))
 
 
-async def _misbehaving_source(rig: HandoffRig, answers: Callable[[Any], list[SenderMessage]]) -> tuple[KVSource, Any]:
+async def _misbehaving_source(rig: HandoffRig, answers: Callable[[Any], list[SenderMessage]]) -> tuple[Peer, Any]:
     server = grpc.aio.server()
     kv_link_pb2_grpc.add_KvLinkServicer_to_server(MisbehavingSender(rig, answers), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    return KVSource("p0", "p0.first", f"127.0.0.1:{port}"), server
+    return Peer("p0", "p0.first", f"127.0.0.1:{port}"), server
 
 
 BAD_OFFERS = {

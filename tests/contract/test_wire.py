@@ -48,7 +48,6 @@ from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 from baton.messages.node import (
     Abort,
-    KVSource,
     Leg,
     LoadReport,
     RequestDelta,
@@ -59,6 +58,7 @@ from baton.messages.node import (
     WatchKVCache,
 )
 from baton.messages.node_report import HandoffReport, NodeReport, TraceEvent, TraceStep
+from baton.messages.peer import Peer
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.model_formats.adapters import AdapterInfo
 from baton.security.authority import make_certificates
@@ -83,7 +83,7 @@ from tests.support.router_parts import decode
 
 SECRET = "/home/somebody/secret.py"
 KEY = AttemptKey("r", 1, 2**63)
-SUBMIT = Submit(KEY, Leg.DECODE, (1, 2, 3), SamplingParams(), 0, "", KVSource("p", "p.1", "host:1"))
+SUBMIT = Submit(KEY, Leg.DECODE, (1, 2, 3), SamplingParams(), 0, "", Peer("p", "p.1", "host:1"))
 
 
 SERVERS: dict[str, Callable[[tuple[str, ...], FaultBarrier], RpcServer]] = {

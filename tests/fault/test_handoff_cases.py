@@ -12,7 +12,7 @@ import pytest
 from baton.errors import Cancelled, TransferCause
 from baton.failpoints import set_injector
 from baton.messages.generation import Finished, GenerateRequest
-from baton.messages.node import KVSource
+from baton.messages.peer import Peer
 from baton.messages.sampling import SamplingParams
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.runner.blocks.sub_blocks import WHOLE, Division
@@ -447,7 +447,7 @@ class CountingIntake(Intake):
 
     num_opened = 0
 
-    def _new_link(self, source: KVSource) -> LinkClient:
+    def _new_link(self, source: Peer) -> LinkClient:
         self.num_opened += 1
         return super()._new_link(source)
 

@@ -15,14 +15,15 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_seed, split_sequence_id
 from baton.errors import TransferCause
 from baton.messages.encoder_contents import EncoderContent
-from baton.messages.node import KVSource, Leg, Outcome
+from baton.messages.node import Leg, Outcome
+from baton.messages.peer import Peer
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_connector import FakeConnector
 from baton.testing.fake_runner import FakeRunner, expected_tokens, prompt_slots, with_spans
 
-SOURCE = KVSource("prefill-0", "prefill-0.run1", "127.0.0.1:1")
+SOURCE = Peer("prefill-0", "prefill-0.run1", "127.0.0.1:1")
 
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:

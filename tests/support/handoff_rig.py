@@ -18,7 +18,8 @@ from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory
 from baton.messages.ids import AttemptKey
-from baton.messages.node import KVSource, Leg
+from baton.messages.node import Leg
+from baton.messages.peer import Peer
 from baton.messages.sampling import SamplingParams
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
@@ -193,7 +194,7 @@ class SenderHalf:
         post = asyncio.get_running_loop().call_soon_threadsafe
         self.connector = OfferConnector(self.handoff, KV_LAYOUT, post, post, lambda work: work())
         self.server = grpc.aio.server()
-        self.source = KVSource(identity.node_id, identity.incarnation, "")
+        self.source = Peer(identity.node_id, identity.incarnation, "")
 
     def _make_mover(self, deliver: DeliverEvent) -> Mover:
         name, memory, recorder = self.identity.incarnation, self.memory, self.recorder
@@ -246,7 +247,7 @@ class AnnouncingBackend(FakeTransferBackend):
         self._recorder.on_loop(lambda: self._recorder.on_peer_dropped(incarnation))
 
 
-def decode_leg(key: str, num_tokens: int, source: KVSource) -> Request:
+def decode_leg(key: str, num_tokens: int, source: Peer) -> Request:
     return Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.DECODE, kv_source=source)
 
 
@@ -293,7 +294,7 @@ class ReceiverHalf:
     async def stop(self) -> None:
         await self.intake.stop()
 
-    def reserve(self, key: str, num_tokens: int, source: KVSource, block_ids: list[int], num_local: int = 0) -> Request:
+    def reserve(self, key: str, num_tokens: int, source: Peer, block_ids: list[int], num_local: int = 0) -> Request:
         """Reserve blocks for a decode leg whose first `num_local` tokens are cached here, as an engine does."""
         request = decode_leg(key, num_tokens, source)
         self.connector.update_state_after_alloc(request, block_ids, num_tokens - num_local)

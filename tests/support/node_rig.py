@@ -12,7 +12,8 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.messages.ids import AttemptKey
-from baton.messages.node import KVSource, Leg, NodeDescription, RequestDelta, Role, StepReport, Submit
+from baton.messages.node import Leg, NodeDescription, RequestDelta, Role, StepReport, Submit
+from baton.messages.peer import Peer
 from baton.messages.sampling import SamplingParams
 from baton.node.port import Port
 from baton.node.reports.event_log import EventLog
@@ -26,7 +27,7 @@ from baton.testing.fake_runner import FakeRunner, prompt_slots
 VOCAB = 1000
 PROMPT = (1, 2, 3, 4, 5, 6)
 KEY = AttemptKey("req", 1, 7)
-SOURCE = KVSource("prefill-0", "prefill-0.run1", "127.0.0.1:1")
+SOURCE = Peer("prefill-0", "prefill-0.run1", "127.0.0.1:1")
 DESCRIPTION = NodeDescription(
     node_id="decode-0",
     incarnation="decode-0.run1",

@@ -29,8 +29,9 @@ from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, PromptLogprobs
 from baton.messages.ids import AttemptKey
-from baton.messages.node import KVSource, NodeDescription, Role, RouterMessage, StepReport
+from baton.messages.node import NodeDescription, Role, RouterMessage, StepReport
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
+from baton.messages.peer import Peer
 from baton.messages.sampling import TokenLogprobs
 from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.node.attempts.attempt_clock import TransferFigures
@@ -461,7 +462,7 @@ class SimulatedNode:
         self.backends.append(FaultyTransferBackend(inner, self._faults, in_probes=self._cluster.has_faults_in_probes))
         return self.backends[-1]
 
-    def _sender_joined(self, source: KVSource) -> None:
+    def _sender_joined(self, source: Peer) -> None:
         if isinstance(self.half, Intake) and self._cluster.limits.meets_senders:
             self.half.sender_joined(source)
 

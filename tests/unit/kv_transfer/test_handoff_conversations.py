@@ -31,7 +31,7 @@ import pytest
 
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
-from baton.messages.node import KVSource
+from baton.messages.peer import Peer
 from baton.testing.fake_clock import FakeClock
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (
@@ -66,7 +66,7 @@ from kv_transfer.sender.lease_values import LeaseTimes, OpenLeases, TellReader
 
 CONVERSATIONS = sorted((Path(__file__).parent / "handoff_conversations").glob("*.txt"))
 ATTEMPT = AttemptKey("r", 1)
-SOURCE = KVSource("p0", "p0.x", "host:1")
+SOURCE = Peer("p0", "p0.x", "host:1")
 TIMES = LeaseTimes(lease_s=10, unclaimed_s=30, grace_s=5)
 
 

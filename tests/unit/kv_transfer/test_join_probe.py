@@ -11,8 +11,8 @@ import pytest
 
 from baton.errors import TransferCause, TransferFailed
 from baton.machine import Machine, render_mermaid
-from baton.messages.node import KVSource
 from baton.messages.node_report import ProbeFault
+from baton.messages.peer import Peer
 from baton.testing.fake_clock import FakeClock
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.receiver.join_probe import (
@@ -31,8 +31,8 @@ from kv_transfer.receiver.transfer_values import CancelRead, TellSender
 from tests.support.transitions import check_pair, every_pair
 
 S, E = ProbeState, ProbeEvent
-P0 = KVSource("p0", "p0.x", "h:1")
-P1 = KVSource("p1", "p1.x", "h:2")
+P0 = Peer("p0", "p0.x", "h:1")
+P1 = Peer("p1", "p1.x", "h:2")
 KNOWN, OTHER, BEFORE = 71, 72, 73
 TIMES = ProbeTimes(tick_s=1.0, max_quiet_ticks=5, first_pause_s=1.0, max_pause_s=8.0)
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class Rig:
         self.probes = JoinProbes("d0", "d0.x", self.clock, TIMES, lambda: f"nonce-{next(numbers)}")
         self.probes.local_blocks = (100, 101)
 
-    def ask(self, source: KVSource = P0) -> int:
+    def ask(self, source: Peer = P0) -> int:
         """Open a link and connect; returns the probe's number."""
         (asked,) = self.probes.link_up(source)
         assert isinstance(asked, TellSender)
@@ -84,7 +84,7 @@ class Rig:
         assert self.probes.connected(source.incarnation) == []
         return asked.message.probe
 
-    def start(self, source: KVSource = P0) -> ReadProbe:
+    def start(self, source: Peer = P0) -> ReadProbe:
         """Take a probe of this sender to its read."""
         return only(ReadProbe, self.probes.received(source.incarnation, ProbeReady(self.ask(source), 900, KNOWN)))
 
@@ -102,7 +102,7 @@ class Rig:
             effects += self.probes.tick()
         return effects
 
-    def sender_ends_link(self, source: KVSource = P0) -> list[ProbeEffect]:
+    def sender_ends_link(self, source: Peer = P0) -> list[ProbeEffect]:
         return self.probes.link_lost(source, TransferCause.PROBE_FAILED, "the sender's words")
 
 
@@ -358,7 +358,7 @@ def test_a_data_port_that_is_refused_while_the_link_lives_is_a_failure(rig: Rig)
 # After a failure.
 
 
-def fail(rig: Rig, source: KVSource = P0) -> list[ProbeEffect]:
+def fail(rig: Rig, source: Peer = P0) -> list[ProbeEffect]:
     rig.end(rig.start(source), OTHER)
     return rig.sender_ends_link(source)
 
@@ -415,7 +415,7 @@ def test_a_failed_sender_is_probed_again_though_its_memory_was_disconnected(rig:
 
 
 def test_no_count_and_no_pause_is_lost_however_many_senders_fail(rig: Rig) -> None:
-    sources = [KVSource(f"p{number}", f"p{number}.x", "h:1") for number in range(70)]
+    sources = [Peer(f"p{number}", f"p{number}.x", "h:1") for number in range(70)]
     for _ in range(2):
         for source in sources:
             fail(rig, source)
@@ -431,8 +431,8 @@ def test_no_count_and_no_pause_is_lost_however_many_senders_fail(rig: Rig) -> No
 
 
 def test_a_late_read_keeps_no_other_sender_from_being_probed(rig: Rig) -> None:
-    stuck = [rig.start(KVSource(f"p{n}", f"p{n}.x", "h:1")) for n in range(2)]
-    number = rig.ask(KVSource("p2", "p2.x", "h:1"))
+    stuck = [rig.start(Peer(f"p{n}", f"p{n}.x", "h:1")) for n in range(2)]
+    number = rig.ask(Peer("p2", "p2.x", "h:1"))
     assert rig.probes.received("p2.x", ProbeReady(number, 900, KNOWN)) == []
     # As soon as one of those before it is given up, its block is used, though its read may still write.
     read = only(ReadProbe, rig.tick(5))
@@ -443,8 +443,8 @@ def test_a_late_read_keeps_no_other_sender_from_being_probed(rig: Rig) -> None:
 
 def test_a_probe_that_begins_in_a_tick_has_the_whole_time_after_it(rig: Rig) -> None:
     for n in range(2):
-        rig.start(KVSource(f"p{n}", f"p{n}.x", "h:1"))
-    last = KVSource("p2", "p2.x", "h:1")
+        rig.start(Peer(f"p{n}", f"p{n}.x", "h:1"))
+    last = Peer("p2", "p2.x", "h:1")
     rig.probes.received("p2.x", ProbeReady(rig.ask(last), 900, KNOWN))
     assert only(ReadProbe, rig.tick(5)).incarnation == "p2.x"
     effects = rig.tick(4)
@@ -453,8 +453,8 @@ def test_a_probe_that_begins_in_a_tick_has_the_whole_time_after_it(rig: Rig) -> 
 
 
 def test_requests_wait_for_a_probe_block_as_long_as_for_a_probe(rig: Rig) -> None:
-    def known(number: int) -> KVSource:
-        return KVSource(f"p{number}", f"p{number}.x", "h:1")
+    def known(number: int) -> Peer:
+        return Peer(f"p{number}", f"p{number}.x", "h:1")
 
     for number in range(6):
         rig.probes.received(f"p{number}.x", ProbeReady(rig.ask(known(number)), 900, KNOWN))
@@ -480,7 +480,7 @@ def test_requests_wait_for_a_probe_block_as_long_as_for_a_probe(rig: Rig) -> Non
 def test_senders_that_have_failed_before_are_probed_after_the_others(rig: Rig) -> None:
     fail(rig, P0)
     rig.tick()
-    stuck = [KVSource(f"p{number}", f"p{number}.x", "h:1") for number in (2, 3)]
+    stuck = [Peer(f"p{number}", f"p{number}.x", "h:1") for number in (2, 3)]
     for source in [*stuck, P0, P1]:
         rig.probes.received(source.incarnation, ProbeReady(rig.ask(source), 900, KNOWN))
     rig.probes.link_lost(stuck[0], TransferCause.PEER_GONE, "cut")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.engine.runner import KVLayout, LayerGeometry, LayerGroup
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import NULL_BLOCK
-from baton.messages.node import KVSource
+from baton.messages.peer import Peer
 from baton.runner.blocks.sub_blocks import Division, sub_block_rows
 from kv_transfer.backends.base import coalesce
 from kv_transfer.piece_plan import PiecePlan, ReadRange
@@ -22,7 +22,7 @@ from kv_transfer.receiver.transfer_values import TransferPlan
 
 GROUPS = (LayerGroup((0, 2)), LayerGroup((1,), 5))
 LAYERS = (LayerGeometry(2, 3, 2), LayerGeometry(1, 4, 4), LayerGeometry(3, 2, 0))
-PLAN = TransferPlan(AttemptKey("a", 1), KVSource("p0", "p0.x", "h:1"), 0, (), 0)
+PLAN = TransferPlan(AttemptKey("a", 1), Peer("p0", "p0.x", "h:1"), 0, (), 0)
 Offsets = np.ndarray[tuple[int], np.dtype[np.int64]]
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
 

@@ -11,7 +11,7 @@ import pytest
 from baton.errors import TransferCause
 from baton.machine import Machine
 from baton.messages.ids import AttemptKey
-from baton.messages.node import KVSource
+from baton.messages.peer import Peer
 from kv_transfer.backends.base import check_ranges
 from kv_transfer.effects import Recorded
 from kv_transfer.link.link_messages import (
@@ -34,7 +34,7 @@ from tests.support.transitions import check_pair, every_pair, row
 
 A = AttemptKey("a", 1)
 B = AttemptKey("b", 1)
-SOURCE = KVSource("p0", "p0.x", "host:1")
+SOURCE = Peer("p0", "p0.x", "host:1")
 PLAN = TransferPlan(A, SOURCE, 18, (40, 41, 42, 43, 10), 0)
 CLOSING = Closing(18, (7,), False)
 S, E = TransferState, TransferEvent
@@ -77,7 +77,7 @@ def test_the_one_way_out_of_quarantine_is_the_end_of_the_reads() -> None:
 
 
 def test_a_whole_transfer(book: TransferBook) -> None:
-    assert lines(book.plan(PLAN)) == ["OpenLink (KVSource p0 p0.x host:1)"]
+    assert lines(book.plan(PLAN)) == ["OpenLink (Peer p0 p0.x host:1)"]
     assert lines(book.peer_ready("p0.x", 100)) == ["TellSender p0.x (Subscribe a#1 0)"]
     assert lines(book.received("p0.x", Offer(A, 0, (5, 6), 1000))) == ["StartRead 1 p0.x [(ReadRange 40 5 2)] []"]
     assert lines(book.read_done(1, 128, 2.0)) == ["TellSender p0.x (ReadProgress a#1 2)"]
@@ -220,7 +220,7 @@ def test_the_release_waits_for_the_engine(book: TransferBook) -> None:
 
 def test_requests_that_wait_for_a_sender_are_refused_and_its_link_stays(book: TransferBook) -> None:
     book.expect(A, SOURCE)
-    book.expect(B, KVSource("p1", "p1.x", "host:2"))
+    book.expect(B, Peer("p1", "p1.x", "host:2"))
     effects = book.refuse_waiting("p0.x", TransferCause.PROBE_FAILED, "no probe block is left")
     failed = Failed(A, TransferCause.PROBE_FAILED, "no probe block is left")
     assert [effect for effect in effects if isinstance(effect, Failed)] == [failed]
@@ -235,12 +235,12 @@ def test_requests_that_wait_for_a_sender_are_refused_and_its_link_stays(book: Tr
 
 def test_a_lost_link_fails_everything_that_it_carried_and_nothing_else(book: TransferBook) -> None:
     _reading(book, CLOSING)
-    other = TransferPlan(B, KVSource("p1", "p1.x", "host:2"), 4, (1,), 0)
+    other = TransferPlan(B, Peer("p1", "p1.x", "host:2"), 4, (1,), 0)
     book.plan(other)
     assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut")) == [
         "Failed a#1 PEER_GONE cut 0",
         "CancelRead 1",
-        "ReopenLink (KVSource p0 p0.x host:1)",
+        "ReopenLink (Peer p0 p0.x host:1)",
     ]
     assert book.state(A) is S.QUARANTINED
     assert book.state(B) is S.PLANNED
@@ -251,9 +251,9 @@ def test_a_lost_link_fails_everything_that_it_carried_and_nothing_else(book: Tra
 def test_reads_that_outlive_their_link_are_reported_to_the_sender_on_a_new_one(book: TransferBook) -> None:
     _reading(book)
     book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut")
-    assert lines(book.reopen(SOURCE)) == ["OpenLink (KVSource p0 p0.x host:1)"]
+    assert lines(book.reopen(SOURCE)) == ["OpenLink (Peer p0 p0.x host:1)"]
     assert lines(book.reopen(SOURCE)) == [], "it is being opened"
-    assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "refused")) == ["ReopenLink (KVSource p0 p0.x host:1)"]
+    assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "refused")) == ["ReopenLink (Peer p0 p0.x host:1)"]
     book.reopen(SOURCE)
     assert lines(book.peer_ready("p0.x", 100)) == ["TellSender p0.x (Abandon a#1 True)"]
     assert lines(book.read_done(1, 320)) == ["TellSender p0.x (Abandon a#1 False)"]
@@ -265,7 +265,7 @@ def test_a_link_that_can_not_be_opened_fails_its_plans_and_the_next_tries_again(
     book.plan(PLAN)
     failed = lines(book.peer_lost("p0.x", TransferCause.LAYOUT_MISMATCH, "differ"))
     assert failed == ["Failed a#1 LAYOUT_MISMATCH differ 0"]
-    assert lines(book.plan(TransferPlan(B, SOURCE, 4, (1,), 0))) == ["OpenLink (KVSource p0 p0.x host:1)"]
+    assert lines(book.plan(TransferPlan(B, SOURCE, 4, (1,), 0))) == ["OpenLink (Peer p0 p0.x host:1)"]
 
 
 def test_a_failed_read_fails_the_transfer_and_a_gone_peer_its_link(book: TransferBook) -> None:
@@ -789,7 +789,7 @@ def test_the_blocks_that_are_compared_have_a_digest_on_both_sides(
 
 
 def test_blocks_are_planned_when_the_sender_has_begun(book: TransferBook) -> None:
-    assert lines(book.expect(A, SOURCE)) == ["OpenLink (KVSource p0 p0.x host:1)"]
+    assert lines(book.expect(A, SOURCE)) == ["OpenLink (Peer p0 p0.x host:1)"]
     assert lines(book.expect(B, SOURCE)) == [], "the link is being opened"
     assert lines(book.peer_ready("p0.x", 100)) == [
         "TellSender p0.x (Expect a#1)",

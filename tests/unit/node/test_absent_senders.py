@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from baton.messages.node import KVSource
+from baton.messages.peer import Peer
 from decode_node.absent_senders import MAX_ABSENT, AbsentSenders
 from kv_transfer.link.liveness import PortState
 from tests.support.virtual_time import run_virtually
 
-FIRST = KVSource("p0", "p0.first", "host:1")
-OTHER = KVSource("p1", "p1.first", "host:2")
+FIRST = Peer("p0", "p0.first", "host:1")
+OTHER = Peer("p1", "p1.first", "host:2")
 
 
 class Host:
@@ -146,7 +146,7 @@ def test_of_too_many_the_one_whose_link_ended_first_is_disconnected_and_does_not
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         senders.link_ended(FIRST)
         for number in range(MAX_ABSENT):
-            senders.link_ended(KVSource(f"q{number}", f"q{number}.first", "host:2"))
+            senders.link_ended(Peer(f"q{number}", f"q{number}.first", "host:2"))
         assert len(senders) == MAX_ABSENT
 
     assert check(play) == ["p0.first may live"]

@@ -10,7 +10,6 @@ import pytest
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import NULL_BLOCK
-from baton.messages.node import KVSource
 from baton.messages.node_report import (
     EndedHandoffs,
     FailedProbe,
@@ -20,6 +19,7 @@ from baton.messages.node_report import (
     ProbeFault,
     RefusedLink,
 )
+from baton.messages.peer import Peer
 from baton.node.reports.reports import handoff_notice
 from baton.observe.metrics import Distribution, Figure, declared_figures
 from baton.testing.fake_clock import FakeClock
@@ -34,7 +34,7 @@ from kv_transfer.sender.lease import LeaseBook
 from kv_transfer.sender.lease_values import LeaseTimes
 
 A, B, C = AttemptKey("a", 1, 9), AttemptKey("b", 2), AttemptKey("c", 1)
-SOURCE = KVSource("p0", "p0.x", "host:1")
+SOURCE = Peer("p0", "p0.x", "host:1")
 CLOSING = Closing(10, (7,), False)
 
 
@@ -93,7 +93,7 @@ def test_a_transfer_is_listed_until_its_last_read_has_ended(clock: FakeClock) ->
 
 def test_ends_are_counted_by_sender_and_outcome(clock: FakeClock) -> None:
     book = TransferBook(clock=clock)
-    other = KVSource("p1", "p1.x", "host:2")
+    other = Peer("p1", "p1.x", "host:2")
     for attempt, source in ((A, SOURCE), (B, SOURCE), (C, other)):
         book.plan(TransferPlan(attempt, source, 10, (40, 41, 42), 0))
         book.peer_ready(source.incarnation, 100)

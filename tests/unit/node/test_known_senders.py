@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.messages.kv_format import KVFormat
-from baton.messages.node import KVSource
+from baton.messages.peer import Peer
 from baton.registry import NodeRecord
 from decode_node.known_senders import KnownSenders
 
@@ -35,25 +35,25 @@ P1 = replace(P0, name="p1", incarnation="p1.x", address="h:2")
 
 
 def test_each_incarnation_is_met_once() -> None:
-    met: list[KVSource] = []
+    met: list[Peer] = []
     parted: list[str] = []
     senders = KnownSenders(FORMAT, met.append, parted.append)
     senders.update({"p0": P0})
     senders.update({"p0": P0, "p1": P1})
-    assert met == [KVSource("p0", "p0.x", "h:1"), KVSource("p1", "p1.x", "h:2")]
+    assert met == [Peer("p0", "p0.x", "h:1"), Peer("p1", "p1.x", "h:2")]
     restarted = replace(P0, incarnation="p0.y")
     senders.update({"p0": restarted, "p1": P1})
-    assert met[2:] == [KVSource("p0", "p0.y", "h:1")]
+    assert met[2:] == [Peer("p0", "p0.y", "h:1")]
     assert parted == ["p0.x"]
     # One that left and is back is new.
     senders.update({"p0": restarted})
     senders.update({"p0": restarted, "p1": P1})
-    assert met[3:] == [KVSource("p1", "p1.x", "h:2")]
+    assert met[3:] == [Peer("p1", "p1.x", "h:2")]
     assert parted == ["p0.x", "p1.x"]
 
 
 def test_nodes_that_can_hand_over_nothing_are_not_met() -> None:
-    met: list[KVSource] = []
+    met: list[Peer] = []
     others = (
         replace(P0, role="decode"),
         replace(P0, model_fingerprint="m-2"),
@@ -71,7 +71,7 @@ def test_nodes_that_can_hand_over_nothing_are_not_met() -> None:
 
 
 def test_nodes_with_blocks_of_another_size_that_fits_are_met() -> None:
-    met: list[KVSource] = []
+    met: list[Peer] = []
     senders = KnownSenders(FORMAT, met.append, lambda incarnation: None)
     senders.update({"p0": replace(P0, block_size=32), "p1": replace(P1, block_size=8)})
     assert [source.node_id for source in met] == ["p0", "p1"]

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from baton.errors import TransferCause, TransferFailed
-from baton.messages.node import KVSource
 from baton.messages.node_report import ProbeFault
+from baton.messages.peer import Peer
 from baton.testing.fake_mover import FakeMover
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from decode_node.pair_prober import PairProber
@@ -18,8 +18,8 @@ from kv_transfer.receiver.join_probe import JoinProbes
 from tests.support.handoff_rig import new_memory
 from tests.support.virtual_time import LoopClock, run_virtually
 
-P0 = KVSource("p0", "p0.x", "h:1")
-P1 = KVSource("p1", "p1.x", "h:2")
+P0 = Peer("p0", "p0.x", "h:1")
+P1 = Peer("p1", "p1.x", "h:2")
 REFUSED = TransferFailed(TransferCause.REFUSED, "NIXL refused to connect")
 
 
@@ -45,11 +45,11 @@ class Rig:
             open_link=lambda source: self.opened.append((now(), source.incarnation)),
         )
 
-    def ask(self, source: KVSource) -> None:
+    def ask(self, source: Peer) -> None:
         """Open a link on which nothing will be heard."""
         self.prober.carry_out(self.probes.link_up(source))
 
-    def fail(self, source: KVSource, times: int = 1) -> None:
+    def fail(self, source: Peer, times: int = 1) -> None:
         """Let so many probes of a sender fail at once."""
         for _ in range(times):
             self.ask(source)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from baton.engine.runner import KVLayout, LayerGeometry, LayerGroup
-from baton.messages.node import KVSource
+from baton.messages.peer import Peer
 from baton.testing.fake_mover import FakeMover
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from decode_node.intake import Intake
@@ -21,7 +21,7 @@ from kv_transfer.mover.parts_mover import OwnPart, PartsMover
 from tests.support.handoff_rig import LAYOUT, new_memory
 from tests.support.virtual_time import LoopClock, run_virtually
 
-P0 = KVSource("p0", "p0.x", "h:1")
+P0 = Peer("p0", "p0.x", "h:1")
 WHOLE = (range(4),)
 IN_TWO = (range(2), range(2, 4))
 

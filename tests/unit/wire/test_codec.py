@@ -23,7 +23,6 @@ from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored,
 from baton.messages.node import (
     Abort,
     Adopt,
-    KVSource,
     Leg,
     LoadReport,
     NodeDescription,
@@ -50,6 +49,7 @@ from baton.messages.node_report import (
     RefusedLink,
     TraceEvent,
 )
+from baton.messages.peer import Peer
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.sampling import RepetitionDetection, SamplingParams, TokenLogprobs
 from baton.messages.spans import Span
@@ -103,7 +103,7 @@ def test_absent_log_probabilities_stay_absent() -> None:
     "message",
     [
         Submit(KEY, Leg.WHOLE, [1, 2, 3], PARAMS),
-        Submit(KEY, Leg.DECODE, [1], PARAMS, -3, "salt", KVSource("p0", "p0.abc", "127.0.0.1:1")),
+        Submit(KEY, Leg.DECODE, [1], PARAMS, -3, "salt", Peer("p0", "p0.abc", "127.0.0.1:1")),
         Abort(KEY, "client is gone"),
         Abort(KEY, "its text is over", 0),
         WatchKVCache(),

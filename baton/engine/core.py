@@ -90,6 +90,11 @@ class EngineCore:
         """Note that an input is encoded; see `Scheduler.input_encoded`."""
         self.scheduler.input_encoded(digest)
 
+    def input_fetched(self, digest: str, num_rows: int, rows: bytes) -> None:
+        """Give the runner the rows of an input that another node made, float32 [num_rows, width], little-endian."""
+        self.runner.keep_encoded(digest, num_rows, rows)
+        self.scheduler.input_encoded(digest, is_fetched=True)
+
     def input_failed(self, digest: str, error: Exception) -> None:
         """End the requests that need an input which can't be encoded; see `Scheduler.input_failed`."""
         self.scheduler.input_failed(digest, str(error), is_invalid=isinstance(error, InvalidRequest))

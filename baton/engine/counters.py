@@ -25,9 +25,12 @@ class EngineCounters:
     num_connector_errors: Annotated[
         int, Metric("kv_connector_errors_total", "Calls of the KV connector that raised.")
     ] = 0
-    num_encoded_images: Annotated[
-        int, Metric("encoded_images_total", "Inputs (images, speech, texts) of which an encoder made rows.")
+    num_encoded_inputs: Annotated[
+        int, Metric("encoded_inputs_total", "Inputs (images, speech, texts) of which the encoder made rows.")
     ] = 0
-    num_image_hits: Annotated[
+    num_fetched_inputs: Annotated[
+        int, Metric("fetched_inputs_total", "Inputs whose rows came from a node that had made them.")
+    ] = 0
+    num_encoder_hits: Annotated[
         int, Metric("encoder_cache_hits_total", "Inputs of prompts that were computed with rows made earlier.")
     ] = 0

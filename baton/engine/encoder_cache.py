@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.encoder_input import EncoderInput
@@ -53,15 +53,21 @@ class _Entry:
 class EncoderCache:
     """The entries of one engine's encoder cache. The engine's thread alone calls it."""
 
-    def __init__(self, num_rows: int) -> None:
-        """`num_rows`: the most rows of all entries together; 0: the engine's model encodes nothing."""
+    def __init__(self, num_rows: int, note: Callable[[str, bool], None] = lambda digest, is_there: None) -> None:
+        """`num_rows`: the most rows of all entries together; 0: the engine's model encodes nothing.
+
+        `note` is told whenever rows are there (True), and when they are there no more, with the input's digest.
+        """
         self.num_rows = num_rows
+        self._note = note
         self.num_used_rows = 0
         """Rows of all entries, those that are being encoded included."""
         self.num_hits = 0
         """How often a request computed with an input that was encoded for another one, or for it earlier."""
         self.num_encoded = 0
-        """Inputs that were encoded."""
+        """Inputs that were encoded here."""
+        self.num_fetched = 0
+        """Inputs whose rows another node had made."""
         self._num_encoding = 0
         self._entries: dict[str, _Entry] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
@@ -132,16 +138,21 @@ class EncoderCache:
                 self._to_encode = [one for one in self._to_encode if one.digest != each.digest]
                 self._evicted.append(each.digest)
 
-    def encoded(self, digest: str) -> None:
-        """Note that an input's rows are there. Rows that nobody waits for any more are evicted."""
+    def encoded(self, digest: str, *, is_fetched: bool = False) -> None:
+        """Note that an input's rows are there. Rows that nobody waits for any more are evicted.
+
+        `is_fetched`: another node made them.
+        """
         entry = self._entries.get(digest)
         if entry is None:
             self._evicted.append(digest)
         elif entry.state is _State.ENCODING:
             entry.state = _State.READY
             self._num_encoding -= 1
-            self.num_encoded += 1
+            self.num_encoded += not is_fetched
+            self.num_fetched += is_fetched
             self._idle[digest] = None
+            self._note(digest, True)
 
     def failed(self, digest: str) -> frozenset[str]:
         """Forget an input that could not be encoded. Returns the ids of the requests that asked for it."""
@@ -155,6 +166,11 @@ class EncoderCache:
     def digests(self) -> Collection[str]:
         """The digests of all entries."""
         return self._entries.keys()
+
+    @property
+    def ready_digests(self) -> Collection[str]:
+        """The digests of the entries whose rows are there."""
+        return [digest for digest, entry in self._entries.items() if entry.state is _State.READY]
 
     def take_inputs_to_encode(self) -> Sequence[EncoderInput]:
         """The inputs that are to be encoded since the last call, in the order of need."""
@@ -198,3 +214,5 @@ class EncoderCache:
         self._num_encoding -= entry.state is _State.ENCODING
         self._idle.pop(digest, None)
         self.num_used_rows -= entry.num_rows
+        if entry.state is _State.READY:
+            self._note(digest, False)

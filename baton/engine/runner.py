@@ -293,6 +293,20 @@ class ModelRunner(Protocol):
         """
         ...
 
+    def encoded_bytes(self, digest: str) -> memoryview | None:
+        """The bytes of the rows of an input, float32 [rows, width], little-endian; None if it has none.
+
+        Called from any thread.
+        """
+        ...
+
+    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
+        """Keep the rows of an input that another node's runner of this model made, as `encode` does.
+
+        Called beside steps. Raises ValueError if these bytes are not so many rows.
+        """
+        ...
+
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """Forget the rows of inputs, of which no step names any more; None: of all. Unknown ones are skipped.
 

@@ -200,9 +200,12 @@ class Scheduler:
         cache = self._state.encoder_cache
         return EncoderWork(cache.take_evicted(), cache.take_inputs_to_encode())
 
-    def input_encoded(self, digest: str) -> None:
-        """Note that the runner has the rows of an input, which `take_encoder_work` named."""
-        self._state.encoder_cache.encoded(digest)
+    def input_encoded(self, digest: str, *, is_fetched: bool = False) -> None:
+        """Note that the runner has the rows of an input, which `take_encoder_work` named.
+
+        `is_fetched`: another node made them.
+        """
+        self._state.encoder_cache.encoded(digest, is_fetched=is_fetched)
         self._stalled = False
 
     def input_failed(self, digest: str, error: str, *, is_invalid: bool) -> None:
@@ -268,8 +271,9 @@ class Scheduler:
             spec_decoding=self._speculation.counts.stats(),
             counters=replace(
                 self.counters,
-                num_encoded_images=self.encoder_cache.num_encoded,
-                num_image_hits=self.encoder_cache.num_hits,
+                num_encoded_inputs=self.encoder_cache.num_encoded,
+                num_fetched_inputs=self.encoder_cache.num_fetched,
+                num_encoder_hits=self.encoder_cache.num_hits,
             ),
         )
 
@@ -304,8 +308,9 @@ class Scheduler:
         self._state.events.is_recording = False
 
     def kv_snapshot(self) -> KVSnapshot:
-        """The keys of all cached blocks; from now on changes are recorded, until `stop_kv_events`. O(blocks)."""
-        return self.kv_cache_manager.kv_snapshot()
+        """The keys of all cached blocks, and of rows of inputs; from now on changes are recorded, until
+        `stop_kv_events`. O(blocks)."""
+        return self._state.kv_snapshot()
 
     def kv_events_since(self, sequence: int) -> KVEventBatch:
         """The changes of the prefix cache from event number `sequence` on, which a snapshot or the last batch named."""

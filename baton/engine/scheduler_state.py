@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from baton.clock import Clock
 from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
@@ -13,6 +14,7 @@ from baton.engine.encoder_cache import EncoderCache
 from baton.engine.event_log import EventLog
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.events import KVSnapshot
 from baton.engine.kv_cache.host_tier import HostTier
 from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request, RequestEvent, RequestStatus
@@ -20,6 +22,7 @@ from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.sequences.beam_group import BeamGroup
 from baton.engine.sequences.sequence_group import SequenceGroup, split_sequence_id
 from baton.errors import TransferCause
+from baton.messages.kv_cache import BlockRemoved, BlockStored
 from baton.messages.node import Leg
 from baton.messages.sampling import TokenLogprobs
 
@@ -90,7 +93,7 @@ class SchedulerState:
             enable_caching=config.enable_prefix_caching,
             host=HostTier(config.num_host_blocks) if config.num_host_blocks else None,
         )
-        self.encoder_cache = EncoderCache(config.num_encoder_rows)
+        self.encoder_cache = EncoderCache(config.num_encoder_rows, self._note_rows)
         self.connector = connector
         self.clock = clock
         self.events = EventLog(clock)
@@ -263,6 +266,18 @@ class SchedulerState:
         else:
             manager.quarantine(request.request_id, num_stripes)
         return num_cached_tokens
+
+    def kv_snapshot(self) -> KVSnapshot:
+        """What the KV cache and the encoder cache have; from now on their changes are recorded. O(blocks)."""
+        found = self.kv_cache_manager.kv_snapshot()
+        keys = frozenset(bytes.fromhex(digest) for digest in self.encoder_cache.ready_digests)
+        return replace(found, block_hashes={**found.block_hashes, "encoder": keys}) if keys else found
+
+    def _note_rows(self, digest: str, is_there: bool) -> None:
+        log = self.kv_cache_manager.kv_events
+        if log.is_recording:
+            keys = (bytes.fromhex(digest),)
+            log.record(BlockStored(keys, tier="encoder") if is_there else BlockRemoved(keys, "encoder"))
 
     def emit(
         self,

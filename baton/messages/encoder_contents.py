@@ -7,6 +7,7 @@ import hashlib
 from functools import lru_cache
 
 from baton.messages.capabilities import GENERATES, Capability
+from baton.messages.peer import Peer
 from baton.messages.spans import Span
 from baton.model_formats.encoder_decoders import aligned
 from baton.values import value
@@ -47,6 +48,13 @@ class EncoderContent:
     data: bytes = b""
     """Empty: it is elsewhere."""
     kind: ContentKind = ContentKind.IMAGE
+    held_by: Peer | None = None
+    """A node that has made rows of it, for one that has none; None: nobody knows of any."""
+
+    @property
+    def key(self) -> bytes:
+        """The digest as bytes, which names the content's rows among what nodes keep."""
+        return bytes.fromhex(self.digest)
 
     @classmethod
     def of(cls, data: bytes, kind: ContentKind = ContentKind.IMAGE) -> EncoderContent:

@@ -10,7 +10,9 @@ from baton.values import value
 NULL_BLOCK = 0
 """The id that stands for no block, in the block tables of every node."""
 
-Tier = Literal["device", "host"]
+Tier = Literal["device", "host", "encoder"]
+"""Where something is kept: blocks of KV in the model's memory or the host's, or rows that an encoder made of inputs.
+Rows are named by `EncoderContent.key`, and come and go in events of their own."""
 
 
 class BlockStored(NamedTuple):
@@ -34,7 +36,7 @@ class BlockRemoved(NamedTuple):
 
 
 class AllBlocksCleared(NamedTuple):
-    """The prefix cache was emptied, in all tiers."""
+    """The prefix cache was emptied, in all tiers of blocks. Rows of encoders stay."""
 
     block_hashes: Sequence[bytes] = ()
 

@@ -111,9 +111,17 @@ class NodeDescription:
         """How the node's model is divided among ranks; one rank where that is not known."""
         return NodeShape.of(self.tp, self.pp)
 
+    def makes_rows_of(self, other: NodeDescription) -> bool:
+        """Whether the encoders of both nodes make the same numbers of one input."""
+        return (self.model_fingerprint, self.dtype, self.numerics) == (
+            other.model_fingerprint,
+            other.dtype,
+            other.numerics,
+        )
+
     @property
-    def kv_source(self) -> Peer:
-        """This node as the place where a decode node finds a prompt's KV."""
+    def as_peer(self) -> Peer:
+        """This node as the place where another one finds what it needs."""
         return Peer(self.node_id, self.incarnation, self.address)
 
 

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+import structlog
+
 from baton.engine.batch import (
     ComputedStep,
     EngineCoreEvent,
@@ -41,8 +43,11 @@ from baton.node.adapters.adapter_cache import (
     UnloadAdapter,
 )
 from baton.node.adapters.adapter_threads import AdapterThreads
-from baton.node.attempts.encoder_thread import EncoderThread
 from baton.node.attempts.grammars import NO_GRAMMARS, GrammarCompiler
+from baton.node.encoding.encoder_thread import EncoderThread
+from baton.node.encoding.row_fetcher import RowSource
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,13 @@ class _EncodingFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class _Fetched:
+    each: EncoderInput
+    rows: bytes | None
+    """None: they could not be fetched."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Abort:
     request_ids: Sequence[str]
 
@@ -129,6 +141,7 @@ _EngineCommand = (
     | _GrammarFailed
     | _Encoded
     | _EncodingFailed
+    | _Fetched
     | _Abort
     | KVTransferOutput
     | _WatchKVCache
@@ -150,12 +163,14 @@ class EngineDriver:
         grammars: GrammarCompiler | None = None,
         adapters: AdapterThreads | None = None,
         max_cpu_loras: int = 1,
+        rows: RowSource | None = None,
     ) -> None:
         """`on_crash` is called on the thread, as the last thing before it ends: from then on nothing is computed.
 
         `flush` posts what the engine's connector has kept back; it is called before each step and after `publish`.
         `grammars` is closed by `stop`; None: a request with a JSON schema fails. `adapters` loads adapters, of which at
-        most `max_cpu_loras` are in memory; None: a request with an adapter fails.
+        most `max_cpu_loras` are in memory; None: a request with an adapter fails. `rows`: where rows of inputs may come
+        from, apart from the runner's encoder.
         """
         self._core = core
         self._publish = publish
@@ -171,7 +186,10 @@ class EngineDriver:
         self._adapter_faults: dict[str, AdapterFault] = {}
         self._num_adapter_loads = 0
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._encoder = EncoderThread(core.runner)
+        self._rows = rows
+        self._fetching: dict[str, EncoderInput] = {}
+        """Inputs whose rows are being fetched and are still wanted, by digest."""
+        self._encoder = EncoderThread(core.runner, self._clock, rows.encoded if rows is not None else _ignore)
         core.start_encoding, core.forget_encoded = self._start_encoding, self._forget_encoded
         self._snapshot_due = False
         self._next_kv_event: int | None = None
@@ -215,9 +233,30 @@ class EngineDriver:
 
     def _forget_encoded(self, digests: Sequence[str]) -> None:
         self._encoder.cancel(digests)
+        for digest in digests:
+            self._fetching.pop(digest, None)
         self._core.runner.forget_encoded(digests)
 
     def _start_encoding(self, each: EncoderInput) -> None:
+        if self._rows is None or each.content.held_by is None:
+            self._encode(each)
+            return
+        inbox = self._inbox
+        self._fetching[each.digest] = each
+        self._rows.fetch(each, lambda rows: inbox.put(_Fetched(each, rows)), lambda: inbox.put(_Fetched(each, None)))
+
+    def _on_fetched(self, each: EncoderInput, rows: bytes | None) -> None:
+        if self._fetching.pop(each.digest, None) is None:
+            return
+        try:
+            if rows is not None:
+                self._core.input_fetched(each.digest, each.num_rows, rows)
+                return
+        except ValueError as error:
+            _log.warning("rows that were fetched can't be used, and are made here", reason=str(error))
+        self._encode(each)
+
+    def _encode(self, each: EncoderInput) -> None:
         inbox = self._inbox
         self._encoder.encode(
             each,
@@ -326,6 +365,9 @@ class EngineDriver:
         if isinstance(command, _EncodingFailed):
             self._core.input_failed(command.digest, command.error)
             return self._core.scheduler.take_refusals()
+        if isinstance(command, _Fetched):
+            self._on_fetched(command.each, command.rows)
+            return {}
         if isinstance(command, _Abort):
             return self._core.finish_requests(command.request_ids, RequestStatus.ABORTED)
         if isinstance(command, _WatchKVCache):
@@ -425,6 +467,10 @@ class EngineDriver:
         if scheduler.reset_prefix_cache():
             return num_blocks
         return CacheInUse(f"the prefix cache stays as it is, since blocks are in use: {scheduler.blocks_in_use()}")
+
+
+def _ignore(num_rows: int, seconds: float) -> None:
+    """Nobody wants to know how long an input took."""
 
 
 def _refused(request: Request, error: BatonError) -> EngineCoreOutput:

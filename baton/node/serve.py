@@ -29,6 +29,7 @@ from baton.node.attempts.attempt_spans import AttemptSpans
 from baton.node.attempts.grammars import load_compiler
 from baton.node.description import describe
 from baton.node.driver import EngineDriver, StepNews
+from baton.node.encoding.row_fetcher import RowFetcher
 from baton.node.lifecycle import NodeEvent, NodeState, node_lifecycle
 from baton.node.name_claim import Asks, require_first, start_number
 from baton.node.outbox import Outbox
@@ -36,7 +37,7 @@ from baton.node.reports.event_log import EventLog
 from baton.node.reports.figures import ComputedTotals, engine_figures
 from baton.node.reports.ranks import rank_figures
 from baton.node.reports.reports import node_record
-from baton.node.role import NodeRole, RoleContext
+from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.node.runner_spec import scheduler_config
 from baton.node.service import NodeService
 from baton.node.stop import NodeStop
@@ -53,6 +54,7 @@ from baton.wire.authenticator import Authenticator
 from baton.wire.credentials import Dialer
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import RpcServer, join_address, reached_as
+from baton.wire.services.encoder_rows_service import EncoderRowsServicer
 from baton.wire.services.node_service import SERVICE_NAME, NodeServicer
 
 _log = structlog.get_logger(__name__)
@@ -197,7 +199,9 @@ class Node:
         check = self._runner.check_adapter
         adapters = AdapterThreads(self._runner, AdapterDirectories(config.adapter_directories, check))
         cleanup.push_async_callback(adapters.close)
-        driver = EngineDriver(core, publish, crashed, outbox.flush, grammars, adapters, config.max_cpu_loras)
+        rows = RowFetcher(self._runner.model, context.dialer, clock, post)
+        cleanup.push_async_callback(rows.close)
+        driver = EngineDriver(core, publish, crashed, outbox.flush, grammars, adapters, config.max_cpu_loras, rows)
         description = describe(
             config,
             self._runner,
@@ -222,7 +226,9 @@ class Node:
             self._runner.rank_reports,
             adapters,
         )
-        for servicer in (NodeServicer(service), *role.servicers):
+        encoder_rows = EncoderRowsServicer(description, self._runner.encoded_bytes)
+        servicers: Sequence[Servicer] = (NodeServicer(service), encoder_rows, *role.servicers)
+        for servicer in servicers:
             servicer.add_to_server(rpc.server)
 
         await self._open_metrics_page(cleanup)

@@ -135,6 +135,14 @@ class TorchModelRunner:
             raise InvalidRequest(content.kind.field, f"can't be encoded: {self._model.name} has no encoder")
         self._encoded.put(content.digest, self._inputs.rows(content, num_rows))
 
+    def encoded_bytes(self, digest: str) -> memoryview | None:
+        """The bytes of the rows of an input, float32 [rows, width], little-endian; None if it has none."""
+        return self._encoded.bytes_of(digest)
+
+    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
+        """Keep the rows of an input that another node made. Raises ValueError if these bytes are not so many rows."""
+        self._encoded.take(digest, num_rows, rows)
+
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """Forget the rows of inputs."""
         self._encoded.forget(digests)

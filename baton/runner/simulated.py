@@ -249,6 +249,14 @@ class SimulatedRunner(OneProcessRunner):
         """There is no encoder: rows of an input are its digest's."""
         self._encoded.put(content.digest, np.zeros((num_rows, 0), dtype=np.float32))
 
+    def encoded_bytes(self, digest: str) -> memoryview | None:
+        """The bytes of the rows of an input, float32 [rows, width], little-endian; None if it has none."""
+        return self._encoded.bytes_of(digest)
+
+    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
+        """Keep the rows of an input that another node made. Raises ValueError if these bytes are not so many rows."""
+        self._encoded.take(digest, num_rows, rows)
+
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """Forget the rows of images."""
         self._encoded.forget(digests)

@@ -44,6 +44,7 @@ RPCS: Mapping[tuple[str, str], frozenset[CallerRole]] = {
     ("baton.v1.Node", "ResetPrefixCache"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
     ("baton.v1.Node", "InspectAdapter"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
     ("baton.v1.KvLink", "Open"): frozenset({CallerRole.NODE}),
+    ("baton.v1.EncoderRows", "ReadRows"): frozenset({CallerRole.NODE}),
     ("grpc.health.v1.Health", _EVERY): frozenset({CallerRole.ANYONE}),
     ("grpc.reflection.v1.ServerReflection", _EVERY): _ALL_WITH_KEY,
     ("grpc.reflection.v1alpha.ServerReflection", _EVERY): _ALL_WITH_KEY,

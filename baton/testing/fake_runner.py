@@ -10,6 +10,7 @@ slots in the group's window are checked. A request's adapter goes into each of i
 from __future__ import annotations
 
 import ctypes
+import struct
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,11 @@ def with_spans(token_ids: Sequence[int], spans: Sequence[Span]) -> list[int]:
     return replaced
 
 
+def rows_of(digest: str, num_rows: int) -> bytes:
+    """The rows that a FakeRunner makes of an input."""
+    return struct.pack("<I", zlib.crc32(digest.encode())) * num_rows
+
+
 class FakeRunner(OneProcessRunner):
     """Computes deterministic tokens on a cache of `num_blocks` blocks.
 
@@ -253,6 +259,16 @@ class FakeRunner(OneProcessRunner):
             raise InvalidRequest("images", self.unusable[content.digest])
         self.encoded[content.digest] = num_rows
         self.num_encoded += 1
+
+    def encoded_bytes(self, digest: str) -> memoryview | None:
+        """The rows of an input, of one number each, which differs from input to input."""
+        return None if digest not in self.encoded else memoryview(rows_of(digest, self.encoded[digest]))
+
+    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
+        """Take note of an input. Raises ValueError for rows that this runner would not make."""
+        if rows != rows_of(digest, num_rows):
+            raise ValueError(f"these are not {num_rows} rows of {digest}")
+        self.encoded[digest] = num_rows
 
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """Forget images."""

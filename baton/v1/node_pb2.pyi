@@ -34,6 +34,7 @@ class KVCacheTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KV_CACHE_TIER_UNSPECIFIED: _ClassVar[KVCacheTier]
     KV_CACHE_TIER_DEVICE: _ClassVar[KVCacheTier]
     KV_CACHE_TIER_HOST: _ClassVar[KVCacheTier]
+    KV_CACHE_TIER_ENCODER: _ClassVar[KVCacheTier]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -92,6 +93,7 @@ CONTENT_KIND_TEXT: ContentKind
 KV_CACHE_TIER_UNSPECIFIED: KVCacheTier
 KV_CACHE_TIER_DEVICE: KVCacheTier
 KV_CACHE_TIER_HOST: KVCacheTier
+KV_CACHE_TIER_ENCODER: KVCacheTier
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_STOP: Outcome
 OUTCOME_LENGTH: Outcome
@@ -195,14 +197,16 @@ class PromptSpan(_message.Message):
     def __init__(self, start: _Optional[int] = ..., length: _Optional[int] = ..., digest: _Optional[str] = ..., dtype: _Optional[str] = ..., rows: _Optional[bytes] = ..., is_encoded: _Optional[bool] = ..., first_row: _Optional[int] = ..., columns: _Optional[int] = ...) -> None: ...
 
 class EncoderContent(_message.Message):
-    __slots__ = ("digest", "data", "kind")
+    __slots__ = ("digest", "data", "kind", "held_by")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
+    HELD_BY_FIELD_NUMBER: _ClassVar[int]
     digest: str
     data: bytes
     kind: ContentKind
-    def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ..., kind: _Optional[_Union[ContentKind, str]] = ...) -> None: ...
+    held_by: Peer
+    def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ..., kind: _Optional[_Union[ContentKind, str]] = ..., held_by: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover", "reader_block_size", "adapter", "pooling", "spans", "contents")

@@ -35,6 +35,7 @@ Pure: events in, effects out, no clock and no I/O (`router.live_requests` carrie
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import replace
 
 from baton.errors import (
     AttemptsExhausted,
@@ -50,6 +51,7 @@ from baton.errors import (
 )
 from baton.machine import Machine
 from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import Path
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
@@ -335,7 +337,7 @@ class Flight:
             sampling_params=self.request.sampling_params,
             priority=self.request.priority,
             cache_salt=self.request.cache_salt,
-            kv_source=prefill.kv_source if prefill and leg is Leg.DECODE else None,
+            kv_source=prefill.as_peer if prefill and leg is Leg.DECODE else None,
             output_token_ids=self._given,
             takeover=self.takeover,
             reader_block_size=reader_block_size,
@@ -343,8 +345,15 @@ class Flight:
             # A decode node needs the rows, too: it computes the prompt again if it is preempted or its load is lost.
             spans=self.request.spans,
             adapter=self.request.adapter,
-            contents=self.request.contents,
+            contents=self._contents(leg),
         )
+
+    def _contents(self, leg: Leg) -> Sequence[EncoderContent]:
+        """The contents of the prompt; the node that computes it hears who has rows of them."""
+        holders = dict(self._placement.holders) if self._placement and leg is not Leg.DECODE else {}
+        if not holders:
+            return self.request.contents
+        return [replace(content, held_by=holders.get(content.digest)) for content in self.request.contents]
 
     def _on_delta(self, incarnation: str, delta: RequestDelta) -> list[FlightEffect]:
         leg = self._legs.get(incarnation) if delta.attempt == self._key else None

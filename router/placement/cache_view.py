@@ -1,19 +1,20 @@
-"""The prefix caches of all nodes, as far as nodes have reported them, and the blocks that they will have soon.
+"""The prefix caches of all nodes and the rows of their encoders, as far as nodes have reported them.
 
-A node that is attached is asked with WatchKVCache, and answers with all its keys and then with numbered events. If an
-event was missed, the node is asked again, and what was known of it is forgotten. A prompt that is sent to a node counts
-as cached there until the attempt ends: by the time that another request with the same beginning gets its turn, it is. A
-prefix counts as far as one tier has it: if its end was evicted to the host's memory, a node may find more. No I/O, no
-clock.
+Beside them it has the blocks that nodes will have soon. A node that is attached is asked with WatchKVCache, and answers
+with all its keys and then with numbered events. If an event was missed, the node is asked again, and what was known of
+it is forgotten. A prompt that is sent to a node counts as cached there until the attempt ends: by the time that another
+request with the same beginning gets its turn, it is. A prefix counts as far as one tier has it: if its end was evicted
+to the host's memory, a node may find more. No I/O, no clock.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import NodeDescription
 from baton.messages.spans import Span, span_items
@@ -91,6 +92,8 @@ class CacheView:
 
     def __init__(self) -> None:
         self._tiers: dict[Tier, BlockIndex] = {"device": BlockIndex(), "host": BlockIndex()}
+        self._rows = BlockIndex()
+        """The inputs (images, say) of which nodes have rows, by `EncoderContent.key`."""
         self._expected = BlockIndex()
         self._position: dict[str, int | None] = {}
         """The number of the next event; None while the node's first answer is awaited."""
@@ -131,6 +134,10 @@ class CacheView:
             self._apply(incarnation, event)
         return False
 
+    def holders(self, content: EncoderContent) -> Collection[str]:
+        """The incarnations of the nodes that have rows of a content."""
+        return self._rows.leading([content.key]).keys()
+
     def expect(self, incarnation: str, milestones: Sequence[bytes]) -> None:
         """A prompt with these `PromptKeys.milestones` is sent to the node."""
         self._expected.add(incarnation, milestones)
@@ -165,17 +172,21 @@ class CacheView:
         return found
 
     def _forget_reported(self, incarnation: str) -> None:
-        for index in self._tiers.values():
+        for index in (*self._tiers.values(), self._rows):
             index.forget(incarnation)
+
+    def _index(self, tier: Tier) -> BlockIndex:
+        return self._rows if tier == "encoder" else self._tiers[tier]
 
     def _apply(self, incarnation: str, event: KVCacheEvent) -> None:
         match event:
             case BlockStored(hashes, tier=tier):
-                self._tiers[tier].add(incarnation, hashes)
+                self._index(tier).add(incarnation, hashes)
             case BlockRemoved(hashes, tier):
-                self._tiers[tier].remove(incarnation, hashes)
+                self._index(tier).remove(incarnation, hashes)
             case AllBlocksCleared():
-                self._forget_reported(incarnation)
+                for index in self._tiers.values():
+                    index.forget(incarnation)
 
 
 def _leading(prompt: PromptKeys, fields: KeyScheme, indices: Sequence[BlockIndex]) -> dict[str, int]:

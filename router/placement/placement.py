@@ -10,6 +10,7 @@ from baton.errors import InvalidRequest, NoCapacity
 from baton.messages.capabilities import GENERATES, Capability, in_order
 from baton.messages.kv_format import KVFormat
 from baton.messages.node import NodeDescription, Role
+from baton.messages.peer import Peer
 from baton.values import value
 
 
@@ -113,6 +114,13 @@ class Placement:
     prefill: NodeDescription | None
     decode: NodeDescription
     reason: str
+    holders: Sequence[tuple[str, Peer]] = ()
+    """Contents of the prompt of which the node that computes it has no rows, by digest, each with a node that has."""
+
+    @property
+    def computes_prompt(self) -> NodeDescription:
+        """The node that computes the prompt."""
+        return self.prefill or self.decode
 
 
 def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset()) -> Placement:

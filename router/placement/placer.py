@@ -17,6 +17,7 @@ from baton.errors import BatonError, NoCapacity
 from baton.messages.capabilities import TRANSCRIBES, Capability
 from baton.messages.kv_format import KVFormat
 from baton.messages.node import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
+from baton.messages.peer import Peer
 from baton.observe.metrics import Distribution, Figure
 from baton.values import value
 from router.admission.request import ValidRequest
@@ -49,6 +50,7 @@ from router.placement.placement import with_room as only_with_room
 
 ADOPTED = "adopted: another router placed it there"
 ALONE_TOKENS = 512
+_ENCODES = frozenset((Capability.IMAGE, Capability.TRANSCRIBE))
 _JUDGE_EVERY_S = 0.05
 """At most one decision in so many seconds is judged, since that costs as much as a placement."""
 
@@ -130,8 +132,8 @@ class Placer:
         self._caches = CacheView()
         self._nodes = Breakers[str](FAILURES)
         self._pairs = Breakers[tuple[str, str]](PAIR_FAILURES)
-        self._names: dict[str, str] = {}
-        """The names of attached nodes, by incarnation."""
+        self._attached: dict[str, NodeDescription] = {}
+        """Attached nodes, by incarnation."""
         self._live: dict[str, _Live] = {}
         self._num_live_on: Counter[str] = Counter()
         """How many live requests are on each incarnation."""
@@ -152,9 +154,9 @@ class Placer:
     def on_attached(self, description: NodeDescription) -> bool:
         """A node is attached; returns whether it must be asked for its cache (WatchKVCache)."""
         incarnation = description.incarnation
-        self._names[incarnation] = description.node_id
+        self._attached[incarnation] = description
         self._rates.attach(description)
-        if not self._predicts or key_scheme_of(description) is None:
+        if key_scheme_of(description) is None or not (self._predicts or description.can & _ENCODES):
             return False
         self._caches.watch(incarnation)
         return True
@@ -177,9 +179,9 @@ class Placer:
 
     def on_lost(self, incarnation: str, now: float) -> None:
         """A node is lost."""
-        name = self._names.pop(incarnation, None)
-        if name is not None and self._num_live_on[incarnation]:
-            self._nodes.failed(name, now)
+        node = self._attached.pop(incarnation, None)
+        if node is not None and self._num_live_on[incarnation]:
+            self._nodes.failed(node.node_id, now)
         self._caches.forget(incarnation)
         self._rates.forget(incarnation)
         self._pending.pop(incarnation, None)
@@ -188,8 +190,8 @@ class Placer:
 
     def _ended(self, incarnation: str, delta: RequestDelta, now: float) -> None:
         live = self._live.get(delta.attempt.request_id)
-        name = self._names.get(incarnation)
-        if live is None or name is None or live.attempt != delta.attempt.attempt:
+        node = self._attached.get(incarnation)
+        if live is None or node is None or live.attempt != delta.attempt.attempt:
             return
         prefill, decode = live.placement.prefill, live.placement.decode
         pair = (prefill.node_id, decode.node_id) if prefill is not None else None
@@ -199,13 +201,13 @@ class Placer:
             case Outcome.REFUSED | Outcome.ERROR:
                 if not live.has_failed:
                     live.has_failed = True
-                    self._nodes.failed(name, now)
+                    self._nodes.failed(node.node_id, now)
             case Outcome.KV_LOST if pair is not None:
                 self._pairs.failed(pair, now)
             case Outcome.HANDED_OFF:
-                self._nodes.succeeded(name, now)
+                self._nodes.succeeded(node.node_id, now)
             case Outcome.STOP | Outcome.LENGTH:
-                self._nodes.succeeded(name, now)
+                self._nodes.succeeded(node.node_id, now)
                 if pair is not None and incarnation == decode.incarnation:
                     self._pairs.succeeded(pair, now)
         if delta.timings is not None and pair is not None and incarnation == decode.incarnation:
@@ -238,6 +240,8 @@ class Placer:
             choice = Choice(pick(candidates, demand, exclude), request, attempt)
         if not request.embeds:
             self._check_kind(choice.placement)
+        if request.contents and (holders := self._holders(request, choice.placement.computes_prompt)):
+            choice = replace(choice, placement=replace(choice.placement, holders=holders))
         return choice
 
     def why_not_ready(self, candidates: Sequence[Candidate], model: str) -> str:
@@ -380,6 +384,20 @@ class Placer:
             pairs_passed_over=self._pairs.not_allowed(now),
         )
 
+    def _holders(self, request: ValidRequest, node: NodeDescription) -> Sequence[tuple[str, Peer]]:
+        """The contents of which this node has no rows, each with the least loaded node that has and makes the same."""
+        found: list[tuple[str, Peer]] = []
+        for content in request.contents:
+            having = self._caches.holders(content)
+            if not having or node.incarnation in having:
+                continue
+            others = (self._attached.get(incarnation) for incarnation in having)
+            able = [other for other in others if other is not None and other.makes_rows_of(node)]
+            if able:
+                least = min(able, key=lambda other: (self._num_live_on[other.incarnation], other.incarnation))
+                found.append((content.digest, least.as_peer))
+        return found
+
     def _costs(self, candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:
         incarnation = candidate.node.incarnation
         pending = self._pending.get(incarnation)
@@ -403,7 +421,7 @@ class Placer:
         # The keys are not kept: there may be thousands of requests, and few are placed again.
         prompt = self._prompts.pop(request.request_id, None)
         expected: list[tuple[str, Sequence[bytes]]] = []
-        if prompt is None or len(self._names) <= 2:
+        if prompt is None or len(self._attached) <= 2:
             return expected
         for node in (placement.prefill, placement.decode):
             fields = key_scheme_of(node) if node is not None else None

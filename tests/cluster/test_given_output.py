@@ -65,7 +65,7 @@ class Legs:
     """Plays the router: submits legs and reads their reports."""
 
     def __init__(self, cluster: MiniCluster, prefill: QueuedReports, decode: QueuedReports) -> None:
-        self._source = cluster.nodes["prefill-0"].description.kv_source
+        self._source = cluster.nodes["prefill-0"].description.as_peer
         self._prefill, self._decode = prefill, decode
         self._reports = {stream: aiter(stream) for stream in (prefill, decode)}
         self._flight = 0

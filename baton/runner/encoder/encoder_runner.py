@@ -70,6 +70,14 @@ class EncoderRunner(OneProcessRunner):
         """Raises InvalidRequest: only texts are taken."""
         raise InvalidRequest(content.kind.field, f"can't be encoded: {self._model.name} takes only texts")
 
+    def encoded_bytes(self, digest: str) -> memoryview | None:
+        """There are no rows of any input."""
+        return None
+
+    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
+        """Raises ValueError: no step would use them."""
+        raise ValueError(f"{self._model.name} takes only texts")
+
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
         """No image is ever encoded."""
 

@@ -33,6 +33,15 @@ class EncodedRows:
         """Keep the rows [rows, width] of an input."""
         self._rows[digest] = rows
 
+    def take(self, digest: str, num_rows: int, rows: bytes) -> None:
+        """Keep the rows of an input that came as bytes, see `bytes_of`. Raises ValueError unless they are so many."""
+        self._rows[digest] = np.frombuffer(rows, dtype="<f4").reshape(num_rows, -1)
+
+    def bytes_of(self, digest: str) -> memoryview | None:
+        """The rows of an input, float32 [rows, width], little-endian; None if they are not here."""
+        rows = self._rows.get(digest)
+        return None if rows is None else np.ascontiguousarray(rows, dtype="<f4").data.cast("B")
+
     def forget(self, digests: Iterable[str] | None) -> None:
         """Forget the rows of these inputs, None: of all; unknown ones are skipped."""
         for digest in [*self._rows] if digests is None else digests:

@@ -68,6 +68,12 @@ class TimedRunner:
     def encode(self, content: EncoderContent, num_rows: int) -> None:
         self._runner.encode(content, num_rows)
 
+    def encoded_bytes(self, digest: str) -> memoryview | None:
+        return self._runner.encoded_bytes(digest)
+
+    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
+        self._runner.keep_encoded(digest, num_rows, rows)
+
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
         self._runner.forget_encoded(digests)
 

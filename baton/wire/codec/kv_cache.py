@@ -5,8 +5,12 @@ from __future__ import annotations
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.v1 import node_pb2 as node
 
-_TIERS: dict[Tier, node.KVCacheTier] = {"device": node.KV_CACHE_TIER_DEVICE, "host": node.KV_CACHE_TIER_HOST}
-_TIER_NAMES: dict[int, Tier] = {node.KV_CACHE_TIER_DEVICE: "device", node.KV_CACHE_TIER_HOST: "host"}
+_TIERS: dict[Tier, node.KVCacheTier] = {
+    "device": node.KV_CACHE_TIER_DEVICE,
+    "host": node.KV_CACHE_TIER_HOST,
+    "encoder": node.KV_CACHE_TIER_ENCODER,
+}
+_TIER_NAMES: dict[int, Tier] = {number: tier for tier, number in _TIERS.items()}
 
 
 def kv_update_to_pb(update: KVCacheUpdate) -> node.KVCacheUpdate:

@@ -33,7 +33,7 @@ async def start_pair(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptK
     reader = rig.ask(**fields)  # type: ignore[arg-type]
     to_prefill, to_decode = await rig.next_submit("p1"), await rig.next_submit("d1")
     assert (to_prefill.leg, to_decode.leg) == (Leg.PREFILL, Leg.DECODE)
-    assert to_decode.kv_source == rig.nodes["p1"].description.kv_source
+    assert to_decode.kv_source == rig.nodes["p1"].description.as_peer
     assert to_prefill.attempt == to_decode.attempt
     return reader, to_prefill.attempt
 
@@ -141,7 +141,7 @@ async def test_a_request_is_retried_when_its_prefill_node_dies_before_the_first_
         rig.nodes["p1"].die()
         assert (await rig.next_abort("d1")).attempt == first
         second = (await rig.next_submit("p2")).attempt
-        assert (await rig.next_submit("d1")).kv_source == rig.nodes["p2"].description.kv_source
+        assert (await rig.next_submit("d1")).kv_source == rig.nodes["p2"].description.as_peer
         assert second == first._replace(attempt=2)
         rig.report("d1", first, 1, "?", Outcome.KV_LOST)
         rig.report("p2", second, 0, "a", Outcome.HANDED_OFF)

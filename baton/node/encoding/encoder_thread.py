@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
+from baton.clock import Clock
 from baton.engine.encoder_input import EncoderInput
 from baton.engine.runner import ModelRunner
 from baton.errors import BatonError, EngineFault
@@ -17,8 +18,11 @@ _log = structlog.get_logger(__name__)
 class EncoderThread:
     """Encodes one input at a time. `encode` returns at once; its callbacks run on the thread."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, clock: Clock, on_encoded: Callable[[int, float], None]) -> None:
+        """`on_encoded` is told on the thread of how many rows were made, and how many seconds that took."""
         self._runner = runner
+        self._clock = clock
+        self._on_encoded = on_encoded
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-encoder")
         self._waiting: dict[str, Future[None]] = {}
         """What is still to be encoded, by digest; only the engine's thread looks at it."""
@@ -32,6 +36,7 @@ class EncoderThread:
         """
 
         def run() -> None:
+            began = self._clock.monotonic()
             try:
                 self._runner.encode(each.content, each.num_rows)
             except BatonError as error:
@@ -40,6 +45,7 @@ class EncoderThread:
                 _log.exception("could not encode an input: the requests that need it fail")
                 failed(each.digest, EngineFault(f"the encoder failed: {error!r}"))
             else:
+                self._on_encoded(each.num_rows, self._clock.monotonic() - began)
                 done(each.digest)
                 if self._is_closed:
                     self._runner.forget_encoded([each.digest])

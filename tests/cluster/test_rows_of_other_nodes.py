@@ -44,7 +44,7 @@ async def test_rows_are_fetched_from_the_node_that_made_them_and_made_again_once
 
         async def until(expected: list[tuple[int, int]]) -> list[list[int]]:
             """Ask with other texts before the image, until the nodes have these counts."""
-            found = []
+            found: list[list[int]] = []
             while counts(cluster) != expected:
                 found.append(await tokens_of(f"{expected} {len(found)} "))
             return found

@@ -70,7 +70,11 @@ class LongWait(FetchPolicy):
 
 def fetcher(policy: FetchPolicy | None = None) -> RowFetcher:
     loop = asyncio.get_running_loop()
-    return RowFetcher(MODEL, PLAINTEXT_DIALER, SystemClock(), loop.call_soon_threadsafe, policy or LongWait())
+
+    def post(action: Callable[[], None]) -> None:
+        loop.call_soon_threadsafe(action)
+
+    return RowFetcher(MODEL, PLAINTEXT_DIALER, SystemClock(), post, policy or LongWait())
 
 
 async def serve(add: Callable[[grpc.aio.Server], None]) -> tuple[RpcServer, str]:

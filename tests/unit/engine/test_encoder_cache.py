@@ -38,6 +38,22 @@ def test_a_prompt_is_computed_up_to_an_input_until_its_rows_are_there() -> None:
     assert (cache.num_encoded, cache.num_hits) == (2, 0)
 
 
+def test_whoever_follows_the_cache_knows_which_rows_are_there() -> None:
+    there: list[str] = []
+    cache = EncoderCache(8, lambda digest, is_there: there.append(digest) if is_there else there.remove(digest))
+    cache.cut("r", [A, B], 0, 30)
+    assert there == []
+    cache.encoded("a")
+    cache.encoded("b", is_fetched=True)
+    assert there == cache.ready_digests == ["a", "b"]
+    assert (cache.num_encoded, cache.num_fetched) == (1, 1)
+    cache.cut("s", [of("c", 0, 4, 4)], 0, 4)
+    assert there == ["b"]
+    cache.failed("c")
+    cache.drop("s", [of("c", 0, 4, 4)])
+    assert there == cache.ready_digests == ["b"]
+
+
 def test_tokens_behind_all_inputs_need_none() -> None:
     cache = EncoderCache(8)
     assert cache.cut("r", [A, B], 26, 4) == 4

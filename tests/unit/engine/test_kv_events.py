@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.events import KVEventLog
 from baton.engine.scheduler import Scheduler
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, Tier
+from baton.messages.spans import Span
 from tests.support.engine_rig import EngineRig, prompt_of
 
 
@@ -38,7 +40,7 @@ class Follower:
                 case BlockRemoved(block_hashes, tier):
                     self.found[tier].difference_update(block_hashes)
                 case AllBlocksCleared():
-                    self.found = {}
+                    self.found = {tier: keys for tier, keys in self.found.items() if tier == "encoder"}
         self.sequence = batch.next_sequence
 
     def check(self) -> None:
@@ -153,3 +155,20 @@ def test_events_that_the_only_reader_has_are_dropped() -> None:
     assert log.since(5).events == []
     log.record(BlockRemoved([b"\x03"]))
     assert [event.block_hashes for event in log.since(5).events] == [[b"\x03"]]
+
+
+def test_events_tell_of_rows_that_come_and_go() -> None:
+    rig = EngineRig(num_encoder_rows=4)
+    first, second = (EncoderContent.of(text) for text in (b"a", b"b"))
+    rig.add("before", 8, spans=[Span(0, 4, first.digest, is_encoded=True)], max_tokens=1)
+    rig.run()
+    follower = Follower(rig.scheduler)
+    follower.catch_up()
+    assert follower.found["encoder"] == {first.key}
+    assert follower.found["device"]
+    rig.scheduler.reset_prefix_cache()
+    rig.add("after", 8, spans=[Span(0, 4, second.digest, is_encoded=True)], max_tokens=1)
+    rig.run()
+    follower.catch_up()
+    assert follower.found["encoder"] == {second.key}
+    assert follower.num_snapshots == 1

@@ -19,15 +19,19 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import CacheInUse, TransferCause
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.kv_cache import AllBlocksCleared
 from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
+from baton.messages.spans import Span
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.outbox import Outbox
 from baton.runner import SimulatedSpec
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.simulated import SimulatedRunner, expected_tokens
 from baton.testing.fake_connector import FakeConnector
+from baton.testing.fake_row_source import FakeRowSource
+from baton.testing.fake_runner import rows_of
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 from tests.support.step_gate import StepGate
 
@@ -345,3 +349,97 @@ def test_a_prefix_cache_in_use_is_not_reset_and_the_error_says_what_uses_it(rig:
     rig.driver.tell_transfer(KVTransferOutput(released=frozenset({"p", "d"})))
     rig.driver.reset_prefix_cache(answers.put)
     assert answers.get(timeout=LONG_S) == 1
+
+
+class EncodingRig:
+    """A driver whose requests have an image before their text; `source` is where rows may come from."""
+
+    def __init__(self) -> None:
+        self.engine = EngineRig(num_encoder_rows=4)
+        self.source = FakeRowSource()
+        self.news: queue.SimpleQueue[StepNews] = queue.SimpleQueue()
+        self.crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        self.driver = EngineDriver(self.engine.core, self.news.put, self.crashes.put, rows=self.source)
+
+    def submit(self, request_id: str, image: bytes = b"a", *, is_held: bool = True) -> str:
+        """Submit a request with an image, of which another node has rows; return the image's digest."""
+        content = EncoderContent.of(image)
+        held = replace(content, held_by=SOURCE if is_held else None)
+        span = Span(0, 4, content.digest, is_encoded=True)
+        self.driver.submit(request(request_id, spans=[span], contents=[held]))
+        return content.digest
+
+    def until_end(self, request_id: str) -> EngineCoreOutput:
+        while True:
+            for outputs in self.news.get(timeout=LONG_S).outputs.values():
+                for output in outputs.outputs:
+                    if output.request_id == request_id and output.outcome is not None:
+                        return output
+
+    def counts(self) -> tuple[int, int]:
+        """How many images were encoded here, and of how many the rows were fetched."""
+        cache = self.engine.scheduler.encoder_cache
+        return (cache.num_encoded, cache.num_fetched)
+
+
+@pytest.fixture
+def encoding() -> Iterator[EncodingRig]:
+    rig = EncodingRig()
+    rig.driver.start()
+    yield rig
+    rig.driver.stop()
+    # The driver does not wait for what the encoder is doing.
+    for thread in threading.enumerate():
+        if thread.name.startswith("baton-encoder"):
+            thread.join(LONG_S)
+    check_no_thread_is_left()
+
+
+def test_rows_that_another_node_has_made_are_not_made_again(encoding: EncodingRig) -> None:
+    digest = EncoderContent.of(b"a").digest
+    encoding.source.rows[digest] = rows_of(digest, 4)
+    encoding.submit("r")
+    assert encoding.until_end("r").outcome is Outcome.LENGTH
+    assert encoding.counts() == (0, 1)
+    assert encoding.engine.runner.num_encoded == 0
+    encoding.submit("again")
+    encoding.until_end("again")
+    assert encoding.source.asked == [digest]
+
+
+def test_rows_that_nobody_gives_or_nobody_has_are_made_here(encoding: EncodingRig) -> None:
+    digest = encoding.submit("r")
+    assert encoding.until_end("r").outcome is Outcome.LENGTH
+    assert encoding.source.asked == [digest]
+    encoding.submit("s", b"b", is_held=False)
+    assert encoding.until_end("s").outcome is Outcome.LENGTH
+    assert encoding.source.asked == [digest]
+    assert encoding.counts() == (2, 0)
+    assert encoding.source.encoded_rows == [4, 4]
+
+
+def test_rows_that_the_runner_can_not_use_are_made_here(encoding: EncodingRig) -> None:
+    digest = EncoderContent.of(b"a").digest
+    encoding.source.rows[digest] = rows_of(digest, 3)
+    encoding.submit("r")
+    assert encoding.until_end("r").outcome is Outcome.LENGTH
+    assert encoding.counts() == (1, 0)
+
+
+@pytest.mark.parametrize("has_rows", [False, True])
+def test_an_answer_that_nobody_waits_for_any_more_changes_nothing(encoding: EncodingRig, has_rows: bool) -> None:
+    encoding.source.waits = True
+    digest = encoding.submit("r")
+    if has_rows:
+        encoding.source.rows[digest] = rows_of(digest, 4)
+    while not encoding.source.asked:
+        encoding.news.get(timeout=LONG_S)
+    encoding.driver.abort(["r"])
+    encoding.until_end("r")
+    # The image behind it needs the room that the first one had.
+    encoding.source.answer()
+    encoding.source.waits = False
+    other = encoding.submit("s", b"b")
+    assert encoding.until_end("s").outcome is Outcome.LENGTH
+    assert encoding.counts() == (1, 0)
+    assert encoding.engine.runner.encoded.keys() == {other}

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from baton.errors import AttemptsExhausted, ContinuedElsewhere, DeadlineExceeded, TransferCause
 from baton.machine import IllegalEvent, render_mermaid
 from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
-from baton.messages.node import NodeDescription, Outcome, RequestDelta, Submit
+from baton.messages.encoder_contents import EncoderContent
+from baton.messages.node import Leg, NodeDescription, Outcome, RequestDelta, Submit
+from baton.messages.peer import Peer
 from baton.messages.sampling import TokenLogprobs
 from router.flight.attempt_budget import MAX_UNRELATED_LOSSES, REFILL_TOKENS
 from router.flight.flight import MIN_UNRELATED_NODES, Flight
@@ -219,6 +221,24 @@ def test_next_tokens_are_taken_directly_until_another_event(end: FlightEvent) ->
         flight.handle(Delta("p2.1", RequestDelta(key(2), 0, (10,))))
         assert flight.take_if_next("d2.1", RequestDelta(key(2), 3, (13,)))
         assert not flight.take_if_next("d1.1", RequestDelta(first, 4, (14,)))
+
+
+def test_the_node_that_computes_the_prompt_hears_who_has_rows_of_its_images() -> None:
+    images = [EncoderContent.of(text) for text in (b"a", b"b")]
+    holder = Peer("p9", "p9.1", "127.0.0.1:9")
+    pair = placed("p1", "d1").placement
+    for placement in (replace(pair, holders=[(images[1].digest, holder)]), replace(pair, prefill=None, holders=[])):
+        flight = Flight(replace(request(), contents=images))
+        flight.start()
+        told = {
+            effect.submit.leg: [content.held_by for content in effect.submit.contents]
+            for effect in flight.handle(Placed(placement))
+            if isinstance(effect, SubmitLeg)
+        }
+        if placement.prefill is None:
+            assert told == {Leg.WHOLE: [None, None]}
+        else:
+            assert told == {Leg.PREFILL: [None, holder], Leg.DECODE: [None, None]}
 
 
 EVENTS: dict[str, FlightEvent] = {

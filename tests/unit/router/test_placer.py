@@ -11,7 +11,8 @@ import pytest
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.errors import InvalidRequest, NoCapacity, TransferCause
-from baton.messages.capabilities import Capability
+from baton.messages.capabilities import GENERATES, Capability
+from baton.messages.encoder_contents import EncoderContent
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 from baton.messages.node import (
@@ -492,3 +493,39 @@ def test_nothing_is_kept_of_ended_requests() -> None:
             fleet.placer.over(choice.request.request_id)
         fleet.placer.over(choice.request.request_id)
     assert fleet.placer.is_idle
+
+
+@pytest.mark.parametrize("policy", [Policy.COST, Policy.ROUND_ROBIN])
+def test_a_node_without_rows_of_an_image_hears_who_has_them(policy: Policy) -> None:
+    image = EncoderContent.of(b"an image")
+    can = {"capabilities": GENERATES | {Capability.IMAGE}}
+    nodes = [big(prefill(name), **can) for name in ("p1", "p2", "p3")]
+    # It makes other rows of the image, so nobody hears of it.
+    nodes.append(big(prefill("p0"), **can, numerics="others"))
+    settings = PlacementSettings(policy, require_disaggregation=True)
+    fleet = Fleet(*nodes, *[big(node, **can) for node in decodes("d1")], settings=settings)
+
+    def told() -> dict[str, str]:
+        """For each prefill node that was chosen the one that it hears of; empty: none."""
+        found = {}
+        for _ in range(8):
+            placement = fleet.place(512, contents=(image,)).placement
+            assert placement.prefill is not None
+            holders = {digest: peer.node_id for digest, peer in placement.holders}
+            assert holders.keys() <= {image.digest}
+            found[placement.prefill.node_id] = holders.get(image.digest, "")
+        return found
+
+    assert set(told().values()) == {""}
+    for name in ("p0", "p1"):
+        update = KVCacheUpdate(0, 0, [BlockStored([image.key], tier="encoder")], restart=True)
+        assert not fleet.report(name, StepReport((), LoadReport(), update))
+    assert told() == {"p1": "", "p2": "p1", "p3": "p1"}
+    fleet.placer.on_lost("p1.1", fleet.now)
+    assert told() == {"p1": "", "p2": "", "p3": ""}
+
+
+def test_caches_of_nodes_that_encode_are_watched_under_each_policy() -> None:
+    placer = Placer(PlacementSettings(Policy.ROUND_ROBIN))
+    assert not placer.on_attached(big(prefill("p1")))
+    assert placer.on_attached(big(prefill("p2"), capabilities=GENERATES | {Capability.IMAGE}))

@@ -8,6 +8,7 @@ from baton.errors import BatonError, InvalidRequest, TransferCause
 from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedTask
+from baton.messages.encoder_contents import ContentKind, EncoderContent
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -118,6 +119,16 @@ def test_absent_log_probabilities_stay_absent() -> None:
             PARAMS,
             spans=(Span(0, 1, "ab", "float16", b"\0\1"), Span(1, 1, "cd", is_encoded=True, first_row=3, columns=2)),
         ),
+        Submit(
+            KEY,
+            Leg.WHOLE,
+            [0],
+            PARAMS,
+            contents=(
+                EncoderContent.of(b"a"),
+                EncoderContent("cd", b"b", ContentKind.SPEECH, Peer("p1", "p1.abc", "127.0.0.1:2")),
+            ),
+        ),
         *(Submit(KEY, Leg.EMBED, [1], PARAMS, pooling=PoolingParams(kind)) for kind in Pooling),
         Submit(KEY, Leg.EMBED, [1], PARAMS, pooling=PoolingParams(Pooling.CLASSIFY, False, 7, False, 3)),
         Submit(KEY, Leg.WHOLE, [1], PARAMS, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
@@ -190,6 +201,7 @@ def test_kv_cache_updates_are_decoded_with_everything_but_tokens() -> None:
     others: list[KVCacheEvent] = [
         BlockStored((b"c" * 32,), tier="host"),
         BlockRemoved((b"a" * 32,), "host"),
+        BlockStored((b"d" * 32,), tier="encoder"),
         BlockRemoved((b"b" * 32,)),
         AllBlocksCleared(),
     ]

@@ -436,10 +436,10 @@ def test_an_answer_that_nobody_waits_for_any_more_changes_nothing(encoding: Enco
         encoding.news.get(timeout=LONG_S)
     encoding.driver.abort(["r"])
     encoding.until_end("r")
-    # The image behind it needs the room that the first one had.
     encoding.source.answer()
     encoding.source.waits = False
     other = encoding.submit("s", b"b")
     assert encoding.until_end("s").outcome is Outcome.LENGTH
     assert encoding.counts() == (1, 0)
+    assert encoding.engine.runner.num_encoded == 1
     assert encoding.engine.runner.encoded.keys() == {other}

@@ -33,6 +33,7 @@ EXPECTED = {
     "/baton.v1.Node/Describe": {"router", "node", "operator"},
     "/baton.v1.Node/": {"router", "operator"},
     "/baton.v1.KvLink/": {"node"},
+    "/baton.v1.EncoderRows/": {"node"},
     "/grpc.health.": {"anyone"},
     "/grpc.reflection.": {"router", "node", "operator", "client", "monitor"},
 }

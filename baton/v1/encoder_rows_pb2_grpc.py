@@ -48,7 +48,7 @@ class EncoderRowsServicer:
 
     def ReadRows(self, request, context):
         """ReadRows returns the rows of an input. The stream ends without a message if the node has none, which is no error.
-        FAILED_PRECONDITION: the node is another one, or would make other numbers. RESOURCE_EXHAUSTED: too many ask.
+        FAILED_PRECONDITION: the node is another one, or would make other numbers. UNAVAILABLE: too many ask.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

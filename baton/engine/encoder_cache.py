@@ -80,6 +80,11 @@ class EncoderCache:
         """Whether rows are awaited."""
         return self._num_encoding > 0
 
+    def awaits(self, digest: str) -> bool:
+        """Whether the rows of this input are awaited."""
+        entry = self._entries.get(digest)
+        return entry is not None and entry.state is _State.ENCODING
+
     def can_ever_hold(self, inputs: Iterable[EncoderInput]) -> bool:
         """Whether each of these inputs fits into the cache, alone if need be."""
         return all(each.num_rows <= self.num_rows for each in inputs)

@@ -187,8 +187,8 @@ class EngineDriver:
         self._num_adapter_loads = 0
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._rows = rows
-        self._fetching: dict[str, EncoderInput] = {}
-        """Inputs whose rows are being fetched and are still wanted, by digest."""
+        self._fetching: set[str] = set()
+        """Inputs whose rows are being fetched, by digest."""
         self._encoder = EncoderThread(core.runner, self._clock, rows.encoded if rows is not None else _ignore)
         core.start_encoding, core.forget_encoded = self._start_encoding, self._forget_encoded
         self._snapshot_due = False
@@ -233,8 +233,6 @@ class EngineDriver:
 
     def _forget_encoded(self, digests: Sequence[str]) -> None:
         self._encoder.cancel(digests)
-        for digest in digests:
-            self._fetching.pop(digest, None)
         self._core.runner.forget_encoded(digests)
 
     def _start_encoding(self, each: EncoderInput) -> None:
@@ -242,11 +240,13 @@ class EngineDriver:
             self._encode(each)
             return
         inbox = self._inbox
-        self._fetching[each.digest] = each
+        self._fetching.add(each.digest)
         self._rows.fetch(each, lambda rows: inbox.put(_Fetched(each, rows)), lambda: inbox.put(_Fetched(each, None)))
 
     def _on_fetched(self, each: EncoderInput, rows: bytes | None) -> None:
-        if self._fetching.pop(each.digest, None) is None:
+        was_open = each.digest in self._fetching
+        self._fetching.discard(each.digest)
+        if not (was_open and self._core.scheduler.encoder_cache.awaits(each.digest)):
             return
         try:
             if rows is not None:

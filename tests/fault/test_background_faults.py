@@ -230,7 +230,7 @@ GUARDED_OTHERWISE = {
     "kv_transfer/remote/mover_server.py": (1, "the thread reports the fault to the node"),
     "kv_transfer/remote/remote_mover.py": (1, "the thread reports its fault"),
     "baton/node/adapters/adapter_threads.py": (1, "a fault of a load or an inspection is in its future"),
-    "baton/node/attempts/encoder_thread.py": (1, "the work reports its faults to the requests that need it"),
+    "baton/node/encoding/encoder_thread.py": (1, "the work reports its faults to the requests that need it"),
     "baton/node/driver.py": (1, "the thread reports its fault"),
     "baton/node/serve.py": (3, "the drain awaits them"),
     "baton/registry/redis_flights.py": (1, "a read is awaited by who asked"),

@@ -84,15 +84,21 @@ class AdaptableExperts:
         ]
 
 
-def divided_among_experts(a: torch.Tensor, b: torch.Tensor, factor: float, num_experts: int) -> list[LowRank]:
+def divided_among_experts(
+    a: torch.Tensor, b: torch.Tensor, factor: float, num_experts: int, *, swapped: bool
+) -> list[LowRank]:
     """The term of each expert in A [experts * rank, K] and B [outputs, rank * experts], as PEFT stacks them.
 
-    In A the ranks of an expert are neighbours, in B those of all experts for one rank.
+    In A the ranks of an expert are neighbours, in B those of all experts for one rank. `swapped`: A has the outputs and
+    B the inputs, and what is added to an expert's weight is the transpose of B A.
     """
     of_a = a.view(num_experts, -1, a.shape[1])
-    of_b = b.view(b.shape[0], -1, num_experts)
+    of_b = b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
+    if swapped:
+        of_a, of_b = of_b.transpose(1, 2), of_a.transpose(1, 2)
     return [
-        LowRank(of_a[expert], factor, (Outputs(0, of_b[:, :, expert].contiguous()),)) for expert in range(num_experts)
+        LowRank(of_a[expert].contiguous(), factor, (Outputs(0, of_b[expert].contiguous()),))
+        for expert in range(num_experts)
     ]
 
 

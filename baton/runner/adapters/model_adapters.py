@@ -34,6 +34,8 @@ class _Fitting:
     files: AdapterFiles
     places: Mapping[str, Place]
     """By the names of the adapter's modules, the embedding's apart."""
+    swaps_experts: bool
+    """Whether A of experts has their outputs and B their inputs, as older releases of PEFT wrote most models'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +161,13 @@ class ModelAdapters:
         places = self._check(files)
         found = {name: (place.patterns_name, place.num_stacked) for name, place in places.items()}
         files = files.with_parameters(found)
+        fitting = _Fitting(files, places, _swaps_experts(files, places))
+        self._check_shapes(fitting)
         files.check_ranks(max_rank)
-        return _Fitting(files, places)
+        return fitting
 
     def _check(self, files: AdapterFiles) -> dict[str, Place]:
-        """The places of the adapter's modules, the embedding apart.
-
-        Raises AdapterRefused unless they are in this model, and have its shapes; ranks are not checked.
-        """
+        """The places of the adapter's modules, the embedding apart. Raises AdapterRefused if one has none."""
         if not any(tensors.computes for tensors in files.modules.values()):
             raise AdapterRefused(f"{files.directory} changes no module: none has both A and B; take another adapter")
         places: dict[str, Place] = {}
@@ -178,44 +179,46 @@ class ModelAdapters:
                 )
             if tensors.a is None and tensors.b is None and not tensors.others:
                 continue
-            if tensors.is_embedding:
-                num_outputs, num_inputs = self._embedding_shape(files, name)
-            else:
+            if not tensors.is_embedding:
                 places[name] = self._places.find(files, name)
-                num_outputs, num_inputs = places[name].outputs.num_outputs, places[name].product.num_inputs
-            for tensor, shape in ((tensors.a, (None, num_inputs)), (tensors.b, (num_outputs, None))):
-                if tensor is not None and any(
-                    wanted is not None and found != wanted for found, wanted in zip(tensor.shape, shape, strict=True)
-                ):
-                    stacked = self._stacked_rank(files, name, places.get(name))
-                    expected = [stacked if size is None else size for size in shape]
-                    raise AdapterRefused(
-                        f"{files.directory}: {tensor.name} has the shape {list(tensor.shape)}, and this model needs "
-                        f"{expected}; the adapter is of another base model"
-                    )
             for rest, place in tensors.others.items():
                 if rest != "base_layer.weight" or not (tensors.is_embedding or name == self._head_name):
                     raise AdapterRefused(
                         f"{files.directory} brings the base model's {place.name}, which is compared for the embedding "
                         "and the head alone; save the adapter without it"
                     )
-                expected = [num_outputs, num_inputs] if not tensors.is_embedding else [num_inputs, num_outputs]
-                if list(place.shape) != expected:
-                    raise AdapterRefused(
-                        f"{files.directory}: {place.name} has the shape {list(place.shape)}, and this model has "
-                        f"{expected}; the adapter is of another base model"
-                    )
         _check_each_once(files, places)
         return places
 
-    @staticmethod
-    def _stacked_rank(files: AdapterFiles, name: str, place: Place | None) -> int:
-        """How many ranks the tensors of a module should have, those of all experts counted."""
-        return (
-            files.config.rank_of(name)
-            if place is None
-            else files.config.rank_of(place.patterns_name) * place.num_stacked
-        )
+    def _check_shapes(self, fitting: _Fitting) -> None:
+        """Raise AdapterRefused unless the tensors of modules have the shapes of this model; ranks are not checked."""
+        files = fitting.files
+        for name, tensors in files.modules.items():
+            if tensors.a is None and tensors.b is None and not tensors.others:
+                continue
+            place = fitting.places.get(name)
+            if place is None:
+                num_outputs, num_inputs = self._embedding_shape(files, name)
+            else:
+                num_outputs, num_inputs = place.outputs.num_outputs, place.product.num_inputs
+            a_width, b_width = num_inputs, num_outputs
+            if fitting.swaps_experts and place is not None and place.is_stacked:
+                a_width, b_width = b_width, a_width
+            for tensor, axis, width in ((tensors.a, 1, a_width), (tensors.b, 0, b_width)):
+                if tensor is not None and tensor.shape[axis] != width:
+                    ranks = files.config.rank_of(tensors.patterns_name) * tensors.num_stacked
+                    expected = [ranks, width] if axis else [width, ranks]
+                    raise AdapterRefused(
+                        f"{files.directory}: {tensor.name} has the shape {list(tensor.shape)}, and this model needs "
+                        f"{expected}; the adapter is of another base model"
+                    )
+            expected = [num_inputs, num_outputs] if tensors.is_embedding else [num_outputs, num_inputs]
+            for tensor in tensors.others.values():
+                if list(tensor.shape) != expected:
+                    raise AdapterRefused(
+                        f"{files.directory}: {tensor.name} has the shape {list(tensor.shape)}, and this model has "
+                        f"{expected}; the adapter is of another base model"
+                    )
 
     def _embedding_shape(self, files: AdapterFiles, name: str) -> tuple[int, int]:
         """Outputs and inputs of the embedding; raises AdapterRefused for another module."""
@@ -260,7 +263,8 @@ class ModelAdapters:
                 continue
             experts = of_experts.setdefault(place.number, [[] for _ in range(place.product.num_experts)])
             if place.expert is None:
-                divided = divided_among_experts(tensors[a.name], tensors[b.name], factor, len(experts))
+                pair = tensors[a.name], tensors[b.name]
+                divided = divided_among_experts(*pair, factor, len(experts), swapped=fitting.swaps_experts)
                 of_experts[place.number] = [[*some, more] for some, more in zip(experts, divided, strict=True)]
             else:
                 experts[place.expert].append(LowRank(tensors[a.name], factor, outputs))
@@ -293,6 +297,16 @@ def _check_each_once(files: AdapterFiles, places: Mapping[str, Place]) -> None:
         for other in (stacked, seen.setdefault((product, place.expert, first), name)):
             if other != name:
                 raise AdapterRefused(f"{files.directory} changes {name} twice, as {other}, too; copy both files again")
+
+
+def _swaps_experts(files: AdapterFiles, places: Mapping[str, Place]) -> bool:
+    """Whether an adapter's experts have A and B swapped, as the first of them says whose two widths differ."""
+    for name, place in places.items():
+        a, b = files.modules[name].a, files.modules[name].b
+        widths = (place.product.num_inputs, place.outputs.num_outputs)
+        if place.is_stacked and a is not None and b is not None and widths[0] != widths[1]:
+            return (b.shape[0], a.shape[1]) == widths
+    return False
 
 
 def _in_order(terms: Sequence[LowRank]) -> list[LowRank]:

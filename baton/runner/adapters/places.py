@@ -31,9 +31,14 @@ class Place:
     """The only expert of a mixture that is changed; None: all experts, whose tensors are stacked, or no mixture's."""
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether the tensors of all experts of a mixture are in one."""
+        return isinstance(self.product, AdaptableExperts) and self.expert is None
+
+    @property
     def num_stacked(self) -> int:
         """How many experts have their tensors in one."""
-        return self.product.num_experts if isinstance(self.product, AdaptableExperts) and self.expert is None else 1
+        return self.product.num_experts if isinstance(self.product, AdaptableExperts) and self.is_stacked else 1
 
 
 class ParameterNames(Protocol):

@@ -80,6 +80,11 @@ def of_one(expert: str, projection: str = "w1", block: str = "block_sparse_moe")
         (of_experts(A=zeros(16, 64)), {}, r"\[16, 64\], and this model needs \[16, 128\]"),
         (of_experts(B=zeros(128, 16)), {}, r"\[128, 16\], and this model needs \[64, 16\]"),
         (of_experts(inner_A=zeros(16, 256), inner_B=zeros(64, 16)), {}, r"base_layer\.lora_A.*needs \[16, 64\]"),
+        (
+            of_experts(A=zeros(16, 64), B=zeros(128, 16)),
+            {},
+            r"base_layer\.lora_A.*\[16, 64\], and this model needs \[16, 256\]",
+        ),
         (of_experts(A=zeros(4, 4, 128)), {}, "which is no matrix's"),
         (of_experts(), {"rank_pattern": {"down_proj": 3}}, r"\[16, 128\], which is none of the rank 3, 4 times,"),
         (of_experts(), {"rank_pattern": {"down_proj": 9}}, r"experts has the rank 9, and at most 8 is allowed"),
@@ -173,6 +178,50 @@ def test_the_digest_follows_the_parameters_that_are_meant(tmp_path: Path) -> Non
     digest = open_adapter(write(tmp_path / "one", tensors)).digest()
     assert open_adapter(write(tmp_path / "same", tensors, target_parameters=BOTH[::-1])).digest() == digest
     assert open_adapter(write(tmp_path / "other", tensors, target_parameters=BOTH[1:])).digest() != digest
+
+
+def swapped(tensors: Tensors) -> Tensors:
+    """The same adapter of experts with A and B as older releases of PEFT wrote them: what they add is transposed."""
+    found: Tensors = {}
+    for name in [name for name in tensors if name.endswith("lora_A.weight")]:
+        other = name.replace("lora_A", "lora_B")
+        a = tensors[name].reshape(4, -1, tensors[name].shape[1])
+        b = tensors[other].reshape(tensors[other].shape[0], -1, 4)
+        found[name] = np.ascontiguousarray(b.transpose(2, 1, 0)).reshape(tensors[name].shape[0], -1)
+        found[other] = np.ascontiguousarray(a.transpose(2, 1, 0)).reshape(a.shape[2], -1)
+        old_a, old_b = found[name].reshape(4, -1, b.shape[0]), found[other].reshape(a.shape[2], -1, 4)
+        # What both kinds of releases add to the weight [experts, outputs, inputs], in PEFT's own sums.
+        present, older = "o r e, e r i -> e o i", "o r e, e r i -> e i o"
+        assert np.allclose(np.einsum(older, old_b, old_a), np.einsum(present, b, a), atol=1e-4)
+    return found
+
+
+def test_adapters_with_a_and_b_swapped_are_the_same(runner: TorchModelRunner, tmp_path: Path) -> None:
+    tensors = dict(expert_tensors(EXPERTS, [GATE_UP, DOWN], 4, scale=0.3))
+    digests = [
+        load(runner, write(tmp_path / "present", tensors)),
+        load(runner, write(tmp_path / "older", swapped(tensors))),
+    ]
+    found = [tokens(runner, digest) for digest in digests]
+    for digest in digests:
+        runner.unload_adapter(digest)
+    assert found[0] == found[1] != tokens(runner)
+
+
+def test_square_tensors_are_as_the_others_in_the_file(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    write_random_model(base, TINY_MODELS["qwen3_moe"], seed=5)
+    square = load_runner(base, dtype="float32", num_blocks=64)
+    tensors = dict(expert_tensors(EXPERTS, [(128, 64), (64, 64)], 4, scale=0.3))
+    both, down = swapped(tensors), {name: each for name, each in tensors.items() if "base_layer" not in name}
+    found = [
+        tokens(square, load(square, write(tmp_path / f"{number}", each, target_parameters=targets)))
+        for number, (each, targets) in enumerate(
+            [(tensors, BOTH), (both, BOTH), (down, BOTH[1:]), ({name: both[name] for name in down}, BOTH[1:])]
+        )
+    ]
+    assert found[0] == found[1]
+    assert found[2] != found[3], "alone it is as PEFT's present release writes it"
 
 
 def test_an_adapter_of_experts_comes_and_goes(runner: TorchModelRunner, tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Never
 
 from starlette.types import Receive, Scope
@@ -31,6 +32,10 @@ _SMALL_CONTAINERS = 256
 """Bodies with at most so many bytes and brackets are handled on the event loop, others in a thread."""
 _ARRIVAL_S = 60.0
 """How long a body may take to arrive."""
+_PATIENCE_S = 5.0
+"""For so long a large body may arrive slowly, whoever waits."""
+_SLOW_BYTES_PER_S = 256 << 10
+"""A large body that comes more slowly gives way to another one, if there are too many."""
 
 CLOSE = (b"connection", b"close")
 _READ_TO_ITS_END = "body_is_read"
@@ -45,32 +50,82 @@ class LargeBody:
 
     def __init__(self, bodies: LargeBodies) -> None:
         self._bodies = bodies
-        self._is_taken = False
+        self._num_bytes = 0
+        self._began = 0.0
+        self._give_up: Callable[[], object] | None = None
+        """Ends the reading of the body; None: it is not arriving."""
+
+    @contextmanager
+    def arriving(self, give_up: Callable[[], object]) -> Iterator[None]:
+        """The body arrives meanwhile. `give_up` is called if others need its place more."""
+        self._began, self._give_up = self._bodies.now(), give_up
+        try:
+            yield
+        finally:
+            self._give_up = None
+
+    def came(self, num_bytes: int) -> None:
+        """So many bytes of the body have arrived. Raises QueueFull if it is a large one too many.
+
+        Only by bytes it becomes a large body, so that nobody has a place by announcing one, and sending nothing.
+        """
+        self._num_bytes = num_bytes
+        if num_bytes > MAX_BODY_BYTES:
+            self.take()
 
     def take(self) -> None:
         """Be one of the large bodies. Raises QueueFull if there are too many. Idempotent."""
-        if not self._is_taken:
-            self._bodies.add()
-            self._is_taken = True
+        self._bodies.add(self)
 
     def release(self) -> None:
         """The body and its JSON are needed no more. Idempotent."""
-        if self._is_taken:
-            self._is_taken = False
-            self._bodies.num_open -= 1
+        self._bodies.remove(self)
+
+    def bytes_per_s(self, now: float) -> float:
+        """How fast it arrives; infinite while it is too early to say, or it has arrived."""
+        seconds = now - self._began
+        return math.inf if self._give_up is None or seconds < _PATIENCE_S else self._num_bytes / seconds
+
+    def give_way(self) -> None:
+        """Leave the place to another body, and end the reading of this one."""
+        if self._give_up is not None:
+            self._give_up()
+        self.release()
 
 
 class LargeBodies:
-    """Counts the bodies above MAX_BODY_BYTES that are being read or parsed, each several times in memory."""
+    """The bodies above MAX_BODY_BYTES that are being read or parsed, each several times in memory.
 
-    def __init__(self) -> None:
-        self.num_open = 0
+    They are few. If all places are taken, one that arrives slowly gives way to the next one: otherwise some clients
+    that send on and on would keep all others from sending anything large.
+    """
 
-    def add(self) -> None:
-        """Count one more. Raises QueueFull if there are too many."""
-        if self.num_open >= MAX_LARGE_BODIES:
-            raise QueueFull(f"{self.num_open} bodies above {MAX_BODY_BYTES} bytes are being read")
-        self.num_open += 1
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """`now`: seconds on a clock."""
+        self.now = now
+        self._open: list[LargeBody] = []
+
+    @property
+    def num_open(self) -> int:
+        """The number of places that are taken."""
+        return len(self._open)
+
+    def add(self, body: LargeBody) -> None:
+        """Give a body a place. Raises QueueFull if there are too many. Idempotent."""
+        if body in self._open:
+            return
+        if len(self._open) >= MAX_LARGE_BODIES:
+            now = self.now()
+            slowest = min(self._open, key=lambda each: each.bytes_per_s(now))
+            if slowest.bytes_per_s(now) >= _SLOW_BYTES_PER_S:
+                raise QueueFull(f"{len(self._open)} bodies above {MAX_BODY_BYTES} bytes are being read")
+            slowest.give_way()
+        self._open.append(body)
+
+    def remove(self, body: LargeBody) -> None:
+        """Take the place of a body back. Idempotent."""
+        if body in self._open:
+            self._open.remove(body)
 
     @contextmanager
     def place(self) -> Iterator[LargeBody]:
@@ -100,13 +155,20 @@ async def read_body(
         _check_content_type(headers.get(b"content-type", b""))
     if int(headers.get(b"content-length") or 0) > most:
         raise _too_long(most)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
     try:
-        async with asyncio.timeout(_ARRIVAL_S):
-            body = await _read(receive, most, large)
+        async with asyncio.timeout(_ARRIVAL_S) as due:
+            with (
+                nullcontext() if large is None else large.arriving(lambda: due.expired() or due.reschedule(loop.time()))
+            ):
+                content = await _read(receive, most, large)
             scope["state"][_READ_TO_ITS_END] = True
-            return body
+            return content
     except TimeoutError:
         message = f"the body did not come within {_ARRIVAL_S:g} s"
+        if loop.time() < began + _ARRIVAL_S:
+            message = f"the body came too slowly while others waited: send {_SLOW_BYTES_PER_S >> 10} KiB/s at least"
         raise HttpError(Kind(408, "timeout_error", "request_timeout"), message, [CLOSE]) from None
 
 
@@ -119,9 +181,8 @@ async def _read(receive: Receive, most: int, large: LargeBody | None) -> bytes:
         body += message.get("body", b"")
         if len(body) > most:
             raise _too_long(most)
-        # Only now, so that nobody has a place by announcing a body, and sending nothing.
-        if len(body) > MAX_BODY_BYTES and large is not None:
-            large.take()
+        if large is not None:
+            large.came(len(body))
         if not message.get("more_body", False):
             return bytes(body)
 

@@ -1,14 +1,16 @@
-"""Few bodies above 1 MiB are read at once, and announcing one takes no place from others."""
+"""Few bodies above 1 MiB are read at once; announcing one takes no place from others, and slow ones give way."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from baton.errors import QueueFull
+from router.http.errors import HttpError
 from router.http.json_body import MAX_BODY_BYTES, MAX_LARGE_BODIES, LargeBodies, read_body
 
 MOST = 2 * MAX_BODY_BYTES
@@ -31,20 +33,86 @@ def sends(*pieces: bytes) -> Callable[[], Awaitable[dict[str, Any]]]:
     return receive
 
 
+LARGE = b"x" * (MAX_BODY_BYTES + 1)
+
+
+class Seconds:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def turn() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def read(bodies: LargeBodies, *pieces: bytes) -> bytes:
+    with bodies.place() as place:
+        return await read_body(scope(MOST), sends(*pieces), MOST, place)
+
+
+async def ended(*tasks: asyncio.Task[bytes]) -> None:
+    for task in tasks:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
 async def test_a_place_is_taken_by_bytes_and_not_by_a_promise() -> None:
     bodies = LargeBodies()
-    with bodies.place() as first, bodies.place() as second:
-        promises = asyncio.create_task(read_body(scope(MOST), sends(b"x"), MOST, first))
-        sending = asyncio.create_task(read_body(scope(MOST), sends(b"x" * (MAX_BODY_BYTES + 1)), MOST, second))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert bodies.num_open == 1
-        bodies.num_open = MAX_LARGE_BODIES
-        with bodies.place() as third, pytest.raises(QueueFull):
-            await read_body(scope(MOST), sends(b"x" * (MAX_BODY_BYTES + 1)), MOST, third)
-        bodies.num_open = 1
-        for task in (promises, sending):
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+    promises = [asyncio.create_task(read(bodies, b"x")) for _ in range(MAX_LARGE_BODIES)]
+    sending = [asyncio.create_task(read(bodies, LARGE)) for _ in range(MAX_LARGE_BODIES)]
+    await turn()
+    assert bodies.num_open == MAX_LARGE_BODIES
+    with pytest.raises(QueueFull):
+        await read(bodies, LARGE)
+    await ended(*promises, *sending)
     assert bodies.num_open == 0
+
+
+async def test_the_slowest_body_gives_way_once_it_had_its_time() -> None:
+    clock = Seconds()
+    bodies = LargeBodies(clock)
+    slow = asyncio.create_task(read(bodies, LARGE))
+    await turn()
+    clock.now = 4.0
+    others = [asyncio.create_task(read(bodies, LARGE)) for _ in range(MAX_LARGE_BODIES - 1)]
+    await turn()
+    clock.now = 4.9
+    with pytest.raises(QueueFull):
+        await read(bodies, LARGE)
+    clock.now = 5.1
+    newcomer = asyncio.create_task(read(bodies, LARGE))
+    with pytest.raises(HttpError, match="too slowly while others waited: send 256 KiB/s") as refused:
+        await slow
+    assert refused.value.kind.status == 408
+    await turn()
+    assert bodies.num_open == MAX_LARGE_BODIES
+    with pytest.raises(QueueFull):
+        await read(bodies, LARGE)
+    await ended(newcomer, *others)
+    assert bodies.num_open == 0
+
+
+async def test_a_body_that_has_arrived_or_comes_fast_stays() -> None:
+    clock = Seconds()
+    bodies = LargeBodies(clock)
+    with ExitStack() as parsed:
+        for _ in range(MAX_LARGE_BODIES - 1):
+            place = parsed.enter_context(bodies.place())
+            with place.arriving(lambda: pytest.fail("it has arrived")):
+                place.came(len(LARGE))
+        with bodies.place() as fast, fast.arriving(lambda: pytest.fail("it is fast")):
+            fast.came(6 * MAX_BODY_BYTES)
+            clock.now = 20.0
+            with pytest.raises(QueueFull):
+                await read(bodies, LARGE)
+            clock.now = 30.0
+            fast.came(8 * MAX_BODY_BYTES)
+            with pytest.raises(QueueFull):
+                await read(bodies, LARGE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -33,10 +33,11 @@ from baton.wire.services.encoder_rows_service import MOST_READERS, PART_BYTES, E
 from tests.support.router_parts import prefill
 
 NUM_ROWS = 500
-ROWS = random.Random(0).randbytes(NUM_ROWS * 4 * 300)
+ROW_WIDTH = 300
+ROWS = random.Random(0).randbytes(NUM_ROWS * 4 * ROW_WIDTH)
 assert len(ROWS) > 2 * PART_BYTES
 IMAGE = EncoderContent.of(b"an image")
-MODEL: ModelInfo = SimulatedRunner(SimulatedSpec()).model
+MODEL: ModelInfo = replace(SimulatedRunner(SimulatedSpec()).model, row_width=ROW_WIDTH)
 HOLDER: NodeDescription = prefill(model_fingerprint=MODEL.fingerprint, dtype=MODEL.dtype, numerics=MODEL.numerics)
 
 
@@ -189,8 +190,11 @@ def checksum_of(rows: bytes) -> pb.ReadRowsResponse:
         Other(pb.ReadRowsResponse(rows=ROWS)),
         Other(checksum_of(b"")),
         Other(pb.ReadRowsResponse(rows=b"1234567"), checksum_of(b"1234567")),
+        Other(pb.ReadRowsResponse(rows=ROWS[: 4 * NUM_ROWS]), checksum_of(ROWS[: 4 * NUM_ROWS])),
+        Other(pb.ReadRowsResponse(rows=ROWS + bytes(4 * NUM_ROWS)), checksum_of(ROWS + bytes(4 * NUM_ROWS))),
+        Other(pb.ReadRowsResponse(rows=ROWS), pb.ReadRowsResponse(), checksum_of(ROWS)),
     ],
-    ids=["damaged", "cut", "empty", "not whole rows"],
+    ids=["damaged", "cut", "empty", "not whole rows", "narrow rows", "wide rows", "an empty message"],
 )
 async def test_bytes_that_are_not_the_rows_are_none(other: Other) -> None:
     server, where = await serve(other.add_to_server)
@@ -201,7 +205,21 @@ async def test_bytes_that_are_not_the_rows_are_none(other: Other) -> None:
     await server.stop(0.0)
 
 
-async def test_more_bytes_than_rows_can_have_are_not_taken() -> None:
+async def test_bytes_that_are_no_message_are_none() -> None:
+    async def nonsense(_request: bytes, context: Any) -> None:
+        await context.write(b"\xff")
+
+    method = grpc.unary_stream_rpc_method_handler(nonsense)
+    handler = grpc.method_handlers_generic_handler("baton.v1.EncoderRows", {"ReadRows": method})
+    server, where = await serve(lambda server: server.add_generic_rpc_handlers((handler,)))
+    made, answers = fetcher(), Answers()
+    made.fetch(input_of(IMAGE, where), answers.done, answers.none)
+    assert await answers.all.get() is None
+    await made.close()
+    await server.stop(0.0)
+
+
+async def test_more_bytes_than_the_rows_have_are_not_awaited() -> None:
     many = pb.ReadRowsResponse(rows=bytes(1 << 20))
     server, where = await serve(Other(*[many] * 3, hangs=True).add_to_server)
     made, answers = fetcher(), Answers()

@@ -19,8 +19,6 @@ from baton.node.encoding.fetch_policy import FetchPolicy
 from baton.wire.clients.encoder_rows_client import read_rows
 from baton.wire.credentials import Dialer
 
-_MOST_ROW_BYTES = 1 << 18
-"""The most bytes of a row that are taken: no model has rows of 65,536 numbers."""
 _MOST_FETCHES = 8
 """Fetches at a time. What is asked for beyond that is encoded."""
 
@@ -95,10 +93,8 @@ class RowFetcher:
         assert peer is not None
         asked = RowsRequest(peer.incarnation, each.digest, model.fingerprint, model.dtype, model.numerics)
         try:
-            most_bytes = each.num_rows * _MOST_ROW_BYTES
-            rows = await read_rows(peer.address, asked, most_bytes, seconds, self._dialer)
-            if rows is not None and (not rows or len(rows) % (4 * each.num_rows)):
-                raise BatonError(f"{peer.node_id} sent {len(rows)} bytes, which are not {each.num_rows} rows")
+            num_bytes = 4 * each.num_rows * model.row_width
+            rows = await read_rows(peer.address, asked, num_bytes, seconds, self._dialer)
         except BatonError as error:
             _log.info("rows are made here, since they could not be fetched", peer=peer.node_id, reason=str(error))
             self._policy.failed(peer.incarnation, self._clock.monotonic())

@@ -7,10 +7,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from baton.runner.adapters.adaptable import AdaptableProduct, RowsOfStep
 from baton.runner.backends.low_rank import LowRank, Outputs, RowAdapters
 from baton.runner.backends.operations import Activation, Operations
+
+
+def routed(slots: torch.Tensor | None, index: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+    """The slots [rows] of the rows `index`, and -1 for padding up to `num_rows`; None: none of them has an adapter."""
+    if slots is None:
+        return None
+    own = slots[index.cpu()]
+    if int(own.max()) < 0:
+        return None
+    return own if len(own) == num_rows else functional.pad(own, (0, num_rows - len(own)), value=-1)
 
 
 class AdaptableExperts:
@@ -72,9 +83,7 @@ class AdaptableExperts:
         if slots is None or self._number is None:
             return None
         weights = [None if one is None else one[expert] for one in self._rows.table.experts[self._number]]
-        if not any(slot >= 0 and weights[slot] is not None for slot in set(slots.tolist())):
-            return None
-        return RowAdapters(slots, weights)
+        return None if all(one is None for one in weights) else RowAdapters(slots, weights)
 
     def adapt(self, terms: Sequence[Sequence[LowRank]], dtype: torch.dtype) -> list[Any]:
         """Prepare what an adapter adds, for each expert, to products of rows in `dtype`."""

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
-from baton.runner.adapters.experts import AdaptableExperts, hold_parameters
+from baton.runner.adapters.experts import AdaptableExperts, hold_parameters, routed
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
@@ -258,8 +258,8 @@ class PackedExperts:
             rows = hidden[index]
             # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
             padded = functional.pad(rows, (0, 0, 0, -rows.shape[0] % self._row_quantum))
-            own = None if slots is None else functional.pad(slots[index.cpu()], (0, len(padded) - len(rows)), value=-1)
-            outs[places] = self._expert(module, padded, expert, own)[: rows.shape[0]]
+            own_slots = routed(slots, index, padded.shape[0])
+            outs[places] = self._expert(module, padded, expert, own_slots)[: rows.shape[0]]
         weighted = outs.view(num_rows, top_k, -1).float() * top_k_weights.unsqueeze(-1).float()
         return weighted.sum(dim=1).to(hidden.dtype)
 

@@ -33,7 +33,7 @@ _SMALL_CONTAINERS = 256
 _ARRIVAL_S = 60.0
 """How long a body may take to arrive."""
 _PATIENCE_S = 5.0
-"""For so long a large body may arrive slowly, whoever waits."""
+"""For so long a large body may stop, whoever waits, however much of it came before."""
 _SLOW_BYTES_PER_S = 256 << 10
 """A large body that comes more slowly gives way to another one, if there are too many."""
 
@@ -51,24 +51,28 @@ class LargeBody:
     def __init__(self, bodies: LargeBodies) -> None:
         self._bodies = bodies
         self._num_bytes = 0
-        self._began = 0.0
         self._give_up: Callable[[], object] | None = None
         """Ends the reading of the body; None: it is not arriving."""
+        self.slow_from = math.inf
+        """From when on it is slow, unless more of it comes before; infinite while it is not arriving."""
 
     @contextmanager
     def arriving(self, give_up: Callable[[], object]) -> Iterator[None]:
         """The body arrives meanwhile. `give_up` is called if others need its place more."""
-        self._began, self._give_up = self._bodies.now(), give_up
+        self.slow_from, self._give_up = self._bodies.now() + _PATIENCE_S, give_up
         try:
             yield
         finally:
-            self._give_up = None
+            self.slow_from, self._give_up = math.inf, None
 
     def came(self, num_bytes: int) -> None:
         """So many bytes of the body have arrived. Raises QueueFull if it is a large one too many.
 
         Only by bytes it becomes a large body, so that nobody has a place by announcing one, and sending nothing.
         """
+        now = self._bodies.now()
+        paid_for = max(self.slow_from, now) + (num_bytes - self._num_bytes) / _SLOW_BYTES_PER_S
+        self.slow_from = min(paid_for, now + _PATIENCE_S)
         self._num_bytes = num_bytes
         if num_bytes > MAX_BODY_BYTES:
             self.take()
@@ -80,11 +84,6 @@ class LargeBody:
     def release(self) -> None:
         """The body and its JSON are needed no more. Idempotent."""
         self._bodies.remove(self)
-
-    def bytes_per_s(self, now: float) -> float:
-        """How fast it arrives; infinite while it is too early to say, or it has arrived."""
-        seconds = now - self._began
-        return math.inf if self._give_up is None or seconds < _PATIENCE_S else self._num_bytes / seconds
 
     def give_way(self) -> None:
         """Leave the place to another body, and end the reading of this one."""
@@ -115,9 +114,8 @@ class LargeBodies:
         if body in self._open:
             return
         if len(self._open) >= MAX_LARGE_BODIES:
-            now = self.now()
-            slowest = min(self._open, key=lambda each: each.bytes_per_s(now))
-            if slowest.bytes_per_s(now) >= _SLOW_BYTES_PER_S:
+            slowest = min(self._open, key=lambda each: each.slow_from)
+            if slowest.slow_from > self.now():
                 raise QueueFull(f"{len(self._open)} bodies above {MAX_BODY_BYTES} bytes are being read")
             slowest.give_way()
         self._open.append(body)
@@ -159,9 +157,12 @@ async def read_body(
     began = loop.time()
     try:
         async with asyncio.timeout(_ARRIVAL_S) as due:
-            with (
-                nullcontext() if large is None else large.arriving(lambda: due.expired() or due.reschedule(loop.time()))
-            ):
+
+            def give_up() -> None:
+                if not due.expired():
+                    due.reschedule(loop.time())
+
+            with nullcontext() if large is None else large.arriving(give_up):
                 content = await _read(receive, most, large)
             scope["state"][_READ_TO_ITS_END] = True
             return content

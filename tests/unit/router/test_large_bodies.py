@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,11 +109,27 @@ async def test_a_body_that_has_arrived_or_comes_fast_stays() -> None:
             with place.arriving(lambda: pytest.fail("it has arrived")):
                 place.came(len(LARGE))
         with bodies.place() as fast, fast.arriving(lambda: pytest.fail("it is fast")):
-            fast.came(6 * MAX_BODY_BYTES)
-            clock.now = 20.0
-            with pytest.raises(QueueFull):
-                await read(bodies, LARGE)
-            clock.now = 30.0
-            fast.came(8 * MAX_BODY_BYTES)
-            with pytest.raises(QueueFull):
-                await read(bodies, LARGE)
+            for second in range(0, 60, 4):
+                clock.now = float(second)
+                fast.came((second + 5) << 18)
+                with pytest.raises(QueueFull):
+                    await read(bodies, LARGE)
+
+
+async def test_a_body_that_came_fast_and_then_stops_gives_way() -> None:
+    clock = Seconds()
+    bodies = LargeBodies(clock)
+    with ExitStack() as arriving:
+        given_up: list[int] = []
+        for number in range(MAX_LARGE_BODIES):
+            place = arriving.enter_context(bodies.place())
+            arriving.enter_context(place.arriving(partial(given_up.append, number)))
+            place.came(16 * MAX_BODY_BYTES)
+        clock.now = 4.9
+        with pytest.raises(QueueFull):
+            await read(bodies, LARGE)
+        clock.now = 5.1
+        newcomer = asyncio.create_task(read(bodies, LARGE))
+        await turn()
+        assert given_up == [0]
+        await ended(newcomer)

@@ -257,6 +257,8 @@ class EngineDriver:
         self._encode(each)
 
     def _encode(self, each: EncoderInput) -> None:
+        # A fetch for a request that has ended may still be open. Its answer must not have the input encoded once more.
+        self._fetching.discard(each.digest)
         inbox = self._inbox
         self._encoder.encode(
             each,

@@ -443,3 +443,27 @@ def test_an_answer_that_nobody_waits_for_any_more_changes_nothing(encoding: Enco
     assert encoding.counts() == (1, 0)
     assert encoding.engine.runner.num_encoded == 1
     assert encoding.engine.runner.encoded.keys() == {other}
+
+
+def test_an_input_is_encoded_once_although_a_fetch_for_an_ended_request_fails_meanwhile(
+    encoding: EncodingRig,
+) -> None:
+    encoder_is_free, answers = threading.Event(), queue.SimpleQueue[int | CacheInUse]()
+    encoding.driver._encoder._pool.submit(encoder_is_free.wait, LONG_S)
+    encoding.source.waits = True
+    digest = encoding.submit("r")
+    while not encoding.source.asked:
+        encoding.news.get(timeout=LONG_S)
+    encoding.driver.abort(["r"])
+    encoding.until_end("r")
+    encoding.submit("s", is_held=False)
+    while not encoding.engine.scheduler.encoder_cache.awaits(digest):
+        encoding.news.get(timeout=LONG_S)
+    encoding.source.answer()
+    encoding.driver.reset_prefix_cache(answers.put)
+    answers.get(timeout=LONG_S)
+    encoder_is_free.set()
+    encoding.until_end("s")
+    encoding.submit("t", b"b", is_held=False)
+    encoding.until_end("t")
+    assert encoding.engine.runner.num_encoded == 2

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from baton.engine.core import EngineCore
 from baton.engine.request import Request
@@ -113,6 +114,10 @@ def generate_with_transformers(
 @pytest.fixture(scope="module")
 def runner(directory: Path) -> TorchModelRunner:
     return load(directory)
+
+
+def test_nodes_share_no_rows_of_another_transformers_whose_code_makes_them(runner: TorchModelRunner) -> None:
+    assert runner.model.numerics.endswith(f"/transformers-{transformers.__version__}")
 
 
 def test_tokens_are_those_of_generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,11 @@ class SourceInputs:
         self._vocab_size: int = model.config.vocab_size
         attend_in_encoder(self._encoder)
         self._features = _feature_extractor(model, shape) if shape.source == "speech" else None
+
+    @property
+    def numerics(self) -> str:
+        """A name for what decides the rows of an input, beside the model's files and its products."""
+        return f"transformers-{version('transformers')}"
 
     def rows(self, content: EncoderContent, num_rows: int) -> npt.NDArray[np.float32]:
         """The rows of an input, float32 [num_rows, width], zeros behind its own. Raises InvalidRequest for a wrong one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from baton.runner.backends.cpu.kernels.barrier import sleep_at_once
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.ranks.following_rank import FollowingRank
 from baton.runner.ranks.group_files import GroupFiles
@@ -15,6 +16,8 @@ class FakeRankGroup:
     """Stands for `RankGroup`: its ranks are threads, which can be lost only by `lose`."""
 
     def __init__(self, spec: RankSpec, files: GroupFiles, abort: Callable[[], None]) -> None:
+        # Ranks that are threads wait for the interpreter's lock, which a spinning rank does not need.
+        sleep_at_once()
         self._abort = abort
         self._callback: Callable[[str], None] | None = None
         self._is_closing = False

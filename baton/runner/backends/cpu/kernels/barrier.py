@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import os
 from typing import Protocol
 
 import torch
@@ -28,11 +29,21 @@ class BarrierTag(enum.IntEnum):
     OPERATION = 16
 
 
+def sleep_at_once() -> None:
+    """Let this process sleep at its barriers, from now on, instead of spinning for a while first.
+
+    For ranks that have fewer processors than they are, or share the interpreter's lock: their bits are the same.
+    """
+    library().functions.baton_barrier_sleep_at_once()
+
+
 class Barrier:
     """A barrier in memory that is zero before the first rank arrives; used by one thread of each rank."""
 
     def __init__(self, memory: GrowingMemory, num_ranks: int) -> None:
         functions = library().functions
+        if num_ranks > len(os.sched_getaffinity(0)):
+            sleep_at_once()
         self.num_ranks = num_ranks
         self._memory = memory.at_least(functions.baton_barrier_bytes())
         self.address = self._memory.data_ptr()

@@ -109,6 +109,7 @@ def library() -> Library:
     functions.baton_barrier_wait.argtypes = [pointer, ctypes.c_uint32]
     functions.baton_barrier_abort.argtypes = [pointer]
     functions.baton_barrier_abort.restype = None
+    functions.baton_barrier_sleep_at_once.restype = None
     functions.baton_run_program.argtypes = [integer, integer, pointer, size, pointer, integer, pointer]
     fork_join = _torch_fork_join()
     if fork_join is not None:

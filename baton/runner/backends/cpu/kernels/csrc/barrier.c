@@ -26,6 +26,11 @@ size_t baton_barrier_bytes(void) { return sizeof(struct barrier); }
 /* A rank that waits for longer than an operation takes sleeps, and looks now and then whether a rank is lost. */
 enum { SPINS = 4000, YIELD_NS = 1000000, SLEEP_NS = 200000000 };
 
+/* Whether the ranks of this process sleep without spinning first: a rank that spins keeps another one from its processor. */
+static _Atomic int sleeps_at_once;
+
+void baton_barrier_sleep_at_once(void) { atomic_store(&sleeps_at_once, 1); }
+
 #if defined(__linux__)
 static void sleep_while(_Atomic uint32_t *word, uint32_t value) {
     struct timespec limit = {.tv_nsec = SLEEP_NS};
@@ -62,15 +67,16 @@ int baton_barrier_arrive(struct barrier *barrier, uint32_t ranks, uint32_t tag, 
 /* Waits for the others, a fifth of a second at most. Returns an enum status; STATUS_WAITING: not all have arrived. */
 int baton_barrier_wait(struct barrier *barrier, uint32_t generation) {
     int64_t started = 0;
+    const int spins_first = !atomic_load_explicit(&sleeps_at_once, memory_order_relaxed);
     for (int spins = 0; atomic_load(&barrier->generation) == generation; spins++) {
         if (atomic_load(&barrier->lost)) return STATUS_RANK_LOST;
-        if (spins < SPINS) {
+        if (spins_first && spins < SPINS) {
             pause_briefly();
             continue;
         }
         if (started == 0) started = monotonic_ns();
         int64_t waited = monotonic_ns() - started;
-        if (waited < YIELD_NS) {
+        if (spins_first && waited < YIELD_NS) {
             sched_yield();
             continue;
         }

@@ -115,8 +115,10 @@ def check_numbers(checkpoint: Checkpoint, config: Any) -> None:
         _check_count(checkpoint, name, value, most)
     # Once more, for numbers with another name in the file, such as n_head.
     _check_sizes(checkpoint, lambda name: getattr(config, name, None))
-    # Not as the file has it: there it may be any number beside `use_sliding_window: false`.
-    _check_count(checkpoint, "sliding_window", getattr(config, "sliding_window", None))
+    # Not as the file has it: there it may be any number beside `use_sliding_window: false`, where transformers makes it
+    # None, or 0.
+    if getattr(config, "use_sliding_window", True):
+        _check_count(checkpoint, "sliding_window", getattr(config, "sliding_window", None))
     _check_experts(checkpoint, config)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -403,8 +403,24 @@ class Transformer:
                 f"{architecture} has {len(self._part.own_layers)} layers, {len(probe.layers)} with "
                 "attention; layers without attention are not supported"
             )
+        self._require_windows(architecture, probe.windows)
         found = {index: LayerReport(geometry, probe.windows[index]) for index, geometry in probe.layers.items()}
         return found, sorted(watch.missed)
+
+    def _require_windows(self, architecture: str, windows: Mapping[int, int | None]) -> None:
+        """Raise UnsupportedAttention if layers tell masks of their windows, but not their attention."""
+        config = self._module.config
+        kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+        window = getattr(config, "sliding_window", None)
+        hidden = [
+            index
+            for index, kind in enumerate(kinds)
+            if kind == "sliding_attention" and window and index in windows and windows[index] is None
+        ]
+        if hidden:
+            raise UnsupportedAttention(
+                f"{architecture} has windows in its layers {', '.join(map(str, hidden))} its attention isn't told of"
+            )
 
     def _probe_received(self, num_rows: int) -> torch.Tensor | None:
         """Arbitrary rows, as the stage before would send them; None in the first stage."""

@@ -258,6 +258,20 @@ def test_a_number_that_nothing_uses_may_be_any(directory: Path) -> None:
     assert load_model(directory, "float32").architecture == "Qwen2ForCausalLM"
 
 
+def test_windows_that_only_a_mask_tells_of_are_refused_and_none_are_no_obstacle(tmp_path: Path) -> None:
+    moe = {name: value for name, value in TINY_MODELS["qwen3_moe"].items() if name != "head_dim"}
+    # transformers makes the window 0 of a model without windows.
+    without = {**moe, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 64}
+    write_random_model(tmp_path / "without", without, 1)
+    assert load_runner(tmp_path / "without", dtype="float32", num_blocks=8).layout.windows == (None,)
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    write_random_model(
+        tmp_path / "with", {**without, "use_sliding_window": True, "sliding_window": 16, "layer_types": kinds}, 1
+    )
+    with pytest.raises(ConfigError, match="has windows in its layers 1, 2 its attention isn't told of"):
+        load_runner(tmp_path / "with", dtype="float32", num_blocks=8)
+
+
 def test_what_transformers_says_of_a_field_is_said_whole(directory: Path) -> None:
     edit_config(directory, rms_norm_eps="small")
     assert re.search(

@@ -162,6 +162,42 @@ def test_the_reference_computes_the_same() -> None:
     torch.testing.assert_close(out.double(), expected(x, sums, terms), atol=2e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_row_may_have_an_adapter_of_its_own(isa: str, dtype: torch.dtype) -> None:
+    """Several groups of columns and pieces of k, so that weights and adapters are prefetched while others are added."""
+    kernels.use_isa(isa)
+    generator = torch.Generator().manual_seed(6)
+    k, outputs, ranks = 320, (192, 100), (16, 2, 64, 7, 33, 16, 1, 40)
+    matrices = [torch.randn(n, k, generator=generator).to(dtype) for n in outputs]
+    x = torch.randn(len(ranks), k, generator=generator).to(dtype)
+    weight = kernels.pack(*matrices)
+    terms = []
+    for rank in ranks:
+        a = torch.randn(rank, k, generator=generator) / k
+        b = torch.randn(sum(outputs), rank, generator=generator)
+        terms.append([LowRank(a, 0.5, (Outputs(0, b),))])
+    weights = [kernels.adapt(weight, one, dtype) for one in terms]
+    slots = torch.arange(len(ranks), dtype=torch.int32)
+    out = kernels.linear(x, weight, out_dtype=torch.float32, threads=1, adapters=RowAdapters(slots, weights))
+    sums = functional.linear(x.double(), torch.cat(matrices).double())
+    for row, (term,) in enumerate(terms):
+        (part,) = term.outputs
+        t = term.a.to(dtype).double() @ x[row].double()
+        wanted = sums[row] + term.factor * (part.b.to(dtype).double() @ t)
+        torch.testing.assert_close(out[row].double(), wanted, atol=2e-3, rtol=1e-4)
+        alone = RowAdapters(slots[row : row + 1], weights)
+        one = kernels.linear(x[row : row + 1], weight, out_dtype=torch.float32, threads=1, adapters=alone)
+        assert torch.equal(one[0], out[row]), f"row {row} alone"
+
+
+def test_terms_of_more_ranks_than_a_panel_can_count_are_refused() -> None:
+    weight = kernels.pack(torch.ones(8, 32))
+    term = LowRank(torch.empty(1, 32).expand(1 << 15, 32), 1.0, ())
+    with pytest.raises(KernelArgumentError, match="terms"):
+        kernels.adapt(weight, [term, term], torch.float32)
+
+
 def test_slots_must_be_those_of_the_rows() -> None:
     weight = kernels.pack(torch.ones(8, 32))
     adapters = RowAdapters(SLOTS, [kernels.adapt(weight, [LowRank(torch.ones(1, 32), 1.0, ())], torch.float32)] * 4)

@@ -20,6 +20,10 @@ _RANKS = 8
 """The kernels compute so many ranks together."""
 _STEP = 32
 """And so many columns of x at a time."""
+_PAIR = 2 * _LANES
+"""The numbers of a pair of ranks in a panel, in which offsets are counted."""
+_MOST_RANKS = 2**16 - 1
+"""A panel's ranks are counted in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +44,17 @@ class KernelAdapter:
 def adapt_part(terms: Sequence[LowRank], n: int, k: int, *, gated: bool, dtype: torch.dtype) -> KernelAdapter | None:
     """Prepare low-rank terms for a packed weight with `n` outputs of `k` inputs; None without terms.
 
-    A and B are rounded to `dtype`, that of x.
+    A and B are rounded to `dtype`, that of x. Raises KernelArgumentError for terms of too many ranks.
     """
     if not terms:
         return None
     # Each term has an even number of ranks, since the kernels add B in pairs: no pair has a rank of the next term.
     ranks = [_even(term.rank + any(one.bias is not None for one in term.outputs)) for term in terms]
     rank = -(-sum(ranks) // _RANKS) * _RANKS
+    if rank > _MOST_RANKS:
+        raise KernelArgumentError(
+            "terms", f"have {rank} ranks together, more than {_MOST_RANKS}: take smaller adapters"
+        )
     columns = -(-n // _LANES) * _LANES * (2 if gated else 1)
     num_panels = -(-columns // (_LANES * _GROUP_PANELS)) * _GROUP_PANELS
     steps = -(-k // _STEP)
@@ -107,12 +115,12 @@ def _panels_of(
     for index, (first, stop) in enumerate(zip(firsts, stops, strict=True)):
         count = max(0, stop - first)
         panels[index] = AdapterPanel(size, first if count else 0, count)
-        size += count * _LANES
+        size += count // 2
         if count:
             alike.setdefault((first, count), []).append(index)
-    b = zeros_for_reading(size, dtype)
+    b = zeros_for_reading(size * _PAIR, dtype)
     for (first, count), places in alike.items():
-        offsets = torch.tensor([panels[index].offset for index in places])
+        offsets = torch.tensor([panels[index].offset * _PAIR for index in places])
         numbers = dense[first : first + count, places].transpose(0, 1)
         if dtype == torch.bfloat16:
             # Pairs of ranks, the first one in the odd place.

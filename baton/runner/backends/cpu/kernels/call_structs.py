@@ -34,7 +34,7 @@ class LinearCall(ctypes.Structure):
 
 
 class AdapterPanel(ctypes.Structure):
-    _fields_ = _fields(_SIZE, "offset first count")
+    _fields_ = [("offset", ctypes.c_uint32), *_fields(ctypes.c_uint16, "first count")]
 
 
 class AdapterWeights(ctypes.Structure):

@@ -67,31 +67,48 @@ TARGET static void shrink_bfloat16(const void *job, size_t task, void *scratch) 
     shrink_rows(DTYPE_BFLOAT16, job, task);
 }
 
+/* The weights of a product that are read next. They are prefetched while B t is added, one line for each line of B: otherwise nothing
+ * would be on its way from memory meanwhile. */
+struct weights_ahead {
+    const char *from, *end;
+};
+
+/* Prefetches as many lines as a pair of ranks has in a group. */
+INLINE void prefetch_ahead(struct weights_ahead *ahead) {
+    enum { LINE = PAIR_ELEMENTS * sizeof(uint16_t) };
+    if (ahead->from >= ahead->end) return;
+#pragma GCC unroll 4
+    for (int i = 0; i < GROUP_PANELS; i++) __builtin_prefetch(ahead->from + i * LINE, 0, 2);
+    ahead->from += GROUP_PANELS * LINE;
+}
+
 /* c[NU * 16] += the terms of neighbouring panels, which have equally many: those of even ranks in one sum, which goes on from c,
  * those of odd ranks in another one. */
 INLINE void expand_panels(const enum dtype dtype, const int NU, const struct adapter_weights *w, const struct adapter_panel *panels,
-                          const float *t, float *c) {
+                          const float *t, float *c, struct weights_ahead *ahead) {
     v16 even[GROUP_PANELS], odd[GROUP_PANELS];
 #pragma GCC unroll 4
     for (int u = 0; u < NU; u++) {
         even[u] = v_load(c + u * LANES);
         odd[u] = v_zero();
     }
-    for (size_t r = 0; r < panels->count; r += 2)
+    for (size_t r = 0; r < panels->count; r += 2) {
+        prefetch_ahead(ahead);
 #pragma GCC unroll 4
         for (int u = 0; u < NU; u++) {
             const float *own = t + panels[u].first + r;
-            struct two numbers = load_two(dtype, w->b, panels[u].offset + r * LANES);
+            struct two numbers = load_two(dtype, w->b, (size_t)panels[u].offset * PAIR_ELEMENTS + r * LANES);
             even[u] = v_fma(numbers.first, v_set1(own[0]), even[u]);
             odd[u] = v_fma(numbers.second, v_set1(own[1]), odd[u]);
         }
+    }
 #pragma GCC unroll 4
     for (int u = 0; u < NU; u++) v_store(c + u * LANES, v_add(even[u], odd[u]));
 }
 
 /* c[ROWS][64] += the terms of rows that have the same adapter, of a group whose panels have equally many. */
 INLINE void expand_alike(const enum dtype dtype, const int ROWS, const struct adapter_weights *w, const struct adapter_panel *panels,
-                         const float *t, size_t t_stride, float *c) {
+                         const float *t, size_t t_stride, float *c, struct weights_ahead *ahead) {
     for (int u = 0; u < GROUP_PANELS; u += 2) {
         v16 even[4][2], odd[4][2];
 #pragma GCC unroll 4
@@ -101,10 +118,11 @@ INLINE void expand_alike(const enum dtype dtype, const int ROWS, const struct ad
                 even[m][v] = v_load(c + m * GROUP_COLUMNS + (u + v) * LANES);
                 odd[m][v] = v_zero();
             }
-        for (size_t r = 0; r < panels->count; r += 2)
+        for (size_t r = 0; r < panels->count; r += 2) {
+            prefetch_ahead(ahead);
 #pragma GCC unroll 2
             for (int v = 0; v < 2; v++) {
-                struct two numbers = load_two(dtype, w->b, panels[u + v].offset + r * LANES);
+                struct two numbers = load_two(dtype, w->b, (size_t)panels[u + v].offset * PAIR_ELEMENTS + r * LANES);
                 const float *own = t + panels[u + v].first + r;
 #pragma GCC unroll 4
                 for (int m = 0; m < ROWS; m++) {
@@ -112,6 +130,7 @@ INLINE void expand_alike(const enum dtype dtype, const int ROWS, const struct ad
                     odd[m][v] = v_fma(numbers.second, v_set1(own[(size_t)m * t_stride + 1]), odd[m][v]);
                 }
             }
+        }
 #pragma GCC unroll 4
         for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 2
@@ -119,7 +138,8 @@ INLINE void expand_alike(const enum dtype dtype, const int ROWS, const struct ad
     }
 }
 
-INLINE void expand_rows(const enum dtype dtype, const struct adapter_rows *adapters, size_t group, size_t row, size_t rows, float *sums) {
+INLINE void expand_rows(const enum dtype dtype, const struct adapter_rows *adapters, size_t group, size_t row, size_t rows, float *sums,
+                        struct weights_ahead ahead) {
     const size_t stride = adapters->t_stride;
     for (size_t m = 0, alike; m < rows; m += alike, sums += alike * GROUP_COLUMNS) {
         const struct adapter_weights *w = weights_of_row(adapters, row + m);
@@ -130,31 +150,37 @@ INLINE void expand_rows(const enum dtype dtype, const struct adapter_rows *adapt
         if (panels[0].count != panels[1].count || panels[0].count != panels[2].count || panels[0].count != panels[3].count) {
             for (size_t i = 0; i < alike; i++)
                 for (int u = 0; u < GROUP_PANELS; u++)
-                    expand_panels(dtype, 1, w, panels + u, t + i * stride, sums + i * GROUP_COLUMNS + u * LANES);
+                    expand_panels(dtype, 1, w, panels + u, t + i * stride, sums + i * GROUP_COLUMNS + u * LANES, &ahead);
         } else if (alike == 4) {
-            expand_alike(dtype, 4, w, panels, t, stride, sums);
+            expand_alike(dtype, 4, w, panels, t, stride, sums, &ahead);
         } else {
-            for (size_t i = 0; i < alike; i++) expand_panels(dtype, GROUP_PANELS, w, panels, t + i * stride, sums + i * GROUP_COLUMNS);
+            for (size_t i = 0; i < alike; i++) expand_panels(dtype, GROUP_PANELS, w, panels, t + i * stride, sums + i * GROUP_COLUMNS, &ahead);
         }
     }
 }
 
 TARGET __attribute__((noinline, unused)) static void expand_float32(const struct adapter_rows *adapters, size_t group, size_t row, size_t rows,
-                                                                    float *sums) {
-    expand_rows(DTYPE_FLOAT32, adapters, group, row, rows, sums);
+                                                                    float *sums, struct weights_ahead ahead) {
+    expand_rows(DTYPE_FLOAT32, adapters, group, row, rows, sums, ahead);
 }
 TARGET __attribute__((noinline, unused)) static void expand_bfloat16(const struct adapter_rows *adapters, size_t group, size_t row, size_t rows,
-                                                                     float *sums) {
-    expand_rows(DTYPE_BFLOAT16, adapters, group, row, rows, sums);
+                                                                     float *sums, struct weights_ahead ahead) {
+    expand_rows(DTYPE_BFLOAT16, adapters, group, row, rows, sums, ahead);
 }
 
-/* Adds to the sums[rows][64] of one group of columns, of rows from a row on, what their adapters add. */
-INLINE void add_adapters(const enum dtype dtype, const struct linear_call *call, size_t group, size_t row, size_t rows, float *sums) {
+/* Adds to the sums[rows][64] of one group of columns, of rows from a row on, what their adapters add; prefetches weights meanwhile. */
+INLINE void add_adapters_ahead(const enum dtype dtype, const struct linear_call *call, size_t group, size_t row, size_t rows, float *sums,
+                               struct weights_ahead ahead) {
     if (call->adapters == NULL) return;
     if (dtype == DTYPE_FLOAT32)
-        expand_float32(call->adapters, group, row, rows, sums);
+        expand_float32(call->adapters, group, row, rows, sums, ahead);
     else
-        expand_bfloat16(call->adapters, group, row, rows, sums);
+        expand_bfloat16(call->adapters, group, row, rows, sums, ahead);
+}
+
+/* The same without prefetching weights. */
+INLINE void add_adapters(const enum dtype dtype, const struct linear_call *call, size_t group, size_t row, size_t rows, float *sums) {
+    add_adapters_ahead(dtype, call, group, row, rows, sums, (struct weights_ahead){NULL, NULL});
 }
 
 /* Requests from memory what one of several parts of few rows adds to a group of columns: all parts together would occupy all
@@ -167,8 +193,9 @@ INLINE void prefetch_adapters(const enum dtype dtype, const struct linear_call *
         const struct adapter_weights *w = weights_of_row(call->adapters, m);
         if (w == NULL || (m > task.row && w == weights_of_row(call->adapters, m - 1))) continue;
         const struct adapter_panel *panel = w->panels + group * GROUP_PANELS, *last = panel + GROUP_PANELS - 1;
-        const char *b = w->b;
-        for (size_t at = panel->offset * item, end = (last->offset + last->count * LANES) * item; at < end; at += 64)
-            __builtin_prefetch(b + at, 0, 2);
+        const char *b = (const char *)w->b + (size_t)panel->offset * PAIR_ELEMENTS * item;
+        const char *end = (const char *)w->b + ((size_t)last->offset * PAIR_ELEMENTS + last->count * LANES) * item;
+        __builtin_prefetch(panel + 2 * GROUP_PANELS, 0, 2);
+        for (; b < end; b += 64) __builtin_prefetch(b, 0, 2);
     }
 }

@@ -45,10 +45,13 @@ enum status {
 struct quantized_format;
 
 /* 16 columns of a product with an adapter: to them are added `count` terms, an even number, with t from `first` on and B from
- * `offset` on: [count][16]; in bfloat16 [pair][16][2], of which the first of a pair is the odd element. */
+ * pair `offset` on: [count][16]; in bfloat16 [pair][16][2], of which the first of a pair is the odd element. The structure is
+ * small, since those of all adapters of a step are read from memory beside B. */
 struct adapter_panel {
-    size_t offset, first, count; /* offset: in elements */
+    uint32_t offset; /* in pairs of ranks, of 16 columns */
+    uint16_t first, count;
 };
+enum { PAIR_ELEMENTS = 2 * LANES };
 
 /* What one adapter adds to one product (adapters.inc.h), in x's dtype. */
 struct adapter_weights {

@@ -1,5 +1,7 @@
 /* Linear layers in bfloat16 on vectors, for the instruction sets without AMX. */
 enum { STEP_PAIRS = 1 }; /* in packed bfloat16 weights */
+/* How many bytes of weights are prefetched at most while adapters are added: a part of the second-level cache. */
+enum { MOST_AHEAD = 64 << 10 };
 
 /* sums[rows][64] (+)= a piece of x times a piece of k of one group's weights; room: for PAIR_TILE_ROWS rows of x as bf16_row. */
 INLINE void multiply_pairs(size_t rows, const uint16_t *x, size_t x_stride, const uint16_t *w, size_t pairs, float *sums,
@@ -32,7 +34,15 @@ TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) 
             multiply_pairs(rows, x + 2 * from, call->x_stride, w, pairs, sums, room, from > 0);
             from += depth;
         } while (from < all);
-        add_adapters(DTYPE_BFLOAT16, call, group, part.row, rows, sums);
+        struct weights_ahead ahead = {NULL, NULL};
+        if (rows <= FEW_ROWS && group + 1 < part.group_end) {
+            /* The products have asked for the first AHEAD_BYTES already. */
+            const char *next = (const char *)(packed + (group + 1) * all * 2 * GROUP_COLUMNS);
+            size_t bytes = all * 2 * GROUP_COLUMNS * sizeof(uint16_t);
+            if (bytes > AHEAD_BYTES + MOST_AHEAD) bytes = AHEAD_BYTES + MOST_AHEAD;
+            ahead = (struct weights_ahead){next + AHEAD_BYTES, next + bytes};
+        }
+        add_adapters_ahead(DTYPE_BFLOAT16, call, group, part.row, rows, sums, ahead);
         store_sums(&epilogue, call->out, part.row, rows, sums);
     }
 }

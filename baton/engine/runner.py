@@ -308,8 +308,9 @@ class ModelRunner(Protocol):
         ...
 
     def forget_encoded(self, digests: Sequence[str] | None) -> None:
-        """Forget the rows of inputs, of which no step names any more; None: of all. Unknown ones are skipped.
+        """Forget the rows of inputs, of which no step names any more. Unknown ones are skipped.
 
+        None: of all, also of one that is being encoded. Rows that are kept or encoded from then on stay.
         Called from any thread.
         """
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +134,7 @@ class TorchModelRunner:
         """Make the rows of an input, and keep them for steps. Raises InvalidRequest for one that can't be used."""
         if self._inputs is None:
             raise InvalidRequest(content.kind.field, f"can't be encoded: {self._model.name} has no encoder")
-        self._encoded.put(content.digest, self._inputs.rows(content, num_rows))
+        self._encoded.make(content.digest, partial(self._inputs.rows, content, num_rows))
 
     def encoded_bytes(self, digest: str) -> memoryview | None:
         """The bytes of the rows of an input, float32 [rows, width], little-endian; None if it has none."""

@@ -26,7 +26,6 @@ class EncoderThread:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-encoder")
         self._waiting: dict[str, Future[None]] = {}
         """What is still to be encoded, by digest; only the engine's thread looks at it."""
-        self._is_closed = False
 
     def encode(
         self, each: EncoderInput, done: Callable[[str], None], failed: Callable[[str, BatonError], None]
@@ -47,8 +46,6 @@ class EncoderThread:
             else:
                 self._on_encoded(each.num_rows, self._clock.monotonic() - began)
                 done(each.digest)
-                if self._is_closed:
-                    self._runner.forget_encoded([each.digest])
 
         self._waiting = {digest: future for digest, future in self._waiting.items() if not future.done()}
         self._waiting[each.digest] = self._pool.submit(run)
@@ -60,10 +57,9 @@ class EncoderThread:
                 future.cancel()
 
     def close(self) -> None:
-        """Give up all inputs. One that is being encoded may take long, and is not waited for: its rows are forgotten.
+        """Give up all inputs. One that is being encoded may take long, and is not waited for: its rows are not kept.
 
         Idempotent. No callback may matter any more.
         """
-        self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._runner.forget_encoded(None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,9 @@ class EncodedRows:
 
     def __init__(self) -> None:
         self._rows: dict[str, npt.NDArray[np.float32]] = {}
+        self._num_resets = 0
+        """How often all rows were forgotten."""
+        self._making, self._changing = threading.Lock(), threading.Lock()
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._rows
@@ -32,6 +36,18 @@ class EncodedRows:
     def put(self, digest: str, rows: npt.NDArray[np.float32]) -> None:
         """Keep the rows [rows, width] of an input."""
         self._rows[digest] = rows
+
+    def make(self, digest: str, make: Callable[[], npt.NDArray[np.float32]]) -> None:
+        """Keep the rows [rows, width] of an input that `make` returns, unless all were forgotten meanwhile.
+
+        Of several threads that make rows one does at a time.
+        """
+        num_resets = self._num_resets
+        with self._making:
+            rows = make()
+        with self._changing:
+            if self._num_resets == num_resets:
+                self._rows[digest] = rows
 
     def take(self, digest: str, num_rows: int, rows: bytes) -> None:
         """Keep the rows of an input that came as bytes, see `bytes_of`. Raises ValueError unless they are so many."""
@@ -43,8 +59,13 @@ class EncodedRows:
         return None if rows is None else np.ascontiguousarray(rows, dtype="<f4").data.cast("B")
 
     def forget(self, digests: Iterable[str] | None) -> None:
-        """Forget the rows of these inputs, None: of all; unknown ones are skipped."""
-        for digest in [*self._rows] if digests is None else digests:
+        """Forget the rows of these inputs; unknown ones are skipped. None: of all, also those being made."""
+        if digests is None:
+            with self._changing:
+                self._num_resets += 1
+                self._rows.clear()
+            return
+        for digest in digests:
             self._rows.pop(digest, None)
 
     def has(self, span: Span) -> bool:

@@ -66,3 +66,42 @@ def test_vocabulary_adapters_equal_those_of_peft(tmp_path: Path, name: str) -> N
     requests += [Request(f"{key}-without", prompt, GREEDY) for key, prompt in prompts.items()]
     assert run_all(make_engine(runner), requests) == expected | {f"{key}-without": of for key, of in without.items()}
     assert expected != without
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_cached_preempted_and_forked_requests_keep_the_tokens_of_peft(tmp_path: Path, mode: str) -> None:
+    base = tmp_path / "base"
+    write_random_model(base, TINY_MODELS["qwen2"], seed=5)
+    cramped = load_runner(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=13, host_cache_bytes=1 << 20)
+    prompts = dict(list(make_prompts(cramped.model.vocab_size).items())[:6])
+    requests: list[tuple[str, list[int], str]] = []
+    expected: dict[str, list[int]] = {}
+    for index, settings in enumerate((None, *SETTINGS)):
+        adapter, digest = tmp_path / f"{index}", ""
+        if settings is not None:
+            write_peft_adapter(base, adapter, seed=index, target_modules="all-linear", **settings)
+            digest = open_adapter(adapter).digest()
+            cramped.load_adapter(adapter, digest)
+        of_one = generate_with_peft(base, adapter if digest else None, prompts)
+        expected |= {f"{key}-{index}": tokens for key, tokens in of_one.items()}
+        requests += [(f"{key}-{index}", prompt, digest) for key, prompt in prompts.items()]
+
+    engine = make_engine(cramped, preemption_mode=mode, num_host_blocks=cramped.num_host_blocks)
+    for turn in ("", "-again"):
+        found = run_all(
+            engine, [Request(f"{key}{turn}", prompt, GREEDY, adapter=digest) for key, prompt, digest in requests]
+        )
+        assert {key.removesuffix("-again"): tokens for key, tokens in found.items()} == expected
+    stats = engine.make_stats()
+    assert stats.num_preemptions_by_mode[mode] > 0
+    assert sum(stats.prefix_cache.num_hit_tokens.values()) > 0
+
+    two = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=2)
+    tokens: dict[str, list[int]] = {}
+    for key, prompt, digest in requests[-2:]:
+        engine.add_request(Request(key, prompt, two, adapter=digest))
+    while engine.has_work():
+        for outputs in engine.step().values():
+            for output in outputs.outputs:
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    assert sorted(tokens.values()) == sorted(expected[key] for key, *_ in requests[-2:] for _ in range(2))

@@ -29,7 +29,7 @@ PROMPT_LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 5, 33, 70, 100)
 """Prompts that run at once: with 24 tokens a step the long ones take several chunks beside decoding requests."""
 
 
-def make_engine(runner: TorchModelRunner) -> EngineCore:
+def make_engine(runner: TorchModelRunner, **limits: Any) -> EngineCore:
     config = SchedulerConfig(
         num_blocks=runner.memory.num_blocks,
         block_size=runner.layout.block_size,
@@ -37,6 +37,7 @@ def make_engine(runner: TorchModelRunner) -> EngineCore:
         max_num_batched_tokens=24,
         max_num_seqs=8,
         max_model_len=runner.model.max_model_len,
+        **limits,
     )
     fields = CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test")
     return EngineCore(Scheduler(config, fields, FakeClock()), runner)

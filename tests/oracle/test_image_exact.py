@@ -106,10 +106,11 @@ def expected(directory: Path, prompts: Mapping[str, Prompt]) -> Mapping[str, Seq
         directory, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
     ).eval()
     processor = ImageProcessor(directory)
-    return {name: _generate(model, processor, prompt) for name, prompt in prompts.items()}
+    return {name: generate_from_images(model, processor, prompt) for name, prompt in prompts.items()}
 
 
-def _generate(model: Any, processor: ImageProcessor, prompt: Prompt) -> Sequence[int]:
+def generate_from_images(model: Any, processor: ImageProcessor, prompt: Prompt) -> Sequence[int]:
+    """The greedy tokens of a model of transformers for one prompt."""
     ids = torch.tensor([prompt.token_ids])
     given: dict[str, torch.Tensor] = {}
     if prompt.images:

@@ -222,7 +222,7 @@ class ModelAdapters:
 
     def _embedding_shape(self, files: AdapterFiles, name: str) -> tuple[int, int]:
         """Outputs and inputs of the embedding; raises AdapterRefused for another module."""
-        if (embedding := self._embedding) is None or embedding.name != name:
+        if (embedding := self._embedding) is None or embedding.name != self._places.own_name(name):
             raise AdapterRefused(
                 f"{files.directory} changes {name} as an embedding, which is none of this model; the adapter is of "
                 "another base model"
@@ -282,9 +282,10 @@ class ModelAdapters:
 
     def _base_rows(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """What returns rows of the weight of the embedding, or of the head."""
-        if self._embedding is not None and self._embedding.name == name:
+        own = self._places.own_name(name)
+        if self._embedding is not None and self._embedding.name == own:
             return self._embedding.weight_rows
-        return partial(self._operations.take_rows, self._places.modules[name].product.packed, dtype=self._dtype)
+        return partial(self._operations.take_rows, self._places.modules[own].product.packed, dtype=self._dtype)
 
 
 def _check_each_once(files: AdapterFiles, places: Mapping[str, Place]) -> None:

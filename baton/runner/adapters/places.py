@@ -66,6 +66,8 @@ class Places:
         """By the names of a module whose weights are its parameters, and of a parameter."""
         self._names_of = names
         self._module = module
+        self._decoder_path: str = getattr(module, "decoder_path", "")
+        """The name that the decoder of a text part has in the model that takes images; empty for other models."""
         # The head that an embedding shares is found twice: its own name is the shorter one.
         paths = sorted(module.named_modules(remove_duplicate=False), key=lambda found: len(found[0]))
         seen: set[int] = set()
@@ -91,6 +93,11 @@ class Places:
         product.attach(len(kind) - 1, rows)
         return len(kind) - 1
 
+    def own_name(self, name: str) -> str:
+        """The name here of what an adapter of the whole model calls `name`: of the text part the decoder is `model`."""
+        path = self._decoder_path
+        return f"model{name[len(path) :]}" if path and name.startswith(f"{path}.") else name
+
     def find(self, files: AdapterFiles, name: str) -> Place:
         """The place of an adapter's tensors with this name. Raises AdapterRefused if this model has none for them."""
         place = self._find(files, name)
@@ -102,13 +109,16 @@ class Places:
         return place
 
     def _find(self, files: AdapterFiles, name: str) -> Place:
-        if (place := self.modules.get(name)) is not None:
+        if (place := self.modules.get(self.own_name(name))) is not None:
             if not files.config.targets(name):
                 raise AdapterRefused(
                     f"{files.directory} names the weight of the layer {name} in target_parameters; name the layer in "
                     "target_modules instead"
                 )
-            return place
+            return replace(place, patterns_name=name)
+        if self._decoder_path:
+            # The names of the text part are no names of files.
+            raise AdapterRefused(f"{files.directory} changes {name}, {self._why_not(self.own_name(name))}")
         wrapped = without_wrappers(name)
         if (parameters := self._parameters.get(wrapped)) is not None:
             return self._parameter(files, name, wrapped, parameters)

@@ -32,6 +32,8 @@ class TextPart(nn.Module):
         super().__init__()
         self.config = image_model.config.get_text_config()
         self.model = image_model.get_decoder()
+        self.decoder_path = next(path for path, part in image_model.named_modules() if part is self.model)
+        """The name of `model` in the image model."""
         self.lm_head = image_model.get_output_embeddings()
 
     def get_input_embeddings(self) -> nn.Module:

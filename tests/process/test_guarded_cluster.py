@@ -120,10 +120,12 @@ def code(dialer: Dialer, address: str, method: str) -> str:
 
 def served_at(guarded: Guarded) -> dict[str, list[str]]:
     """Return the addresses that serve each of Baton's methods."""
+    nodes = [guarded.cluster.process(name).address for name in ("prefill-0", "decode-0")]
     addresses = {
         "Generation": [guarded.router[0]],
         "Operator": [guarded.router[1]],
-        "Node": [guarded.cluster.process(name).address for name in ("prefill-0", "decode-0")],
+        "Node": nodes,
+        "EncoderRows": nodes,
         "KvLink": [guarded.cluster.process("prefill-0").address],
     }
     return {

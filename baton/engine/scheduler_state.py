@@ -22,6 +22,7 @@ from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.sequences.beam_group import BeamGroup
 from baton.engine.sequences.sequence_group import SequenceGroup, split_sequence_id
 from baton.errors import TransferCause
+from baton.messages.encoder_contents import rows_key
 from baton.messages.kv_cache import BlockRemoved, BlockStored
 from baton.messages.node import Leg
 from baton.messages.sampling import TokenLogprobs
@@ -270,13 +271,13 @@ class SchedulerState:
     def kv_snapshot(self) -> KVSnapshot:
         """What the KV cache and the encoder cache have; from now on their changes are recorded. O(blocks)."""
         found = self.kv_cache_manager.kv_snapshot()
-        keys = frozenset(bytes.fromhex(digest) for digest in self.encoder_cache.ready_digests)
+        keys = frozenset(map(rows_key, self.encoder_cache.ready_digests))
         return replace(found, block_hashes={**found.block_hashes, "encoder": keys}) if keys else found
 
     def _note_rows(self, digest: str, is_there: bool) -> None:
         log = self.kv_cache_manager.kv_events
         if log.is_recording:
-            keys = (bytes.fromhex(digest),)
+            keys = (rows_key(digest),)
             log.record(BlockStored(keys, tier="encoder") if is_there else BlockRemoved(keys, "encoder"))
 
     def emit(

@@ -51,11 +51,6 @@ class EncoderContent:
     held_by: Peer | None = None
     """A node that has made rows of it, for one that has none; None: nobody knows of any."""
 
-    @property
-    def key(self) -> bytes:
-        """The digest as bytes, which names the content's rows among what nodes keep."""
-        return bytes.fromhex(self.digest)
-
     @classmethod
     def of(cls, data: bytes, kind: ContentKind = ContentKind.IMAGE) -> EncoderContent:
         """The content with these bytes."""
@@ -66,6 +61,11 @@ class EncoderContent:
     def without_data(self) -> EncoderContent:
         """The same content without its data, which its digest still names."""
         return EncoderContent(self.digest, kind=self.kind)
+
+
+def rows_key(digest: str) -> bytes:
+    """The key of a content's rows among the keys of what nodes keep. `digest`: the content's."""
+    return bytes.fromhex(digest)
 
 
 @lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ NULL_BLOCK = 0
 
 Tier = Literal["device", "host", "encoder"]
 """Where something is kept: blocks of KV in the model's memory or the host's, or rows that an encoder made of inputs.
-Rows are named by `EncoderContent.key`, and come and go in events of their own."""
+Rows are named by `rows_key`, and come and go in events of their own."""
 
 
 class BlockStored(NamedTuple):

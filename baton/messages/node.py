@@ -11,6 +11,7 @@ from baton.messages.adapters import AdapterList, AdapterReport
 from baton.messages.capabilities import GENERATES, GENERATES_AND_EMBEDS, Capability
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.encoder_contents import EncoderContent
+from baton.messages.encoder_rows import DECIDE_ROWS
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
 from baton.messages.node_shape import NodeShape
@@ -111,13 +112,9 @@ class NodeDescription:
         """How the node's model is divided among ranks; one rank where that is not known."""
         return NodeShape.of(self.tp, self.pp)
 
-    def makes_rows_of(self, other: NodeDescription) -> bool:
+    def makes_same_rows_as(self, other: NodeDescription) -> bool:
         """Whether the encoders of both nodes make the same numbers of one input."""
-        return (self.model_fingerprint, self.dtype, self.numerics) == (
-            other.model_fingerprint,
-            other.dtype,
-            other.numerics,
-        )
+        return all(getattr(self, name) == getattr(other, name) for name in DECIDE_ROWS)
 
     @property
     def as_peer(self) -> Peer:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from baton.errors import ConfigError
+from baton.model_formats.json_files import read_object
 
 _VERSION, _SPEC = 6, "WhisperSpec"
 _FLOAT16 = 4
@@ -48,7 +49,7 @@ def convert_whisper(source: Path, target: Path) -> None:
         tensors = _named(stored, path)
         _write_weights(file, tensors, target / "model.safetensors")
         heads = _setting(file, stored["encoder/num_heads"])
-    own = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    own = read_object(source / "config.json")
     for name, content in _configurations(tensors, heads, own).items():
         _write(target / name, json.dumps(content, indent=2).encode())
     _write(target / "tokenizer.json", (source / "tokenizer.json").read_bytes())

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Collection, Mapping, Sequence, Set
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.encoder_contents import EncoderContent, rows_key
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import NodeDescription
 from baton.messages.spans import Span, span_items
@@ -93,7 +93,7 @@ class CacheView:
     def __init__(self) -> None:
         self._tiers: dict[Tier, BlockIndex] = {"device": BlockIndex(), "host": BlockIndex()}
         self._rows = BlockIndex()
-        """The inputs (images, say) of which nodes have rows, by `EncoderContent.key`."""
+        """The inputs (images, say) of which nodes have rows, by `rows_key`."""
         self._expected = BlockIndex()
         self._position: dict[str, int | None] = {}
         """The number of the next event; None while the node's first answer is awaited."""
@@ -136,7 +136,7 @@ class CacheView:
 
     def holders(self, content: EncoderContent) -> Collection[str]:
         """The incarnations of the nodes that have rows of a content."""
-        return self._rows.leading([content.key]).keys()
+        return self._rows.leading([rows_key(content.digest)]).keys()
 
     def expect(self, incarnation: str, milestones: Sequence[bytes]) -> None:
         """A prompt with these `PromptKeys.milestones` is sent to the node."""

@@ -118,7 +118,7 @@ class Placement:
     """Contents of the prompt of which the node that computes it has no rows, by digest, each with a node that has."""
 
     @property
-    def computes_prompt(self) -> NodeDescription:
+    def prompt_node(self) -> NodeDescription:
         """The node that computes the prompt."""
         return self.prefill or self.decode
 

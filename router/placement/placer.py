@@ -240,7 +240,7 @@ class Placer:
             choice = Choice(pick(candidates, demand, exclude), request, attempt)
         if not request.embeds:
             self._check_kind(choice.placement)
-        if request.contents and (holders := self._holders(request, choice.placement.computes_prompt)):
+        if request.contents and (holders := self._holders(request, choice.placement.prompt_node)):
             choice = replace(choice, placement=replace(choice.placement, holders=holders))
         return choice
 
@@ -392,7 +392,7 @@ class Placer:
             if not having or node.incarnation in having:
                 continue
             others = (self._attached.get(incarnation) for incarnation in having)
-            able = [other for other in others if other is not None and other.makes_rows_of(node)]
+            able = [other for other in others if other is not None and other.makes_same_rows_as(node)]
             if able:
                 least = min(able, key=lambda other: (self._num_live_on[other.incarnation], other.incarnation))
                 found.append((content.digest, least.as_peer))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -19,24 +21,29 @@ IN_TURN = {"placement": "round-robin", "require_disaggregation": "on"}
 PREFILLS = ("prefill-0", "prefill-1")
 
 
+@asynccontextmanager
+async def two_prefill_nodes(directory: Path) -> AsyncIterator[tuple[MiniCluster, Mapping[str, TorchModelRunner]]]:
+    """A cluster whose prompts go to two prefill nodes in turn, and the runners of its nodes."""
+    write_image_model(directory, "idefics3")
+    add_image_tokens(directory)
+    runners: dict[str, TorchModelRunner] = {}
+
+    def make_runner(node_id: str) -> TorchModelRunner:
+        runners[node_id] = load_runner(directory, dtype="float32", block_size=16, num_blocks=160)
+        return runners[node_id]
+
+    async with mini_cluster(make_runner, directory, prefill=2, router_settings=IN_TURN) as cluster:
+        yield cluster, runners
+
+
 def counts(cluster: MiniCluster) -> list[tuple[int, int]]:
     """How many images each prefill node has encoded, and of how many it has fetched the rows."""
     caches = [cluster.nodes[name].node.scheduler.encoder_cache for name in PREFILLS]
     return sorted((cache.num_encoded, cache.num_fetched) for cache in caches)
 
 
-async def test_rows_are_fetched_from_the_node_that_made_them_and_made_again_once_they_are_gone(
-    tmp_path: Path,
-) -> None:
-    write_image_model(tmp_path, "idefics3")
-    add_image_tokens(tmp_path)
-    runners: dict[str, TorchModelRunner] = {}
-
-    def make_runner(node_id: str) -> TorchModelRunner:
-        runners[node_id] = load_runner(tmp_path, dtype="float32", block_size=16, num_blocks=160)
-        return runners[node_id]
-
-    async with mini_cluster(make_runner, tmp_path, prefill=2, router_settings=IN_TURN) as cluster:
+async def test_rows_are_fetched_from_the_node_that_made_them(tmp_path: Path) -> None:
+    async with two_prefill_nodes(tmp_path) as (cluster, _):
 
         async def tokens_of(text: str, image: bytes = IMAGE) -> list[int]:
             request = GenerateRequest(f"{text}<image>", images=[image], temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -60,15 +67,7 @@ async def test_rows_are_fetched_from_the_node_that_made_them_and_made_again_once
 
 
 async def test_a_node_that_has_lost_its_rows_is_no_obstacle(tmp_path: Path) -> None:
-    write_image_model(tmp_path, "idefics3")
-    add_image_tokens(tmp_path)
-    runners: dict[str, TorchModelRunner] = {}
-
-    def make_runner(node_id: str) -> TorchModelRunner:
-        runners[node_id] = load_runner(tmp_path, dtype="float32", block_size=16, num_blocks=160)
-        return runners[node_id]
-
-    async with mini_cluster(make_runner, tmp_path, prefill=2, router_settings=IN_TURN) as cluster:
+    async with two_prefill_nodes(tmp_path) as (cluster, runners):
         found = []
         for number in range(2):
             request = GenerateRequest(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from baton.engine.request import Request
 from baton.errors import AdapterRefused
@@ -17,40 +15,21 @@ from baton.runner.loading import load_runner
 from tests.oracle.test_image_exact import GREEDY, Prompt, engine_of, generate_from_images, prompt_of
 from tests.oracle.test_token_exact import run_all
 from tests.support.image_models import write_image_model
+from tests.support.peft_adapters import load_with_adapter, write_peft_adapter
 
+KIND = "AutoModelForImageTextToText"
 TEXT = r".*(text_model|language_model).*"
 
 
-def load(base: Path) -> Any:
-    from transformers import AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText.from_pretrained(
-        base, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
-    ).eval()
-
-
-def write_adapter_of(base: Path, directory: Path, seed: int, targets: str | list[str]) -> None:
-    """Write an adapter of random numbers for the whole model, as PEFT names its modules."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(seed)
+def write(base: Path, directory: Path, seed: int, targets: str) -> None:
+    """Write an adapter for the whole model, as PEFT names its modules."""
     patterns = {"layers.1.mlp.down_proj": 2}
-    config = LoraConfig(init_lora_weights=False, r=4, lora_alpha=8, target_modules=targets, rank_pattern=patterns)
-    model = get_peft_model(load(base), config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.1)
-    model.save_pretrained(str(directory))
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": targets, "rank_pattern": patterns}
+    write_peft_adapter(base, directory, seed, KIND, **settings)
 
 
 def generate(base: Path, adapter: Path | None, prompts: Mapping[str, Prompt]) -> dict[str, list[int]]:
-    from peft import PeftModel
-
-    model = load(base)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter).eval()
-    processor = ImageProcessor(base)
+    model, processor = load_with_adapter(base, adapter, KIND), ImageProcessor(base)
     return {name: list(generate_from_images(model, processor, prompt)) for name, prompt in prompts.items()}
 
 
@@ -59,8 +38,8 @@ def test_tokens_behind_images_are_those_of_peft(tmp_path: Path, name: str) -> No
     base, (first, second) = tmp_path / "base", (tmp_path / "first", tmp_path / "second")
     base.mkdir()
     write_image_model(base, name)
-    write_adapter_of(base, first, 1, rf"{TEXT}\.(q_proj|v_proj|down_proj)|lm_head")
-    write_adapter_of(base, second, 2, rf"{TEXT}\.(embed_tokens|k_proj|gate_proj|up_proj)")
+    write(base, first, 1, rf"{TEXT}\.(q_proj|v_proj|down_proj)|lm_head")
+    write(base, second, 2, rf"{TEXT}\.(embed_tokens|k_proj|gate_proj|up_proj)")
     prompts = {f"p{seed}": prompt_of(base, seed, num_images) for seed, num_images in enumerate((1, 2, 0, 3))}
     blocks = max(len(prompt.token_ids) for prompt in prompts.values()) // 16 + 6
     runner = load_runner(base, dtype="float32", num_blocks=blocks, host_cache_bytes=1 << 20)
@@ -94,7 +73,7 @@ def test_what_changes_the_images_is_refused(tmp_path: Path) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     base.mkdir()
     write_image_model(base, "idefics3")
-    write_adapter_of(base, adapter, 1, r".*vision_model.*\.q_proj")
+    write(base, adapter, 1, r".*vision_model.*\.q_proj")
     runner = load_runner(base, dtype="float32", num_blocks=8)
     with pytest.raises(AdapterRefused, match=r"changes model\.vision_model.*, which is no product of this model"):
         runner.load_adapter(adapter, open_adapter(adapter).digest())

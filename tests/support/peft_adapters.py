@@ -15,12 +15,19 @@ SETTINGS: Sequence[Mapping[str, Any]] = (
 )
 
 
-def write_peft_adapter(base: Path, directory: Path, seed: int, **settings: Any) -> None:
-    """Write an adapter of random numbers for a base model, with these settings of PEFT."""
+def write_peft_adapter(
+    base: Path, directory: Path, seed: int, kind: str = "AutoModelForCausalLM", **settings: Any
+) -> None:
+    """Write an adapter of random numbers for a base model, with these settings of PEFT.
+
+    `kind`: the class of transformers that loads the base model.
+    """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    model = get_peft_model(_load(base), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings))
+    model = get_peft_model(
+        load_base(base, kind), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -34,11 +41,7 @@ def generate_with_peft(
     base: Path, adapter: Path | None, prompts: Mapping[str, Sequence[int]], new_tokens: int = 12
 ) -> dict[str, list[int]]:
     """Greedy tokens of each prompt alone, with an adapter or without one."""
-    from peft import PeftModel
-
-    model = _load(base)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter).eval()
+    model = load_with_adapter(base, adapter)
     found = {}
     for name, prompt in prompts.items():
         ids = torch.tensor([list(prompt)])
@@ -54,9 +57,20 @@ def generate_with_peft(
     return found
 
 
-def _load(base: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+def load_with_adapter(base: Path, adapter: Path | None, kind: str = "AutoModelForCausalLM") -> Any:
+    """The base model of transformers, with an adapter or without one."""
+    from peft import PeftModel
 
-    return AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
-    ).eval()
+    model = load_base(base, kind)
+    return model if adapter is None else PeftModel.from_pretrained(model, adapter).eval()
+
+
+def load_base(base: Path, kind: str = "AutoModelForCausalLM") -> Any:
+    """The base model of transformers, in float32, loaded by the class `kind`."""
+    import transformers
+
+    return (
+        getattr(transformers, kind)
+        .from_pretrained(base, dtype=torch.float32, local_files_only=True, attn_implementation="eager")
+        .eval()
+    )

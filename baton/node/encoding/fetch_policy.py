@@ -18,7 +18,7 @@ FORGET_S = 60.0
 """For so many seconds it is known how long fetches take."""
 _MOST_AVOIDED = 64
 _WEIGHT = 0.3
-"""Of the last time among those that are remembered."""
+"""The weight of the last time in the mean of all times."""
 
 
 class FetchPolicy:

@@ -19,7 +19,7 @@ from baton.model_formats.adapters import AdapterFiles, AdapterInfo, TensorPiece,
 from baton.runner.adapters.adaptable import AdaptableProduct, LoadedAdapters, RowsOfStep
 from baton.runner.adapters.embedding import AdaptableEmbedding
 from baton.runner.adapters.experts import AdaptableExperts, divided_among_experts
-from baton.runner.adapters.places import ParameterNames, Place, Places
+from baton.runner.adapters.places import ParameterNames, Place, Places, named_parts
 from baton.runner.backends.cpu.kernels.adapters import AdapterTable, StepAdapters
 from baton.runner.backends.low_rank import LowRank, Outputs
 from baton.runner.backends.operations import Operations
@@ -80,12 +80,10 @@ class ModelAdapters:
 
     def _find_vocabulary(self, module: Any, device: torch.device) -> None:
         embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-        # The head that an embedding shares is found twice: its own name is the shorter one.
-        paths = sorted(module.named_modules(remove_duplicate=False), key=lambda found: len(found[0]))
-        for path, part in paths:
-            if part is embedding and self._embedding is None:
+        for path, part in named_parts(module):
+            if part is embedding:
                 self._embedding = AdaptableEmbedding.of(path, part, self.rows, device)
-            if part is head and not self._head_name:
+            if part is head:
                 self._head_name = path
 
     @property

@@ -68,13 +68,7 @@ class Places:
         self._module = module
         self._decoder_path: str = getattr(module, "decoder_path", "")
         """The name that the decoder of a text part has in the model that takes images; empty for other models."""
-        # The head that an embedding shares is found twice: its own name is the shorter one.
-        paths = sorted(module.named_modules(remove_duplicate=False), key=lambda found: len(found[0]))
-        seen: set[int] = set()
-        for path, part in paths:
-            if id(part) in seen:
-                continue
-            seen.add(id(part))
+        for path, part in named_parts(module):
             for product in part.products if isinstance(part, HasProducts) else ():
                 number = self._attach(product, rows)
                 for outputs in product.modules:
@@ -192,6 +186,18 @@ class Places:
         if tuple(_without_numbers(name)) in known:
             return "and this model has no such layer; the adapter is of another base model"
         return "which is no product of this model; the adapter is of another base model"
+
+
+def named_parts(module: Any) -> Iterator[tuple[str, Any]]:
+    """All modules of a model, each once, by the shortest of its names.
+
+    The head that shares its weight with the embedding has two names: its own one is shorter.
+    """
+    seen: set[int] = set()
+    for path, part in sorted(module.named_modules(remove_duplicate=False), key=lambda found: len(found[0])):
+        if id(part) not in seen:
+            seen.add(id(part))
+            yield path, part
 
 
 def _num_outputs(product: AdaptableProduct | AdaptableExperts) -> int:

@@ -418,8 +418,9 @@ class Transformer:
             if kind == "sliding_attention" and window and index in windows and windows[index] is None
         ]
         if hidden:
+            numbers = ", ".join(map(str, hidden))
             raise UnsupportedAttention(
-                f"{architecture} has windows in its layers {', '.join(map(str, hidden))} its attention isn't told of"
+                f"{architecture} tells the windows of its layers {numbers} to their masks alone, which is not supported"
             )
 
     def _probe_received(self, num_rows: int) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ import grpc
 import xxhash
 
 from baton.errors import ConfigError, DeadlineExceeded, Overloaded
-from baton.messages.encoder_rows import RowsRequest
+from baton.messages.encoder_rows import DECIDE_ROWS, RowsRequest
 from baton.messages.node import NodeDescription
 from baton.v1 import encoder_rows_pb2 as pb
 from baton.v1 import encoder_rows_pb2_grpc
@@ -74,6 +74,6 @@ class EncoderRowsServicer(encoder_rows_pb2_grpc.EncoderRowsServicer):
         ours = self._description
         if asked.incarnation != ours.incarnation:
             raise ConfigError(f"this is {ours.incarnation}, not {asked.incarnation}")
-        for field in ("model_fingerprint", "dtype", "numerics"):
+        for field in DECIDE_ROWS:
             if (theirs := getattr(asked, field)) != getattr(ours, field):
                 raise ConfigError(f"the {field} of {ours.node_id} is {getattr(ours, field)}, not {theirs[:200]}")

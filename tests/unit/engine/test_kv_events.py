@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.events import KVEventLog
 from baton.engine.scheduler import Scheduler
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.encoder_contents import EncoderContent, rows_key
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, Tier
 from baton.messages.spans import Span
 from tests.support.engine_rig import EngineRig, prompt_of
@@ -164,11 +164,11 @@ def test_events_tell_of_rows_that_come_and_go() -> None:
     rig.run()
     follower = Follower(rig.scheduler)
     follower.catch_up()
-    assert follower.found["encoder"] == {first.key}
+    assert follower.found["encoder"] == {rows_key(first.digest)}
     assert follower.found["device"]
     rig.scheduler.reset_prefix_cache()
     rig.add("after", 8, spans=[Span(0, 4, second.digest, is_encoded=True)], max_tokens=1)
     rig.run()
     follower.catch_up()
-    assert follower.found["encoder"] == {second.key}
+    assert follower.found["encoder"] == {rows_key(second.digest)}
     assert follower.num_snapshots == 1

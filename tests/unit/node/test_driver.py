@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 from baton.node.driver import EngineDriver, StepNews
+from baton.node.encoding.row_fetcher import RowSource
 from baton.node.outbox import Outbox
 from baton.runner import SimulatedSpec
 from baton.runner.execution.step_thread import StepThread
@@ -41,11 +43,11 @@ LONG_S = 30.0
 class DriverRig:
     """A running driver; `news` has all that it has published."""
 
-    def __init__(self, ahead: bool = False) -> None:
-        self.engine = EngineRig(executor=StepThread() if ahead else None)
+    def __init__(self, ahead: bool = False, rows: RowSource | None = None, **limits: Any) -> None:
+        self.engine = EngineRig(executor=StepThread() if ahead else None, **limits)
         self.news: queue.SimpleQueue[StepNews] = queue.SimpleQueue()
         self.crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-        self.driver = EngineDriver(self.engine.core, self.news.put, self.crashes.put)
+        self.driver = EngineDriver(self.engine.core, self.news.put, self.crashes.put, rows=rows)
 
     def until_end(self, request_id: str) -> list[EngineCoreOutput]:
         """The outputs of a request up to its end."""
@@ -351,15 +353,12 @@ def test_a_prefix_cache_in_use_is_not_reset_and_the_error_says_what_uses_it(rig:
     assert answers.get(timeout=LONG_S) == 1
 
 
-class EncodingRig:
+class EncodingRig(DriverRig):
     """A driver whose requests have an image before their text; `source` is where rows may come from."""
 
     def __init__(self) -> None:
-        self.engine = EngineRig(num_encoder_rows=4)
         self.source = FakeRowSource()
-        self.news: queue.SimpleQueue[StepNews] = queue.SimpleQueue()
-        self.crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-        self.driver = EngineDriver(self.engine.core, self.news.put, self.crashes.put, rows=self.source)
+        super().__init__(rows=self.source, num_encoder_rows=4)
 
     def submit(self, request_id: str, image: bytes = b"a", *, is_held: bool = True) -> str:
         """Submit a request with an image, of which another node has rows; return the image's digest."""
@@ -368,13 +367,6 @@ class EncodingRig:
         span = Span(0, 4, content.digest, is_encoded=True)
         self.driver.submit(request(request_id, spans=[span], contents=[held]))
         return content.digest
-
-    def until_end(self, request_id: str) -> EngineCoreOutput:
-        while True:
-            for outputs in self.news.get(timeout=LONG_S).outputs.values():
-                for output in outputs.outputs:
-                    if output.request_id == request_id and output.outcome is not None:
-                        return output
 
     def counts(self) -> tuple[int, int]:
         """How many images were encoded here, and of how many the rows were fetched."""
@@ -399,7 +391,7 @@ def test_rows_that_another_node_has_made_are_not_made_again(encoding: EncodingRi
     digest = EncoderContent.of(b"a").digest
     encoding.source.rows[digest] = rows_of(digest, 4)
     encoding.submit("r")
-    assert encoding.until_end("r").outcome is Outcome.LENGTH
+    assert encoding.until_end("r")[-1].outcome is Outcome.LENGTH
     assert encoding.counts() == (0, 1)
     assert encoding.engine.runner.num_encoded == 0
     encoding.submit("again")
@@ -409,10 +401,10 @@ def test_rows_that_another_node_has_made_are_not_made_again(encoding: EncodingRi
 
 def test_rows_that_nobody_gives_or_nobody_has_are_made_here(encoding: EncodingRig) -> None:
     digest = encoding.submit("r")
-    assert encoding.until_end("r").outcome is Outcome.LENGTH
+    assert encoding.until_end("r")[-1].outcome is Outcome.LENGTH
     assert encoding.source.asked == [digest]
     encoding.submit("s", b"b", is_held=False)
-    assert encoding.until_end("s").outcome is Outcome.LENGTH
+    assert encoding.until_end("s")[-1].outcome is Outcome.LENGTH
     assert encoding.source.asked == [digest]
     assert encoding.counts() == (2, 0)
     assert encoding.source.encoded_rows == [4, 4]
@@ -422,7 +414,7 @@ def test_rows_that_the_runner_can_not_use_are_made_here(encoding: EncodingRig) -
     digest = EncoderContent.of(b"a").digest
     encoding.source.rows[digest] = rows_of(digest, 3)
     encoding.submit("r")
-    assert encoding.until_end("r").outcome is Outcome.LENGTH
+    assert encoding.until_end("r")[-1].outcome is Outcome.LENGTH
     assert encoding.counts() == (1, 0)
 
 
@@ -439,7 +431,7 @@ def test_an_answer_that_nobody_waits_for_any_more_changes_nothing(encoding: Enco
     encoding.source.answer()
     encoding.source.waits = False
     other = encoding.submit("s", b"b")
-    assert encoding.until_end("s").outcome is Outcome.LENGTH
+    assert encoding.until_end("s")[-1].outcome is Outcome.LENGTH
     assert encoding.counts() == (1, 0)
     assert encoding.engine.runner.num_encoded == 1
     assert encoding.engine.runner.encoded.keys() == {other}

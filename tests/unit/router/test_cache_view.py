@@ -10,7 +10,7 @@ import pytest
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.events import KVEventLog, KVSnapshot
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.encoder_contents import EncoderContent, rows_key
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import NodeDescription
 from baton.messages.spans import Span
@@ -230,19 +230,19 @@ def test_a_prompt_with_other_rows_at_the_same_positions_is_not_cached() -> None:
 
 def test_the_nodes_with_rows_of_a_content_are_known_beside_the_blocks() -> None:
     first, second = (EncoderContent.of(text) for text in (b"a", b"b"))
-    view = watching(stored(keys_of()), stored([first.key], "encoder"))
+    view = watching(stored(keys_of()), stored([rows_key(first.digest)], "encoder"))
     assert set(view.holders(first)) == {RUN}
     assert not view.holders(second)
     num_blocks = view.num_keys
     changes: list[KVCacheEvent] = [
-        stored([second.key], "encoder"),
+        stored([rows_key(second.digest)], "encoder"),
         AllBlocksCleared(),
-        BlockRemoved([first.key], "encoder"),
+        BlockRemoved([rows_key(first.digest)], "encoder"),
     ]
     assert not view.updated(RUN, KVCacheUpdate(5, 8, changes))
     assert (set(view.holders(second)), set(view.holders(first))) == ({RUN}, set())
     assert (num_blocks, view.num_keys) == (10, 0)
-    assert not view.updated(RUN, snapshot(9, stored([first.key], "encoder")))
+    assert not view.updated(RUN, snapshot(9, stored([rows_key(first.digest)], "encoder")))
     assert (set(view.holders(first)), set(view.holders(second))) == ({RUN}, set())
     view.forget(RUN)
     assert not view.holders(first)

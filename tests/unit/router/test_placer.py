@@ -12,7 +12,7 @@ import pytest
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.errors import InvalidRequest, NoCapacity, TransferCause
 from baton.messages.capabilities import GENERATES, Capability
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.encoder_contents import EncoderContent, rows_key
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 from baton.messages.node import (
@@ -500,7 +500,7 @@ def test_a_node_without_rows_of_an_image_hears_who_has_them(policy: Policy) -> N
     image = EncoderContent.of(b"an image")
     can = {"capabilities": GENERATES | {Capability.IMAGE}}
     nodes = [big(prefill(name), **can) for name in ("p1", "p2", "p3")]
-    # It makes other rows of the image, so nobody hears of it.
+    # The encoder of p0 makes other rows of the image, so no other node hears of p0.
     nodes.append(big(prefill("p0"), **can, numerics="others"))
     settings = PlacementSettings(policy, require_disaggregation=True)
     fleet = Fleet(*nodes, *[big(node, **can) for node in decodes("d1")], settings=settings)
@@ -518,7 +518,7 @@ def test_a_node_without_rows_of_an_image_hears_who_has_them(policy: Policy) -> N
 
     assert set(told().values()) == {""}
     for name in ("p0", "p1"):
-        update = KVCacheUpdate(0, 0, [BlockStored([image.key], tier="encoder")], restart=True)
+        update = KVCacheUpdate(0, 0, [BlockStored([rows_key(image.digest)], tier="encoder")], restart=True)
         assert not fleet.report(name, StepReport((), LoadReport(), update))
     assert told() == {"p1": "", "p2": "p1", "p3": "p1"}
     fleet.placer.on_lost("p1.1", fleet.now)

@@ -268,7 +268,9 @@ def test_windows_that_only_a_mask_tells_of_are_refused_and_none_are_no_obstacle(
     write_random_model(
         tmp_path / "with", {**without, "use_sliding_window": True, "sliding_window": 16, "layer_types": kinds}, 1
     )
-    with pytest.raises(ConfigError, match="has windows in its layers 1, 2 its attention isn't told of"):
+    with pytest.raises(
+        ConfigError, match="tells the windows of its layers 1, 2 to their masks alone, which is not supported"
+    ):
         load_runner(tmp_path / "with", dtype="float32", num_blocks=8)
 
 

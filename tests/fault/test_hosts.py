@@ -162,6 +162,15 @@ async def session(spread: HostsCluster) -> AsyncIterator[HostsSession]:
         assert_undisturbed(await opened.generate(after), after)
 
 
+def test_each_set_of_hosts_has_a_network_of_its_own() -> None:
+    number = os.getpid() % 10_000
+    try:
+        with hosts(f"a{number}b", ("one",)) as first, hosts(f"b{number}a", ("one",)) as second:
+            assert first.address("one") != second.address("one")
+    except NotPermitted as why:
+        pytest.skip(f"no network namespaces here: {why}")
+
+
 async def test_an_undisturbed_cluster_gives_the_expected_tokens(session: HostsSession) -> None:
     requests = [slow_request(f"plain-{i}", chunks=2, sampled=bool(i % 2)) for i in range(4)]
     for answer, request in zip(await asyncio.gather(*map(session.generate, requests)), requests, strict=True):

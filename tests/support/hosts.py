@@ -5,13 +5,15 @@ Needs the right to make namespaces (root, or CAP_SYS_ADMIN and CAP_NET_ADMIN) an
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-_PREFIX = "198.18"
-"""The prefix of networks for benchmarks (RFC 2544), which nobody else uses."""
+_NETWORKS = [f"198.{18 + number // 256}.{number % 256}" for number in range(512)]
+"""The prefixes of the networks of 198.18.0.0/15, which is for benchmarks (RFC 2544) and which nobody else uses."""
 
 
 class NotPermitted(Exception):
@@ -24,7 +26,7 @@ class Hosts:
     def __init__(self, tag: str, names: Sequence[str]) -> None:
         """`tag`: at most 6 characters, different for each set of hosts."""
         self._tag = tag
-        self._network = f"{_PREFIX}.{sum(tag.encode()) % 250}"
+        self._network = _free_network(tag)
         self._numbers = {name: number for number, name in enumerate(names, start=1)}
 
     def address(self, name: str) -> str:
@@ -112,6 +114,16 @@ def hosts(tag: str, names: Sequence[str]) -> Iterator[Hosts]:
         yield made
     finally:
         made.remove()
+
+
+def _free_network(tag: str) -> str:
+    """A network that no other hosts have, those included that a killed process left behind.
+
+    The tag decides where the search begins, so that processes which search at the same moment find different ones.
+    """
+    taken = set(re.findall(r"inet (\d+\.\d+\.\d+)\.", _run("ip", "-4", "-oneline", "address", "show")))
+    first = zlib.crc32(tag.encode()) % len(_NETWORKS)
+    return next(network for network in (*_NETWORKS[first:], *_NETWORKS[:first]) if network not in taken)
 
 
 def _run(*words: str) -> str:

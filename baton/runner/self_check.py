@@ -1,7 +1,7 @@
 """The check at start whether a model computes numbers, and the same in every batch; takes well under a second.
 
 One sequence is computed at once, and again in chunks beside another sequence, with the node's own weights, shapes and
-threads; keys, values and logits must have the same bits.
+threads; keys, values and logits must have the same bits. So must what adapters add to a row, alone and beside others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def why_not_bit_exact(loaded: LoadedModel, transformer: Transformer) -> str | No
     rope = _rope_types(getattr(loaded.config, "rope_parameters", None))
     if rope & _BATCH_DEPENDENT_ROPE:
         return f"its rotary embedding ({', '.join(sorted(rope & _BATCH_DEPENDENT_ROPE))}) looks at the whole batch"
-    return _compare(transformer, loaded.config.vocab_size, loaded.config.max_position_embeddings)
+    return (
+        _compare(transformer, loaded.config.vocab_size, loaded.config.max_position_embeddings)
+        or transformer.why_adapters_not_bit_exact()
+    )
 
 
 def _rope_types(parameters: object) -> set[str]:

@@ -100,6 +100,12 @@ class ModelAdapters:
             if place.product.computes_all_rows
         }
 
+    @property
+    def shapes(self) -> set[tuple[int, int]]:
+        """Numbers of outputs and inputs of all products that adapters may change, the embedding's apart."""
+        names = [(place.outputs.num_outputs, place.product.num_inputs) for place in self._places.modules.values()]
+        return {*names, *((experts.num_outputs, experts.num_inputs) for experts in self._places.experts)}
+
     def begin(self, slots: npt.NDArray[np.int32] | None) -> None:
         """Begin a step of rows with these slots [T]; None: no row has an adapter."""
         self.rows.slots = None if slots is None else torch.from_numpy(slots)

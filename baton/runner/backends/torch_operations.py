@@ -8,7 +8,7 @@ row by row. The check at start finds the number that suffices (self_check.py). W
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,13 @@ from baton.runner.backends.weight_rows import Weight, read_weight
 ROWS_PER_CALL = (8, 16, 32, 64, 128)
 """The numbers of rows that the check at start tries, in this order."""
 
+_FEWEST_OUTPUTS = 8
+"""A factor of an adapter's term is padded to so many outputs: with two or three, MKL's float32 product of 8 rows gives
+a row other bits at other places of the call (seen on a Xeon with AMX)."""
+_TRIED_RANKS = (1, 2, 3, 4, 6, 8, 9, 16, 24, 32, 64)
+"""The ranks of adapters that the check at start tries."""
+_TRIED_WIDTH = 4096
+"""Wider factors are tried with this width, since those of a vocabulary would take seconds."""
 _WIDENED_ROWS = 4096
 """How many rows of a weight are widened to float32 at a time, so that a head of many rows needs little memory."""
 _QUERY_ROWS = 256
@@ -108,7 +115,7 @@ class TorchOperations:
         self._num_threads = num_threads
 
     def numerics(self) -> str:
-        return f"torch-2-rows-{self.rows_per_call}-threads-{self._num_threads}"
+        return f"torch-3-rows-{self.rows_per_call}-threads-{self._num_threads}"
 
     def program(self, dtype: torch.dtype) -> None:
         """Returns None: these operations have no programs."""
@@ -264,14 +271,40 @@ class TorchOperations:
             own = (adapters.slots == slot).nonzero().flatten().to(x.device)
             rows, wide = x[own].float(), out[own].float()
             for term in terms:
-                t = self._in_calls(rows, partial(functional.linear, weight=term.a)) * term.factor
+                t = self.factor_product(rows, term.a) * term.factor
                 for outputs in term.outputs:
-                    more = self._in_calls(t, partial(functional.linear, weight=outputs.b))
+                    more = self.factor_product(t, outputs.b)
                     if outputs.bias is not None:
                         more = more + outputs.bias * term.factor
                     wide[:, outputs.first : outputs.stop] += more
             out[own] = wide.to(out.dtype)
         return out
+
+    def factor_product(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """The product of rows [T, K] and a factor [N, K] of an adapter's term, A or B, both in float32: [T, N]."""
+        num_outputs = factor.shape[0]
+        padded = functional.pad(factor, (0, 0, 0, max(0, _FEWEST_OUTPUTS - num_outputs)))
+        return self._in_calls(x, partial(functional.linear, weight=padded))[:, :num_outputs]
+
+    def why_adapters_not_bit_exact(self, shapes: Iterable[tuple[int, int]], device: torch.device) -> str | None:
+        """None when what an adapter adds to a row depends on this row alone; otherwise where it does not.
+
+        `shapes`: outputs and inputs of the products that adapters may change.
+        """
+        widths = {min(width, _TRIED_WIDTH) for shape in shapes for width in shape}
+        factors = {(rank, width) for rank in _TRIED_RANKS for width in widths}
+        for shape in sorted(factors | {(width, rank) for rank, width in factors}):
+            generator = torch.Generator().manual_seed(0)
+            factor = torch.randn(shape, generator=generator).to(device)
+            x = torch.randn(self.rows_per_call, shape[1], generator=generator).to(device)
+            # Each row at another place, and, of the last one, without mates.
+            moved = self.factor_product(x.roll(1, 0), factor).roll(-1, 0)
+            expected, alone = self.factor_product(x, factor), self.factor_product(x[-1:], factor)
+            if not torch.equal(expected, moved) or not torch.equal(expected[-1:], alone):
+                return (
+                    f"the check at start found different bits of a row in adapters' products with a factor of {shape}"
+                )
+        return None
 
     def _float32_product(self, rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         """The product of operands of a narrower dtype, in float32: widened, since a CPU's products have one dtype."""

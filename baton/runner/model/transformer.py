@@ -350,6 +350,17 @@ class Transformer:
         if self.decode_graphs is not None:
             self.decode_graphs.forget()
 
+    def why_adapters_not_bit_exact(self) -> str | None:
+        """None when what an adapter adds to a row depends on this row alone; otherwise where it does not.
+
+        The C kernels sum each row in one order by construction; torch's products are tried.
+        """
+        operations = self._operations
+        if not isinstance(operations, TorchOperations):
+            return None
+        with on_device(self.device), torch.inference_mode():
+            return operations.why_adapters_not_bit_exact(self.adapters.shapes, self.device)
+
     def clear_blocks(self, count: int) -> None:
         """Fill the first blocks of the cache with zeros, as they were at first."""
         self.kv_cache.view(self.num_blocks, -1)[:count].zero_()

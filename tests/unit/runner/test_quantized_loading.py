@@ -420,7 +420,7 @@ def test_a_quantised_checkpoint_is_not_quantised_again(directory: Path) -> None:
 
 def test_operations_that_take_no_integers_refuse_to_quantise(tmp_path: Path) -> None:
     write_random_model(tmp_path / "tiny", TINY_MODELS["llama"], seed=0)
-    with pytest.raises(ConfigError, match="int4 weights can't be computed by torch-2-rows"):
+    with pytest.raises(ConfigError, match="int4 weights can't be computed by torch-3-rows"):
         load(tmp_path / "tiny", quantization="int4", operations=PlainOnly(1))
 
 

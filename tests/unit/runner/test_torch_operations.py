@@ -28,7 +28,7 @@ def test_without_kernels_the_tokens_are_the_same(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(kernels, "available", lambda: absent)
     without = load_runner(tmp_path, dtype="float32", num_blocks=48)
     assert without.model.bit_exact
-    assert without.model.numerics.startswith("torch-2-rows-8-threads-1/")
+    assert without.model.numerics.startswith("torch-3-rows-8-threads-1/")
     assert without.model.numerics != with_kernels.model.numerics
     outputs = []
     for runner in (with_kernels, without):
@@ -57,9 +57,22 @@ class Careless(TorchOperations):
         return exact if self.rows_per_call >= self.enough else exact * (1 + x.shape[0] / 1000)
 
 
-def load_careless(directory: Path, enough: int) -> Any:
+class CarelessAdapters(Careless):
+    """Products with the factors of adapters that depend on a row's place, unless calls have `enough` rows."""
+
+    def linear(self, *args: Any, **how: Any) -> torch.Tensor:
+        return TorchOperations.linear(self, *args, **how)
+
+    def factor_product(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        exact = super().factor_product(x, factor)
+        if self.rows_per_call >= self.enough or factor.shape[0] > 3:
+            return exact
+        return exact * (1 + torch.arange(x.shape[0])[:, None] / 1000)
+
+
+def load_careless(directory: Path, enough: int, careless: type[Careless] = Careless) -> Any:
     write_random_model(directory, TINY_MODELS["llama"], seed=1)
-    operations = Careless(1)
+    operations = careless(1)
     operations.enough = enough
     return load_runner(directory, dtype="float32", num_blocks=48, operations=operations).model
 
@@ -67,7 +80,13 @@ def load_careless(directory: Path, enough: int) -> Any:
 def test_the_smallest_padding_that_is_exact_is_taken(tmp_path: Path) -> None:
     model = load_careless(tmp_path, enough=32)
     assert model.bit_exact
-    assert model.numerics.startswith("torch-2-rows-32-")
+    assert model.numerics.startswith("torch-3-rows-32-")
+
+
+def test_the_smallest_padding_with_which_adapters_are_exact_is_taken(tmp_path: Path) -> None:
+    assert load_careless(tmp_path, 16, CarelessAdapters).numerics.startswith("torch-3-rows-16-")
+    unfit = load_careless(tmp_path, ROWS_PER_CALL[-1] + 1, CarelessAdapters)
+    assert "different bits of a row in adapters' products with a factor of (1, " in unfit.bit_exact_reason
 
 
 def test_a_model_is_not_bit_exact_if_no_padding_suffices(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class CudaOperations(TorchOperations):
     def numerics(self) -> str:
         ways = "+".join(sorted(self.ways))
         norms = "torch" if self._norm is None else "triton"
-        return f"torch-3-{self.device_name.replace(' ', '-')}-rows-{self.rows_per_call}-{ways}-norms-{norms}"
+        return f"torch-4-{self.device_name.replace(' ', '-')}-rows-{self.rows_per_call}-{ways}-norms-{norms}"
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
         norm = self._norm_for(x)

@@ -39,6 +39,10 @@ class Terminal:
             assert self._read(), f"{text!r} never came: {self.screen}"
         return self.screen
 
+    def paste(self, text: str) -> None:
+        """Paste a text, as terminals do that were asked to mark where it begins and ends; then press Enter."""
+        os.write(self._ours, f"\x1b[200~{text}\x1b[201~\r".encode())
+
     def ctrl_c(self) -> None:
         os.write(self._ours, b"\x03")
 
@@ -66,7 +70,9 @@ class Terminal:
         except OSError:
             # Linux raises this when the other side is closed.
             return False
-        self.screen += piece.decode(errors="replace").replace("\r\n", "\n")
+        text = piece.decode(errors="replace").replace("\r\n", "\n")
+        # What asks a terminal to mark pasted text is not seen on it.
+        self.screen += text.replace("\x1b[?2004h", "").replace("\x1b[?2004l\r", "")
         return bool(piece)
 
     def __enter__(self) -> Terminal:

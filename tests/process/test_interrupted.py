@@ -36,7 +36,12 @@ def test_a_benchmark_in_the_middle(shell: Shell) -> None:
 def test_a_chat_ends_with_the_second_one_in_a_row(shell: Shell) -> None:
     with Terminal(shell, "chat", "--url", "http://127.0.0.1:1") as terminal:
         terminal.wait_for_text("> ")
+        terminal.paste("three\nlines of\none message")
+        refused = "does not answer"
+        terminal.wait_for_text(refused)
+        terminal.wait_for_text("\n> ")
         terminal.wait_until_idle()
+        assert terminal.screen.count(refused) == 1
         terminal.ctrl_c()
         terminal.wait_for_text("Ctrl-C again, Ctrl-D or /exit ends the chat\n> ")
         terminal.wait_until_idle()

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 _PROMPT = "> "
 _CLOSING = "the chat is over, and nothing of it is kept"
 _LOOPS = "stopped this answer because it only repeats itself; --allow-repetition lets such answers go on"
-_COMMANDS = "/exit or Ctrl-D ends the chat, /clear starts a new conversation, Ctrl-C stops an answer"
+_COMMANDS = "/exit or Ctrl-D ends the chat, /clear starts a new conversation, Ctrl-C stops an answer, /help says this"
+_EXITS = frozenset({"/exit", "/quit", "/bye"})
+"""What ends the chat: the documented word, and those of other chats in terminals."""
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -59,6 +61,10 @@ class Conversation:
 
 
 def chat(
+    message: Annotated[
+        str | None,
+        typer.Argument(help="Ask this alone, and end with the answer.", metavar="[MESSAGE]", show_default=False),
+    ] = None,
     system: Annotated[
         str | None, typer.Option(help="System message, which precedes the conversation.", metavar="TEXT")
     ] = None,
@@ -95,10 +101,10 @@ def chat(
         ),
     ] = None,
 ) -> None:
-    """Chat with the model. Answers are printed while they are generated.
+    """Chat with the model, or ask it one MESSAGE. Answers are printed while they are generated.
 
-    /exit, Ctrl-D or Ctrl-C twice ends the chat, /clear starts a new conversation, Ctrl-C stops an answer. If the input
-    is not a terminal, each of its lines is a message.
+    /exit, Ctrl-D or Ctrl-C twice ends the chat, /clear starts a new conversation, Ctrl-C stops an answer, /help lists
+    the commands. Pasted lines are one message. If the input is not a terminal, each of its lines is a message.
     """
     from baton.cli.commands.chat_stream import ChatClient
 
@@ -129,6 +135,9 @@ def chat(
         # The router refuses a message that is not UTF-8.
         sys.stdin.reconfigure(errors="surrogateescape")
     with closing_line(_CLOSING):
+        if message is not None:
+            session.ask(message)
+            return
         if sys.stdin.isatty():
             _run_in_terminal(session)
             return
@@ -158,19 +167,21 @@ class Session:
         self._hint = hint
 
     def handle_line(self, line: str) -> bool:
-        """Handle one line of input, a message or a command. Returns False after /exit. Raises BatonErrors."""
+        """Handle one input, a message or a command. Returns False after /exit. Raises BatonErrors."""
         word = line.strip()
-        if word == "/exit":
+        if word in _EXITS:
             return False
         if word == "/clear":
             self.conversation.clear()
-        elif word.startswith("/") and " " not in word:
+        elif word == "/help":
+            print_note(_COMMANDS)
+        elif word.startswith("/") and len(word.split()) == 1:
             print_note(f"baton: there is no command {word}: {_COMMANDS}")
         elif word:
-            self._answer(line)
+            self.ask(line)
         return True
 
-    def _answer(self, text: str) -> None:
+    def ask(self, text: str) -> None:
         """Send a message and print the answer. A partial answer becomes part of the conversation, too.
 
         An answer in a loop is stopped, since a model does not leave it before the context is full.
@@ -211,8 +222,11 @@ def _run_in_terminal(session: Session) -> None:
     So does a second Ctrl-C in a row that no answer is there to be stopped by: raises KeyboardInterrupt.
     """
     with suppress(ImportError):
-        # Importing it gives `input` line editing and a history.
-        import readline  # noqa: F401
+        # Importing it gives `input` line editing and a history. A terminal marks what is pasted, so that its ends of
+        # lines don't send what came so far; CPython turns that off.
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
     print_note(_COMMANDS)
     is_open, wants_out = True, False
     while is_open:

@@ -121,7 +121,7 @@ async def test_each_line_is_a_message_and_the_conversation_is_kept(
 ) -> None:
     answers = [whole(piece(1, text, reason="stop"), DONE) for text in ("one", "two", "three")]
     async with router(*answers) as (scripted, url):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("first\n\nsecond\n/clear\nthird\n/exit\nnever\n"))
+        monkeypatch.setattr(sys, "stdin", io.StringIO("first\n\nsecond\n/clear\n/help\nthird\n/bye\nnever\n"))
         words = ["chat", "--url", url + "/v1/", "--system", "be brief", "--max-tokens", "9", "--stop", "x"]
         assert await asyncio.to_thread(main, words) == 0
     assert capsys.readouterr().out == "one\ntwo\nthree\n"
@@ -131,6 +131,16 @@ async def test_each_line_is_a_message_and_the_conversation_is_kept(
     assert scripted.bodies[0]["max_completion_tokens"] == 9
     assert scripted.bodies[0]["stop"] == ["x"]
     assert "temperature" not in scripted.bodies[0]
+
+
+async def test_one_message_is_asked_without_a_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("never read\n"))
+    async with router(whole(piece(1, "Paris.", reason="stop"), DONE)) as (scripted, url):
+        assert await asyncio.to_thread(main, ["chat", "/help\nme: where?", "--url", url]) == 0
+    assert capsys.readouterr().out == "Paris.\n"
+    assert [body["messages"] for body in scripted.bodies] == [[{"role": "user", "content": "/help\nme: where?"}]]
 
 
 LOOP = [piece(position, "Fine. ") for position in range(1, 100)]

@@ -63,7 +63,7 @@ from router.http.audio.endpoint import SpeechRules
 from router.http.cors import with_cors
 from router.http.image_urls import ImageFetcher
 from router.http.json_body import base64_bytes
-from router.http.live import LiveFeed, live_pages
+from router.http.live import LiveData, live_pages
 from router.http.model import ServedModel
 from router.http.parsed_text import AnswerParsers
 from router.http.responses.store import ResponseStore, StoreBounds
@@ -175,7 +175,7 @@ class RouterProcess:
         served = self._dispatcher.requests.counters.served
         history = LiveHistory(buckets_of(served.ttft, served.gaps))
         self._totals = LiveTotals(membership, self._timers, clock.wall, own_totals, history)
-        self._live = LiveFeed(self._picture, every_s=SAMPLE_EVERY_S)
+        live = LiveData(self._picture, clock, SAMPLE_EVERY_S)
         request_template = None
         if template is not None and config.trust_request_chat_template == "on":
             request_template = partial(RequestTemplate, workers, template.special_tokens)
@@ -191,7 +191,7 @@ class RouterProcess:
             rng,
             self._responses,
             authenticator=PageAuthenticator(config.host, config.allowed_hosts, keys),
-            more_routes=[*adapter_routes(lambda: self._adapters), *live_pages(self._live)],
+            more_routes=[*adapter_routes(lambda: self._adapters), *live_pages(live)],
             prompt_embeds_bytes=embeds_bytes,
             speech=speech_rules,
         )
@@ -377,7 +377,6 @@ class RouterProcess:
         if num_live := self._dispatcher.requests.num_live:
             _log.info("%d requests have not ended in time and are left to other routers", num_live)
         self._dispatcher.leave_all_to_other_routers()
-        self._live.close()
         self._collector.stop()
         await asyncio.gather(self._public.stop(2.0), self._http.stop(2.0), self._private.stop(0.5))
         await self._links.close()

@@ -1,101 +1,47 @@
-"""The live page of the cluster: one HTML file, and its data as server-sent events. It changes nothing."""
+"""The live page of the cluster: one HTML file, and its data as JSON, which the page asks for again and again.
+
+It asks instead of holding a stream of events, since a browser has six connections to a host under HTTP/1.1: with as
+many pages open it would send that router nothing more. The page changes nothing.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from baton.background import OnFault, start_background
-from baton.errors import Overloaded
+from baton.clock import Clock
 from router.http.html_pages import page_headers, read_page
 
-MAX_VIEWERS = 64
 
+class LiveData:
+    """The page's data: made when somebody asks, and the same for all who ask within `every_s` seconds."""
 
-class LiveFeed:
-    """Makes the page's data regularly while there are viewers, once for all of them. Belongs to the event loop.
-
-    A slow viewer misses some updates, and does not delay the others.
-    """
-
-    def __init__(self, data: Callable[[], bytes], every_s: float = 1.0) -> None:
+    def __init__(self, data: Callable[[], bytes], clock: Clock, every_s: float) -> None:
         self._data = data
+        self._clock = clock
         self._every_s = every_s
         self._latest = b""
-        self._number = 0
-        self._changed = asyncio.Event()
-        self._viewers = 0
-        self._updating: asyncio.Task[None] | None = None
-        self._is_closed = False
+        self._until_s = float("-inf")
 
-    @property
-    def num_viewers(self) -> int:
-        return self._viewers
-
-    def close(self) -> None:
-        """End the updates of all viewers."""
-        self._is_closed = True
-        self._wake_viewers()
-
-    async def follow(self) -> AsyncIterator[bytes]:
-        """Each update as soon as it is there; raises Overloaded if there are MAX_VIEWERS already."""
-        if self._viewers >= MAX_VIEWERS:
-            raise Overloaded(f"{MAX_VIEWERS} viewers have this page open, as many as may: close one")
-        self._viewers += 1
-        seen = 0
-        try:
-            if self._updating is None:
-                self._updating = start_background(self._update_regularly, "live-page", on_fault=OnFault.RESTART)
-            while not self._is_closed:
-                changed = self._changed
-                if self._number > seen:
-                    seen = self._number
-                    yield self._latest
-                else:
-                    await changed.wait()
-        finally:
-            self._viewers -= 1
-            if not self._viewers and self._updating is not None:
-                self._updating.cancel()
-                self._updating, self._latest, self._number = None, b"", 0
-
-    async def _update_regularly(self) -> None:
-        while True:
-            self._latest = self._data()
-            self._number += 1
-            self._wake_viewers()
-            await asyncio.sleep(self._every_s)
-
-    def _wake_viewers(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def latest(self) -> bytes:
+        """The data as JSON."""
+        if (now := self._clock.monotonic()) >= self._until_s:
+            self._latest, self._until_s = self._data(), now + self._every_s
+        return self._latest
 
 
-def live_pages(feed: LiveFeed) -> list[Route]:
-    """The routes /ui and /ui/events."""
+def live_pages(live: LiveData) -> list[Route]:
+    """The routes /ui and /ui/data."""
     page = read_page("live.html")
     headers = page_headers(page)
 
     async def show(_request: Request) -> Response:
         return Response(page, media_type="text/html", headers=headers)
 
-    async def follow(_request: Request) -> Response:
-        datas = feed.follow()
-        # Awaited here, so that too many viewers are refused before the answer begins.
-        first = await anext(datas, b"")
-        return StreamingResponse(_events(first, datas), media_type="text/event-stream", headers=headers)
+    async def data(_request: Request) -> Response:
+        return Response(live.latest(), media_type="application/json", headers=headers)
 
-    return [Route("/ui", show), Route("/ui/events", follow)]
-
-
-async def _events(first: bytes, datas: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    async with aclosing(datas):  # type: ignore[type-var]
-        if first:
-            yield b"data: %b\n\n" % first
-        async for data in datas:
-            yield b"data: %b\n\n" % data
+    return [Route("/ui", show), Route("/ui/data", data)]

@@ -341,7 +341,7 @@ OPERATIONS: Sequence[Operation] = (
     Operation("GET", "/docs", _PAGES, "This description as a page", "<!doctype html>"),
     Operation("GET", "/openapi.json", _PAGES, "This description", {"openapi": "3.1.0"}),
     Operation("GET", "/ui", _PAGES, "A live page of the cluster", "<!doctype html>"),
-    Operation("GET", "/ui/events", _PAGES, "The data of the live page, as server-sent events", "data: {}\n\n"),
+    Operation("GET", "/ui/data", _PAGES, "The data of the live page", {"cluster": "default"}),
 )
 _ABOUT = """Baton serves a language model from a cluster whose nodes either compute prompts or generate from them.
 

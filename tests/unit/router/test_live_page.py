@@ -1,17 +1,15 @@
-"""The content of the live page and its feed: one snapshot for all viewers, none without viewers."""
+"""The content of the live page: made when somebody asks, and the same for all who ask at about the same time."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncGenerator
 
 import pytest
 
-from baton.errors import Overloaded
 from baton.messages.cluster import ClusterStatus
 from baton.messages.steering import ClusterEvent
-from router.http.live import MAX_VIEWERS, LiveFeed
+from baton.testing.fake_clock import FakeClock
+from router.http.live import LiveData
 from router.operations.live_page import MAX_ENDED, MAX_EVENTS, MAX_RUNNING, RECENT_S, live_page_data
 from tests.support.live_cluster_page import history_of, node, row
 
@@ -89,76 +87,21 @@ def test_events_and_requests_are_bounded_and_the_latest_comes_first() -> None:
     assert [request["id"] for request in found["ended"]] == [f"r{n}" for n in range(MAX_ENDED)]
 
 
-class CountedSnapshots:
-    """Makes numbered snapshots and counts them."""
+def test_who_asks_within_the_time_gets_the_same_data_and_a_failure_is_not_kept() -> None:
+    made: list[bytes] = []
 
-    def __init__(self) -> None:
-        self.made = 0
+    def make() -> bytes:
+        made.append(b"%d" % len(made))
+        if len(made) == 2:
+            raise RuntimeError("of this moment alone")
+        return made[-1]
 
-    def __call__(self) -> bytes:
-        self.made += 1
-        return b"%d" % self.made
-
-
-async def _first(feed: LiveFeed) -> tuple[AsyncGenerator[bytes, None], bytes]:
-    snapshots = feed.follow()
-    assert isinstance(snapshots, AsyncGenerator)
-    return snapshots, await anext(snapshots)
-
-
-async def test_all_viewers_share_one_snapshot_and_later_ones_get_it_at_once() -> None:
-    snapshots = CountedSnapshots()
-    feed = LiveFeed(snapshots, every_s=3600)
-    viewers = [await _first(feed) for _ in range(3)]
-    assert ([seen for _, seen in viewers], snapshots.made, feed.num_viewers) == ([b"1"] * 3, 1, 3)
-    for viewer, _ in viewers:
-        await viewer.aclose()
-    assert feed.num_viewers == 0
-
-
-async def test_a_slow_viewer_skips_snapshots_and_none_are_made_without_viewers() -> None:
-    snapshots = CountedSnapshots()
-    feed = LiveFeed(snapshots, every_s=0)
-    viewer, _ = await _first(feed)
-    for _ in range(1000):
-        await asyncio.sleep(0)
-    assert int(await anext(viewer)) == snapshots.made > 10
-    await viewer.aclose()
-    made = snapshots.made
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert snapshots.made == made
-
-
-async def test_a_failed_snapshot_is_skipped_and_the_next_one_is_sent(caplog: pytest.LogCaptureFixture) -> None:
-    snapshots = CountedSnapshots()
-
-    def draw() -> bytes:
-        if snapshots() == b"2":
-            raise RuntimeError("of this second alone")
-        return b"%d" % snapshots.made
-
-    viewer, first = await _first(LiveFeed(draw, every_s=0))
-    assert (first, await anext(viewer)) == (b"1", b"3")
-    assert "of this second alone" in caplog.text
-    await viewer.aclose()
-
-
-async def test_too_many_viewers_are_refused() -> None:
-    feed = LiveFeed(CountedSnapshots(), every_s=3600)
-    viewers = [await _first(feed) for _ in range(MAX_VIEWERS)]
-    with pytest.raises(Overloaded):
-        await _first(feed)
-    assert feed.num_viewers == MAX_VIEWERS
-    for viewer, _ in viewers:
-        await viewer.aclose()
-
-
-async def test_a_closed_feed_ends_for_all_viewers() -> None:
-    feed = LiveFeed(CountedSnapshots(), every_s=3600)
-    viewer, _ = await _first(feed)
-    rest = asyncio.ensure_future(anext(viewer, b"over"))
-    await asyncio.sleep(0)
-    feed.close()
-    assert await rest == b"over"
-    assert feed.num_viewers == 0
+    clock = FakeClock()
+    live = LiveData(make, clock, every_s=2.0)
+    assert [live.latest(), live.latest()] == [b"0", b"0"]
+    clock.advance(1.9)
+    assert live.latest() == b"0"
+    clock.advance(0.2)
+    with pytest.raises(RuntimeError):
+        live.latest()
+    assert live.latest() == b"2"

@@ -45,7 +45,7 @@ PAGES = {
     "/metrics": {"monitor", "operator"},
     "/metrics/": {"monitor", "operator"},
     "/ui": {"monitor", "operator"},
-    "/ui/events": {"monitor", "operator"},
+    "/ui/data": {"monitor", "operator"},
     "/": None,
     "/docs": None,
     "/openapi.json": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import math
 import os
 import sys
@@ -69,9 +70,10 @@ _BadUsage: type[Exception] = typer.BadParameter.__mro__[1]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Never raises."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["--version"]:
-        words[0] = "version"
+    words = _as_documented(list(sys.argv[1:] if argv is None else argv))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal of another encoding shows ? for what it lacks.
+        sys.stdout.reconfigure(errors="replace")
     command = next((word for word in words if not word.startswith("-")), "")
     try:
         code = _run(words, command)
@@ -94,6 +96,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         _print_error(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
         return int(ExitCode.FAILED)
+
+
+def _as_documented(words: list[str]) -> list[str]:
+    """Other spellings that other commands have taught: --version and -V, `help up`, `get node`."""
+    match words:
+        case ["--version" | "-V", *rest]:
+            return ["version", *rest]
+        case ["help", *rest]:
+            return [*rest, "-h"]
+        case ["get", "node" | "request" | "lease" as one, *rest]:
+            return ["get", f"{one}s", *rest]
+    return words
 
 
 def _run(words: list[str], command: str) -> int:

@@ -84,8 +84,9 @@ def _listed(words: Iterable[str], last: str) -> str:
 
 def _place_of_extra_words(ctx: Any) -> str:
     """Where words were to go that the command does not take; empty if that is not known."""
-    if any(one.human_readable_name == "PROMPT" for one in ctx.command.params):
-        return ": put the prompt between quotes"
+    for word in ("PROMPT", "MESSAGE"):
+        if any(word in one.human_readable_name for one in ctx.command.params):
+            return f": put the {word.lower()} between quotes"
     if ctx.command_path == "baton up":
         return ": name a model with --model"
     return ""

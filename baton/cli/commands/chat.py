@@ -63,7 +63,7 @@ class Conversation:
 def chat(
     message: Annotated[
         str | None,
-        typer.Argument(help="Ask this alone, and end with the answer.", metavar="[MESSAGE]", show_default=False),
+        typer.Argument(help="Ask this alone, and end with the answer.", metavar="MESSAGE", show_default=False),
     ] = None,
     system: Annotated[
         str | None, typer.Option(help="System message, which precedes the conversation.", metavar="TEXT")
@@ -131,6 +131,8 @@ def chat(
         allows_repetition=allow_repetition,
         hint=f"see {run_dir_of(run_dir).command('status')}" if not url else "is this the router's HTTP address?",
     )
+    if sys.stdin is None:  # as `baton chat <&-` starts it
+        sys.stdin = io.StringIO()
     if isinstance(sys.stdin, io.TextIOWrapper):
         # The router refuses a message that is not UTF-8.
         sys.stdin.reconfigure(errors="surrogateescape")

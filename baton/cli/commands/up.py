@@ -153,7 +153,8 @@ def _lines_to_paste(state: ClusterState, directory: RunDir, *, detached: bool, u
     if state.needs_key:
         shown = ' -H "authorization: Bearer $BATON_API_KEY"'
         curl, grpcurl = curl + shown, grpcurl + shown
-    base = f"{scheme}://{state.http_address}/v1"
+    site = f"{scheme}://{state.http_address}"
+    base = f"{site}/v1"
     requests = [
         f"  {curl} {base}/{path} -H 'content-type: application/json' -d '{json_body}'",
         f"  {grpcurl} -d '{body}' {state.grpc_address} baton.v1.Generation/{method}",
@@ -164,6 +165,7 @@ def _lines_to_paste(state: ClusterState, directory: RunDir, *, detached: bool, u
         f"{state.model} is served on {', '.join(state.grpc_addresses)} (gRPC) and "
         f"{', '.join(f'{scheme}://{address}/v1' for address in state.http_addresses)} (OpenAI); "
         f"operators: {', '.join(state.operator_addresses)}",
+        f"In a browser: {f'{site}/ (chat), ' if use == 'chat' else ''}{site}/ui (the cluster), {site}/docs (the API)",
         *([f"  {baton} chat{where}"] if use == "chat" else []),
         *([f"  {baton} generate '{prompt}'{where}"] if use in ("chat", "text") else []),
         f"  {baton} get nodes{where}",

@@ -48,6 +48,8 @@ def taken_port() -> Callable[[], int]:
         (["status", "--address", "127.0.0.1:1"], 5, "127.0.0.1:1 does not answer"),
         (["get", "nodes"], 5, "no cluster is running in"),
         (["get", "nodes", "-l", "colour=red"], 2, "-l colour=red"),
+        (["get", "lease", "-l", "colour=red"], 2, "-l colour=red"),
+        (["chat", "the", "capital"], 2, "(capital): put the message between quotes: see `baton chat -h`"),
         (["top"], 5, "no cluster is running in"),
         (["chat"], 5, "or name one with --run-dir or --url"),
         (["chat", "--url", "localhost:8000"], 2, "use http://HOST:PORT"),
@@ -189,6 +191,22 @@ def test_errors_become_exit_codes(
         os.dup2(stdout, 1)
         os.close(stdout)
     assert capfd.readouterr().err == ("" if code in (130, 1) else "baton: a b\n")
+
+
+@pytest.mark.parametrize("words", [["-V"], ["--version"], ["help"], ["help", "get", "nodes"]])
+def test_what_other_commands_have_taught_is_understood(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.main(words) == 0
+    assert capfd.readouterr().out.startswith(
+        "baton 0" if "help" not in words else f"Usage: {' '.join(['baton', *words[1:]])}"
+    )
+
+
+def test_a_terminal_without_some_characters_shows_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with (tmp_path / "screen").open("w", encoding="latin-1") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setattr(command, "_run", lambda *_: screen.write("a █ b\n") and 0)
+        command.main(["trace"])
+    assert (tmp_path / "screen").read_text("latin-1") == "a ? b\n"
 
 
 def test_a_closed_pipe_is_no_error_message(tmp_path: Path) -> None:

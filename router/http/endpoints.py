@@ -167,7 +167,7 @@ class Endpoint(Generic[P]):
             async with Client(receive, send, self._keep_alive_s, self.keep_alive) as client:
                 card = self._model.card if last_event_id is None else _card_for_resuming(self._model.card, found)
                 if self.takes_images and self._model.image_fetcher is not None:
-                    await self._model.image_fetcher.put_images_in(found, place.take)
+                    await self._model.image_fetcher.put_images_in(found, place)
                 arguments = found, scope["state"]["request_id"], timeout_s, card
                 parser = self._parser(found)
                 parsed = await make_prompts(

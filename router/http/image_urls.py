@@ -11,7 +11,9 @@ import asyncio
 import base64
 import re
 import ssl
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,14 +21,17 @@ from typing import Any
 import httpx2
 
 from baton.background import gather_all
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, QueueFull
 from router.http.bodies.content_parts import message_parts
+from router.http.json_body import LargeBodies, LargeBody
 
 FETCH_S = 10.0
 """How long all images of a request may take to arrive."""
 _MAX_URL_CHARS = 2048
 _MOST_AT_ONCE = 4
 """The most images of one request that are fetched at once."""
+MAX_FETCHES = 32
+"""The most requests whose images are fetched at once. One whose images come slowly gives way to one more."""
 _DOTS = re.compile(rb"%2e|%2f|%5c|\\|//|/\.", re.IGNORECASE)
 """What in a path some servers read as a way to another folder."""
 _MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
@@ -43,12 +48,16 @@ class _Budget:
     """The bytes that a request's images may still have."""
 
     most_bytes: int
+    places: Sequence[LargeBody]
+    """Where the request waits among others, which hear of each byte."""
     used: int = 0
 
     def take(self, count: int) -> None:
         self.used += count
         if self.used > self.most_bytes:
             raise InvalidRequest("images", f"have more than {self.most_bytes} bytes together")
+        for place in self.places:
+            place.came(self.used)
 
 
 class ImageFetcher:
@@ -57,18 +66,28 @@ class ImageFetcher:
     `most_images` and `most_bytes` (together, as they are sent) bound one request; `fetch_s`: seconds for all of them.
     """
 
-    def __init__(self, prefixes: Sequence[str], most_images: int, most_bytes: int, fetch_s: float = FETCH_S) -> None:
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        most_images: int,
+        most_bytes: int,
+        fetch_s: float = FETCH_S,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._prefixes = [_with_slash(httpx2.URL(prefix)) for prefix in prefixes]
         self._most_images = most_images
         self._most_bytes = most_bytes
         self._fetch_s = fetch_s
+        self._fetches = LargeBodies(now, most=MAX_FETCHES, kind="requests wait for images from URLs")
         # Loading the system's authorities takes 35 ms.
         self._tls = ssl.create_default_context()
 
-    async def put_images_in(self, found: Mapping[str, Any], before: Callable[[], None]) -> None:
+    async def put_images_in(self, found: Mapping[str, Any], large: LargeBody) -> None:
         """Replace the URLs in a body's messages by the images; others than those on the list are left there.
 
-        `before`: called before anything is fetched. Raises InvalidRequest, and what `before` raises.
+        `large`: the body's place among the large ones, which it takes by the bytes of its images, too, so that URLs
+        from which nothing comes keep nobody else from sending images. Raises InvalidRequest, and QueueFull if too many
+        requests fetch images, or if this one waited too long while others needed its place.
         """
         places = [(url, put) for part in message_parts(found) if (place := _place_of(part)) for url, put in [place]]
         wanted = {text: url for text, _ in places if (url := self._allowed(text)) is not None}
@@ -76,18 +95,33 @@ class ImageFetcher:
             return
         if len(places) > self._most_images:
             raise InvalidRequest("images", f"are {len(places)}; at most {self._most_images} are taken")
-        before()
-        budget, turns = _Budget(self._most_bytes), asyncio.Semaphore(_MOST_AT_ONCE)
+        with self._fetches.place() as fetch:
+            fetch.take()
+            fetched = dict(zip(wanted, await self._fetch_all(list(wanted.values()), [fetch, large]), strict=True))
+        await asyncio.to_thread(_put_all, [(put, fetched[text]) for text, put in places if text in fetched])
+
+    async def _fetch_all(self, urls: Sequence[httpx2.URL], places: Sequence[LargeBody]) -> Sequence[_Image]:
+        budget, turns = _Budget(self._most_bytes, places), asyncio.Semaphore(_MOST_AT_ONCE)
+        given_up: list[bool] = []
         try:
             async with (
-                asyncio.timeout(self._fetch_s),
+                asyncio.timeout(self._fetch_s) as due,
                 httpx2.AsyncClient(verify=self._tls, trust_env=False, timeout=self._fetch_s) as client,
             ):
-                images = await gather_all([self._fetch(client, url, budget, turns) for url in wanted.values()])
+
+                def give_up() -> None:
+                    given_up.append(True)
+                    if not due.expired():
+                        due.reschedule(asyncio.get_running_loop().time())
+
+                with ExitStack() as arriving:
+                    for place in places:
+                        arriving.enter_context(place.arriving(give_up))
+                    return await gather_all([self._fetch(client, url, budget, turns) for url in urls])
         except TimeoutError:
+            if given_up:
+                raise QueueFull("images came from their URLs too slowly while others waited") from None
             raise InvalidRequest("images", f"did not arrive from their URLs within {self._fetch_s:g} s") from None
-        fetched = dict(zip(wanted, images, strict=True))
-        await asyncio.to_thread(_put_all, [(put, fetched[text]) for text, put in places if text in fetched])
 
     def _allowed(self, text: str) -> httpx2.URL | None:
         """The URL as it is to be fetched; None: it is not to be fetched."""

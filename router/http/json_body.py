@@ -58,15 +58,16 @@ class LargeBody:
 
     @contextmanager
     def arriving(self, give_up: Callable[[], object]) -> Iterator[None]:
-        """The body arrives meanwhile. `give_up` is called if others need its place more."""
+        """The body arrives meanwhile, or what it names. `give_up` is called if others need its place more."""
         self.slow_from, self._give_up = self._bodies.now() + _PATIENCE_S, give_up
+        self._num_bytes = 0
         try:
             yield
         finally:
             self.slow_from, self._give_up = math.inf, None
 
     def came(self, num_bytes: int) -> None:
-        """So many bytes of the body have arrived. Raises QueueFull if it is a large one too many.
+        """So many bytes of what arrives are there. Raises QueueFull if it is a large one too many.
 
         Only by bytes it becomes a large body, so that nobody has a place by announcing one, and sending nothing.
         """
@@ -99,9 +100,17 @@ class LargeBodies:
     that send on and on would keep all others from sending anything large.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """`now`: seconds on a clock."""
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        most: int = MAX_LARGE_BODIES,
+        kind: str = f"bodies above {MAX_BODY_BYTES} bytes are being read",
+    ) -> None:
+        """`now`: seconds on a clock. `most`: the number of places; `kind`: what is said of them if they are taken."""
         self.now = now
+        self._most = most
+        self._kind = kind
         self._open: list[LargeBody] = []
 
     @property
@@ -113,10 +122,10 @@ class LargeBodies:
         """Give a body a place. Raises QueueFull if there are too many. Idempotent."""
         if body in self._open:
             return
-        if len(self._open) >= MAX_LARGE_BODIES:
+        if len(self._open) >= self._most:
             slowest = min(self._open, key=lambda each: each.slow_from)
             if slowest.slow_from > self.now():
-                raise QueueFull(f"{len(self._open)} bodies above {MAX_BODY_BYTES} bytes are being read")
+                raise QueueFull(f"{len(self._open)} {self._kind}")
             slowest.give_way()
         self._open.append(body)
 

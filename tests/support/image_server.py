@@ -11,9 +11,15 @@ class ImageServer:
     """Answers HTTP/1.1 on loopback from `images`; other paths have what their names say."""
 
     def __init__(self, images: Mapping[str, bytes]) -> None:
-        self._images = images
+        self.images = dict(images)
         self.requested: list[str] = []
         self.heads: list[bytes] = []
+        self._changed = asyncio.Condition()
+
+    async def wait_until_requested(self, count: int) -> None:
+        """Wait until so many requests have come."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.requested) >= count)
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
@@ -21,10 +27,12 @@ class ImageServer:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 path = head.split(b" ", 2)[1].decode()
-                self.requested.append(path)
+                async with self._changed:
+                    self.requested.append(path)
+                    self._changed.notify_all()
                 self.heads.append(head)
                 match path:
-                    case "/open/hang":
+                    case _ if path.startswith("/open/hang"):
                         await asyncio.Event().wait()
                     case "/open/moved":
                         writer.write(b"HTTP/1.1 302 x\r\nlocation: /open/a.png\r\ncontent-length: 0\r\n\r\n")
@@ -38,8 +46,8 @@ class ImageServer:
                         while True:
                             writer.write(bytes(65_536))
                             await writer.drain()
-                    case _ if path in self._images:
-                        data = self._images[path]
+                    case _ if path in self.images:
+                        data = self.images[path]
                         named = b"content-type: Image/GIF; x=y\r\n" if path.endswith("b") else b""
                         writer.write(b"HTTP/1.1 200 x\r\n%bcontent-length: %d\r\n\r\n%b" % (named, len(data), data))
                     case _:

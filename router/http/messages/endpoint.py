@@ -120,7 +120,7 @@ class CountTokens:
         async with Client(receive, send) as client:
             with with_client_names(_NAMES, found):
                 if self._model.image_fetcher is not None:
-                    await self._model.image_fetcher.put_images_in(found, place.take)
+                    await self._model.image_fetcher.put_images_in(found, place)
                 more_bytes = MAX_BODY_BYTES if has_images(found) else 0
                 count = await in_thread_if_large(self._handler, content, self._count, found, more_bytes=more_bytes)
             headers = [(b"content-type", b"application/json"), *id_headers(scope["state"]["request_id"])]

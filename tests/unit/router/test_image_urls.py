@@ -13,7 +13,8 @@ from baton.config.router import RouterSettings
 from baton.errors import InvalidRequest, QueueFull
 from router.http.bodies.content_parts import content_of
 from router.http.bodies.strict import read_as
-from router.http.image_urls import ImageFetcher
+from router.http.image_urls import MAX_FETCHES, ImageFetcher
+from router.http.json_body import MAX_BODY_BYTES, LargeBodies, LargeBody
 from router.http.messages.bodies import CountBody
 from tests.support.image_server import ImageServer, image_server
 
@@ -26,8 +27,9 @@ async def server() -> AsyncIterator[tuple[ImageServer, str]]:
         yield found
 
 
-def nothing() -> None:
-    """What a test does before images are fetched."""
+def place() -> LargeBody:
+    """The place of a body that is alone."""
+    return LargeBody(LargeBodies())
 
 
 def chat(*urls: str) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def images_in_chat(found: Mapping[str, Any]) -> list[bytes]:
 async def test_images_of_allowed_servers_take_the_places_of_their_urls(server: tuple[ImageServer, str]) -> None:
     served, base = server
     found = chat(f"{base}/open/a.png", f"{base}/open/b?size=1", f"{base}/open/a.png")
-    await ImageFetcher([f"{base}/open"], 3, 1 << 20).put_images_in(found, nothing)
+    await ImageFetcher([f"{base}/open"], 3, 1 << 20).put_images_in(found, place())
     assert images_in_chat(found) == [IMAGES["/open/a.png"], b"c", IMAGES["/open/a.png"]]
     assert sorted(served.requested) == ["/open/a.png", "/open/b?size=1"], "a URL is fetched once"
     assert all(b"accept-encoding: identity" in head.lower() for head in served.heads)
@@ -57,13 +59,13 @@ async def test_images_of_all_apis_are_fetched(server: tuple[ImageServer, str]) -
     url = f"{base}/open/a.png"
     source: dict[str, Any] = {"type": "url", "url": f"{base}/open/b"}
     body = {"model": "m", "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
-    await fetcher.put_images_in(body, nothing)
+    await fetcher.put_images_in(body, place())
     assert source["media_type"] == "image/gif"
     assert read_as(CountBody, body).images == [IMAGES["/open/b"]]
     expected = f"data:image/png;base64,{base64.b64encode(IMAGES['/open/a.png']).decode()}"
     for kind in ("image_url", "input_image"):
         part = {"type": kind, "image_url": url}
-        await fetcher.put_images_in({"input": [{"role": "user", "content": [part]}]}, nothing)
+        await fetcher.put_images_in({"input": [{"role": "user", "content": [part]}]}, place())
         assert part == {"type": kind, "image_url": expected}
 
 
@@ -94,7 +96,7 @@ async def test_no_other_server_and_no_other_folder_is_asked(server: tuple[ImageS
     ]
     before = chat(*urls)
     found = chat(*urls)
-    await ImageFetcher([f"{base}/open"], 99, 1 << 20).put_images_in(found, nothing)
+    await ImageFetcher([f"{base}/open"], 99, 1 << 20).put_images_in(found, place())
     assert (found, served.requested) == (before, [])
     for url in urls:
         with pytest.raises(ValueError, match="not fetched from elsewhere"):
@@ -116,29 +118,53 @@ async def test_what_servers_do_wrong_is_told(server: tuple[ImageServer, str], pa
     _, base = server
     found = chat(f"{base}/open/a.png", f"{base}/open/{path}")
     with pytest.raises(InvalidRequest, match=reason):
-        await ImageFetcher([f"{base}/open"], 8, 300_000, fetch_s=0.2).put_images_in(found, nothing)
+        await ImageFetcher([f"{base}/open"], 8, 300_000, fetch_s=0.2).put_images_in(found, place())
 
 
 async def test_images_are_bounded_in_number_and_together(server: tuple[ImageServer, str]) -> None:
     served, base = server
     urls = [f"{base}/open/a.png?{n}" for n in range(3)]
     with pytest.raises(InvalidRequest, match="images: are 3; at most 2 are taken"):
-        await ImageFetcher([base], 2, 1 << 20).put_images_in(chat(*urls), nothing)
+        await ImageFetcher([base], 2, 1 << 20).put_images_in(chat(*urls), place())
     assert served.requested == []
     with pytest.raises(InvalidRequest, match="more than 200050 bytes together"):
-        await ImageFetcher([base], 8, 200_050).put_images_in(chat(f"{base}/open/a.png", f"{base}/open/b"), nothing)
+        await ImageFetcher([base], 8, 200_050).put_images_in(chat(f"{base}/open/a.png", f"{base}/open/b"), place())
 
 
-async def test_nothing_is_fetched_where_there_is_no_place(server: tuple[ImageServer, str]) -> None:
+async def test_urls_from_which_nothing_comes_keep_no_place_from_others(server: tuple[ImageServer, str]) -> None:
     served, base = server
+    now = [0.0]
+    bodies = LargeBodies(lambda: now[0])
+    fetcher = ImageFetcher([base], 2, 1 << 20, now=lambda: now[0])
 
-    def refuse() -> None:
-        raise QueueFull("full")
+    async def fetch(path: str) -> None:
+        with bodies.place() as own:
+            await fetcher.put_images_in(chat(f"{base}/open/{path}"), own)
 
-    with pytest.raises(QueueFull):
-        await ImageFetcher([base], 2, 1 << 20).put_images_in(chat(f"{base}/open/a.png"), refuse)
-    await ImageFetcher([base], 2, 1 << 20).put_images_in(chat("http://127.0.0.1:1/"), refuse)
-    assert served.requested == []
+    slow = [asyncio.create_task(fetch(f"hang?{number}")) for number in range(MAX_FETCHES)]
+    await served.wait_until_requested(MAX_FETCHES)
+    assert bodies.num_open == 0, "bytes take a place, URLs don't"
+    with pytest.raises(QueueFull, match=f"{MAX_FETCHES} requests wait for images from URLs"):
+        await fetch("a.png")
+    now[0] = 5.1
+    await fetch("a.png")
+    with pytest.raises(QueueFull, match="too slowly while others waited"):
+        await slow[0]
+    for task in slow[1:]:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+    await asyncio.gather(*(fetch("a.png") for _ in range(MAX_FETCHES)))
+
+
+async def test_large_images_take_a_place_among_large_bodies(server: tuple[ImageServer, str]) -> None:
+    served, base = server
+    served.images["/open/large"] = bytes(MAX_BODY_BYTES + 1)
+    bodies = LargeBodies(most=1)
+    fetcher = ImageFetcher([base], 2, 2 << 20)
+    with bodies.place() as first:
+        await fetcher.put_images_in(chat(f"{base}/open/large"), first)
+        with bodies.place() as second, pytest.raises(QueueFull, match="1 bodies above"):
+            await fetcher.put_images_in(chat(f"{base}/open/large"), second)
 
 
 async def test_a_server_that_is_not_there_is_told() -> None:
@@ -147,7 +173,7 @@ async def test_a_server_that_is_not_there_is_told() -> None:
     listener.close()
     await listener.wait_closed()
     with pytest.raises(InvalidRequest, match=r"failed \(ConnectError\)"):
-        await ImageFetcher([base], 8, 1 << 20).put_images_in(chat(f"{base}/a"), nothing)
+        await ImageFetcher([base], 8, 1 << 20).put_images_in(chat(f"{base}/a"), place())
 
 
 @pytest.mark.parametrize(
@@ -161,7 +187,7 @@ async def test_a_server_that_is_not_there_is_told() -> None:
 )
 async def test_bodies_of_any_shape_are_left_alone(found: dict[str, Any]) -> None:
     before = repr(found)
-    await ImageFetcher(["http://127.0.0.1:1"], 8, 1).put_images_in(found, nothing)
+    await ImageFetcher(["http://127.0.0.1:1"], 8, 1).put_images_in(found, place())
     assert repr(found) == before
 
 

@@ -299,6 +299,9 @@ async def _check_every_process(tmp_path: Path) -> None:
     assert len(expressions) > 30
     for expression in expressions:
         check_expression(expression, found, recorded)
+    documented = re.findall(r"`baton_([a-z_]+)`", (MONITORING.parents[1] / "docs/monitoring.md").read_text())
+    assert len(documented) > 10
+    assert set(documented) <= set(found)
 
 
 def test_panels_of_the_dashboard_do_not_overlap() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.model_formats.gguf.facts import Facts
-from baton.model_formats.gguf.rotary import long_rope, rope_parameters
+from baton.model_formats.gguf.rotary import rope_parameters
 from baton.model_formats.limits import LONGEST_CONTEXT
 
 _Config = dict[str, Any]
@@ -117,7 +117,7 @@ def configuration(facts: Facts) -> _Config:
         "head_dim": _head_dim(facts),
         "max_position_embeddings": _context_length(facts),
         "rms_norm_eps": facts.real(".attention.layer_norm_rms_epsilon"),
-        "rope_parameters": rope_parameters(facts, _head_dim(facts)),
+        "rope_parameters": rope_parameters(facts, _rotated(facts)),
         "tie_word_embeddings": "output.weight" not in facts.file.tensors,
         "dtype": "bfloat16",
         **architecture.more_config(facts),
@@ -137,9 +137,18 @@ def _head_dim(facts: Facts) -> int:
     )
 
 
+def _rotated(facts: Facts) -> int:
+    """The number of elements of a head that are rotated."""
+    head_dim = _head_dim(facts)
+    rotated = facts.whole(".rope.dimension_count", head_dim)
+    if rotated > head_dim or (rotated < head_dim and facts.architecture != "phi3"):
+        raise ConfigError(
+            f"{facts.file.path} rotates {rotated} of the {head_dim} elements of each head; a part is read of phi3 alone"
+        )
+    return rotated
+
+
 def _llama(facts: Facts) -> _Config:
-    if facts.whole(".rope.dimension_count", _head_dim(facts)) != _head_dim(facts):
-        raise ConfigError(f"{facts.file.path} rotates only a part of each head, which is read of phi3 alone")
     tensors = facts.file.tensors
     return {
         "hidden_act": "silu",
@@ -189,15 +198,18 @@ def _gemma3(facts: Facts) -> _Config:
         "sliding_window": facts.whole(".attention.sliding_window"),
         "layer_types": ["sliding_attention" if place % period else "full_attention" for place in places],
         "rope_parameters": {
-            "full_attention": rope_parameters(facts, _head_dim(facts)),
-            "sliding_attention": {"rope_type": "default", "rope_theta": facts.real(".rope.freq_base_swa", 10_000.0)},
+            "full_attention": rope_parameters(facts, _rotated(facts)),
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": facts.positive(".rope.freq_base_swa", 10_000.0),
+            },
         },
     }
 
 
 def _phi3(facts: Facts) -> _Config:
-    rotated = facts.whole(".rope.dimension_count", _head_dim(facts))
-    rope = rope_parameters(facts, rotated) | long_rope(facts)
+    rotated = _rotated(facts)
+    rope = rope_parameters(facts, rotated)
     rope["partial_rotary_factor"] = rotated / _head_dim(facts)
     context = _context_length(facts)
     window = facts.whole(".attention.sliding_window", context)

@@ -78,6 +78,17 @@ class Facts:
         """Whether the file has the key."""
         return self._full(key) in self.file.metadata
 
+    def keys(self, start: str) -> Sequence[str]:
+        """The architecture's keys that begin with `start`, such as `.rope.`, in the file's order."""
+        full = self._full(start)
+        return [key.removeprefix(self.architecture) for key in self.file.metadata if key.startswith(full)]
+
+    def shown(self, key: str) -> str:
+        """A key and its value as a message shows them, cut."""
+        value = self.file.metadata.get(self._full(key))
+        short = repr(value)[:40] if isinstance(value, int | float | str) else "a list"
+        return f"{self._full(key)[:80]} = {short}"
+
     def token(self, key: str) -> int | None:
         """The id of a special token; None if the file names none, or one that does not exist."""
         value = self.file.metadata.get(f"tokenizer.ggml.{key}_token_id")

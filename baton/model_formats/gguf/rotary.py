@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.errors import ConfigError
@@ -12,34 +12,108 @@ from baton.model_formats.gguf.facts import Facts
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What all models of Llama 3.1 and later have. A file has only the factors that follow from it."""
 _SAME = 1e-4
+_LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
+_KEYS = frozenset(
+    f".rope.{name}"
+    for name in (
+        *("dimension_count", "freq_base", "freq_base_swa", "scale_linear", "scaling.type", "scaling.factor"),
+        *("scaling.attn_factor", "scaling.original_context_length"),
+        "scaling.finetuned",  # says how the model was trained, and changes nothing
+    )
+)
+"""The keys about rotation that are read whatever the kind of scaling is. Those that are not read are refused."""
+_YARN_KEYS = ("ext_factor", "attn_factor", "beta_fast", "beta_slow")
+_KEYS_OF_KIND: Mapping[str, frozenset[str]] = {
+    "yarn": frozenset(f".rope.scaling.yarn_{name}" for name in _YARN_KEYS),
+}
 
 
-def rope_parameters(facts: Facts, head_dim: int) -> dict[str, Any]:
-    """The `rope_parameters` of a model; raises ConfigError for a kind of scaling that is not known."""
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.positive(".rope.freq_base", 10_000.0)}
-    kind = facts.text(".rope.scaling.type", "none")
+def rope_parameters(facts: Facts, rotated: int) -> dict[str, Any]:
+    """The `rope_parameters` of a model that rotates `rotated` elements of each head.
+
+    Raises ConfigError for a kind of scaling that is not known, and for a key about rotation that would have no effect.
+    """
+    kind = _kind(facts)
+    if facts.architecture != "gemma3":  # the only one whose layers with a window have frequencies of their own
+        _refuse(facts, ".rope.freq_base_swa")
+    for key in facts.keys(".rope."):
+        if key not in _KEYS and key not in _KEYS_OF_KIND.get(kind, ()):
+            _refuse(facts, key)
+    found: dict[str, Any] = {"rope_type": kind, "rope_theta": facts.positive(".rope.freq_base", 10_000.0)}
     if kind in ("linear", "yarn"):
-        found |= {"rope_type": kind, "factor": facts.positive(".rope.scaling.factor")}
+        found["factor"] = _factor(facts)
     if kind == "yarn":
-        found["original_max_position_embeddings"] = facts.whole(".rope.scaling.original_context_length")
-    elif kind not in ("none", "linear") and (kind, facts.architecture) != ("longrope", "phi3"):
-        raise ConfigError(f"{facts.file.path} scales its rotary embedding by {kind!r}; none, linear and yarn are known")
+        found |= _yarn(facts, found["factor"])
+    elif kind == "longrope":
+        found |= _long_rope(facts)
+    elif facts.positive(".rope.scaling.attn_factor", 1.0) != 1:
+        _refuse(facts, ".rope.scaling.attn_factor")
     factors = facts.factors("rope_freqs.weight")
     if factors is not None and any(factor != 1 for factor in factors):
-        found |= _llama3(facts, factors, head_dim, found["rope_theta"])
+        if kind != "default":
+            raise ConfigError(
+                f"{facts.file.path} has rope_freqs.weight, and scales its rotary embedding by {kind!r}, too"
+            )
+        found |= _llama3(facts, factors, rotated, found["rope_theta"])
     return found
 
 
-def long_rope(facts: Facts) -> dict[str, Any]:
-    """The two sets of factors of Phi-3's LongRoPE; empty for a model without them."""
-    short, long = (facts.factors(f"rope_factors_{name}.weight") for name in ("short", "long"))
-    if short is None or long is None:
-        return {}
-    found: dict[str, Any] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+def _kind(facts: Facts) -> str:
+    """The kind of scaling in transformers' words. As in llama.cpp, a factor without a kind is linear."""
+    long = [name for name in _LONG_ROPE if name in facts.file.tensors]
+    if long and (facts.architecture != "phi3" or len(long) < len(_LONG_ROPE)):
+        raise ConfigError(
+            f"{facts.file.path} has {long[0]}; LongRoPE is read of phi3 alone, with {' and '.join(_LONG_ROPE)}"
+        )
+    if long:
+        kind, known = facts.text(".rope.scaling.type", "longrope"), {"longrope": "longrope"}
+    else:
+        kind = facts.text(".rope.scaling.type", "linear" if _factor(facts) != 1 else "none")
+        known = {"none": "default", "linear": "linear", "yarn": "yarn"}
+    if kind not in known:
+        raise ConfigError(
+            f"{facts.file.path} scales its rotary embedding by {kind!r}; {', '.join(known)} are known of such a file"
+        )
+    return known[kind]
+
+
+def _factor(facts: Facts) -> float:
+    """The factor of linear scaling and YaRN; older files have it under another name, which the newer one overrules."""
+    key = ".rope.scaling.factor" if facts.has(".rope.scaling.factor") else ".rope.scale_linear"
+    return facts.positive(key, 1.0)
+
+
+def _yarn(facts: Facts, factor: float) -> dict[str, Any]:
+    """YaRN's numbers apart from its factor; what is not in the file has transformers' default, the paper's."""
+    found: dict[str, Any] = {
+        "original_max_position_embeddings": facts.whole(".rope.scaling.original_context_length"),
+        "beta_fast": facts.positive(".rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": facts.positive(".rope.scaling.yarn_beta_slow", 1.0),
+    }
+    if facts.positive(".rope.scaling.yarn_ext_factor", 1.0) != 1:
+        _refuse(facts, ".rope.scaling.yarn_ext_factor")
+    if facts.has(".rope.scaling.yarn_attn_factor"):  # transformers' attention_factor, as the converter writes it
+        found["attention_factor"] = facts.positive(".rope.scaling.yarn_attn_factor")
+    if facts.has(".rope.scaling.attn_factor"):  # llama.cpp multiplies the usual factor by it
+        usual = found.get("attention_factor", 0.1 * math.log(max(1.0, factor)) + 1)
+        found["attention_factor"] = usual * facts.positive(".rope.scaling.attn_factor")
+    return found
+
+
+def _long_rope(facts: Facts) -> dict[str, Any]:
+    """The two sets of factors of Phi-3's LongRoPE."""
+    short, long = (facts.factors(name) for name in _LONG_ROPE)
+    found: dict[str, Any] = {"short_factor": short, "long_factor": long}
     found["original_max_position_embeddings"] = facts.whole(".rope.scaling.original_context_length")
     if facts.has(".rope.scaling.attn_factor"):
         found["attention_factor"] = facts.positive(".rope.scaling.attn_factor")
     return found
+
+
+def _refuse(facts: Facts, key: str) -> None:
+    """Raises ConfigError for a key of the file, if it is there, which nothing here can compute."""
+    if facts.has(key):
+        raise ConfigError(f"{facts.file.path} has {facts.shown(key)}, which is not computed for such a file")
 
 
 def _llama3(facts: Facts, factors: Sequence[float], head_dim: int, theta: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -131,20 +132,40 @@ def test_an_enormous_head_is_refused_before_its_frequencies_are_computed(tmp_pat
         tracemalloc.stop()
 
 
-def test_yarn_and_linear_scaling_are_taken_over(tmp_path: Path) -> None:
-    module = random_module("qwen2")
-    scaling = {
-        "qwen2.rope.scaling.type": "yarn",
-        "qwen2.rope.scaling.factor": 4.0,
-        "qwen2.rope.scaling.original_context_length": 128,
-    }
-    again = loaded(converted(write_module(tmp_path / "yarn.gguf", module, metadata=scaling), tmp_path / "yarn"))
-    parameters = again.config.rope_parameters
-    assert (parameters["rope_type"], parameters["factor"]) == ("yarn", 4.0)
-    assert parameters["original_max_position_embeddings"] == 128
-    scaling["qwen2.rope.scaling.type"] = "linear"
-    again = loaded(converted(write_module(tmp_path / "linear.gguf", module, metadata=scaling), tmp_path / "linear"))
-    assert again.config.rope_parameters["rope_type"] == "linear"
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+YARN_KEYS: dict[str, Any] = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 128}
+
+LLAMA_YARN = {f"llama.rope.{key}": value for key, value in YARN_KEYS.items()}
+
+
+@pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        ({"scaling.type": "linear", "scaling.factor": 4.0}, LINEAR),
+        ({"scaling.factor": 4.0}, LINEAR),
+        ({"scale_linear": 4.0}, LINEAR),
+        ({"scale_linear": 2.0, "scaling.factor": 4.0}, LINEAR),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, {"rope_type": "default"}),
+        (YARN_KEYS, YARN),
+        ({**YARN_KEYS, "scaling.attn_factor": 0.5}, {**YARN, "attention_factor": (0.1 * math.log(4) + 1) / 2}),
+        ({**YARN_KEYS, "scaling.yarn_attn_factor": 0.75}, {**YARN, "attention_factor": 0.75}),
+        (
+            {**YARN_KEYS, "scaling.yarn_beta_fast": 8.0, "scaling.yarn_beta_slow": 4.0},
+            {**YARN, "beta_fast": 8.0, "beta_slow": 4.0},
+        ),
+        ({**YARN_KEYS, "scaling.yarn_ext_factor": 1.0, "scaling.finetuned": True}, YARN),
+    ],
+)
+def test_keys_about_rotation_have_the_effect_that_transformers_gives_them(
+    tmp_path: Path, keys: dict[str, Any], rope: dict[str, Any]
+) -> None:
+    module = random_module("qwen2", rope_parameters={**rope, "rope_theta": 10_000.0})
+    metadata = {f"qwen2.rope.{key}": value for key, value in keys.items()}
+    again = loaded(converted(write_module(tmp_path / "model.gguf", module, metadata=metadata), tmp_path / "model"))
+    ours, theirs = again.model.rotary_emb, module.model.rotary_emb
+    torch.testing.assert_close(ours.inv_freq, theirs.inv_freq, rtol=0, atol=0)
+    assert ours.attention_scaling == pytest.approx(theirs.attention_scaling)
 
 
 def test_long_rope_of_phi3_has_both_sets_of_factors(tmp_path: Path) -> None:
@@ -161,6 +182,14 @@ def test_long_rope_of_phi3_has_both_sets_of_factors(tmp_path: Path) -> None:
     assert (parameters["short_factor"], parameters["long_factor"]) == ([1.0] * 8, [2.0] * 8)
 
 
+@pytest.mark.parametrize("names", [("llama", "short", "long"), ("phi3", "long")])
+def test_factors_of_long_rope_that_have_no_effect_are_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
+    factors = {f"rope_factors_{name}.weight": [2.0] * 8 for name in names[1:]}
+    source = write_module(tmp_path / "model.gguf", random_module(names[0]), more=factors)
+    with pytest.raises(ConfigError, match=r"rope_factors_(short|long)\.weight; LongRoPE is read of phi3 alone"):
+        converted(source, tmp_path / "model")
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -172,7 +201,14 @@ def test_long_rope_of_phi3_has_both_sets_of_factors(tmp_path: Path) -> None:
         ({"llama.block_count": "many"}, "llama.block_count is not a positive whole number"),
         ({"llama.context_length": 2**24 + 1}, "has a context of 16777217 tokens, more than 16777216"),
         ({"llama.embedding_length": 0}, "llama.embedding_length is not a positive whole number"),
-        ({"llama.rope.dimension_count": 8}, "rotates only a part of each head"),
+        ({"llama.rope.dimension_count": 8}, "rotates 8 of the 16 elements of each head"),
+        ({"llama.rope.dimension_sections": [4, 4, 4, 4]}, "has llama.rope.dimension_sections = a list, which is not"),
+        ({"llama.rope.freq_base_swa": 5e5}, "has llama.rope.freq_base_swa = 500000.0, which is not computed"),
+        ({"llama.rope.new_key": "x"}, "has llama.rope.new_key = 'x', which is not computed"),
+        ({"llama.rope.scaling.attn_factor": 0.5}, "has llama.rope.scaling.attn_factor = 0.5, which is not computed"),
+        ({"llama.rope.scaling.yarn_beta_fast": 8.0}, "has llama.rope.scaling.yarn_beta_fast = 8.0, which is not"),
+        ({**LLAMA_YARN, "llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor = 0.5, which is not computed"),
+        ({**LLAMA_YARN, "llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier = 0.1"),
         ({"llama.rope.scaling.type": "su"}, "scales its rotary embedding by 'su'"),
         ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base is not a finite number"),
         ({"llama.rope.freq_base": 0.0}, "llama.rope.freq_base is not a number above 0"),

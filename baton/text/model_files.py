@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 from baton.errors import ConfigError
 from baton.messages.sampling import NUMBER_RANGES, SamplingDefaults
 from baton.model_formats.encoder_decoders import EncoderDecoder, read_encoder_decoder
+from baton.model_formats.end_tokens import read_end_tokens
+from baton.model_formats.json_files import read_object
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Facts from config.json and generation_config.json."""
+    """Facts from the JSON files of a model directory."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -24,17 +26,15 @@ class ModelFiles:
 
 
 def read_model_files(model_dir: Path) -> ModelFiles:
-    """Read config.json and generation_config.json; raises ConfigError when one is invalid or lacks a needed field."""
+    """Read the files; raises ConfigError when one is invalid or lacks a needed field."""
     config = _read_json(model_dir / "config.json", model_dir)
-    generation = model_dir / "generation_config.json"
-    eos = _read_json(generation, model_dir).get("eos_token_id") if generation.is_file() else None
     text = config.get("text_config") or config
     source = read_encoder_decoder(model_dir, config)
     longest = ("max_position_embeddings", "n_positions", "n_ctx")
     return ModelFiles(
         vocab_size=_positive(text, ("vocab_size",), model_dir),
         max_position_embeddings=_positive(text, longest, model_dir) if source is None else source.max_model_len,
-        eos_token_ids=_ids(eos if eos is not None else config.get("eos_token_id")),
+        eos_token_ids=read_end_tokens(model_dir, config),
         source=source,
     )
 
@@ -66,29 +66,17 @@ def read_sampling_defaults(model_dir: Path) -> SamplingDefaults:
     return SamplingDefaults(**numbers)
 
 
-def _read_json(path: Path, model_dir: Path) -> dict[str, Any]:
+def _read_json(path: Path, model_dir: Path) -> Mapping[str, Any]:
     if not model_dir.is_dir():
         raise ConfigError(f"model directory {model_dir} does not exist; name a directory with config.json")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read ({error.strerror}); is {model_dir} a model directory?") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is not a JSON object")
-    return value
+    if not path.is_file():
+        raise ConfigError(f"{model_dir} has no {path.name}; is it a model directory?")
+    return read_object(path)
 
 
-def _positive(config: dict[str, Any], names: tuple[str, ...], model_dir: Path) -> int:
+def _positive(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path) -> int:
     for name in names:
         value = config.get(name)
         if isinstance(value, int) and value > 0:
             return value
     raise ConfigError(f"{model_dir / 'config.json'} has no {names[0]}")
-
-
-def _ids(value: Any) -> frozenset[int]:
-    if isinstance(value, int):
-        return frozenset({value})
-    return frozenset(value or ())

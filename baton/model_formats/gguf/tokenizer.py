@@ -13,8 +13,11 @@ from baton.model_formats.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _SPACE = "\u2581"
 """SentencePiece's character for a blank."""
-_ENDS_OF_TURNS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<end_of_turn>", "<EOT>")
-"""Special tokens that end an answer by their name alone, as in llama.cpp."""
+_ENDS_OF_TURNS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"),
+    *("<end_of_turn>", "<end_of_utterance>", "<EOT>"),
+)
+"""Tokens that end an answer by their name alone, as in llama.cpp. They are special ones whatever the file says."""
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 """Phi-3's special tokens that leave the blanks after them; all others take them."""
 _MAX_PIECE = 256
@@ -48,6 +51,8 @@ class Vocabulary:
         if facts.has("tokenizer.ggml.token_type"):
             kinds = facts.numbers("tokenizer.ggml.token_type", len(texts))
         ids = {text: place for place, text in enumerate(texts)}
+        ends = {ids[text] for text in _ENDS_OF_TURNS if text in ids}
+        kinds = [TokenKind.CONTROL if place in ends else kind for place, kind in enumerate(kinds)]
         if not texts or len(ids) != len(texts) or len(texts) > facts.vocab_size:
             raise ConfigError(
                 f"{facts.file.path} has {len(texts)} tokens, of which {len(ids)} differ, for {facts.vocab_size} rows"
@@ -98,9 +103,8 @@ def generation_config_json(facts: Facts) -> dict[str, Any]:
     """The content of generation_config.json: the ids of the first token, and of all tokens that end an answer."""
     vocabulary = Vocabulary.of(facts)
     named = [facts.token(key) for key in ("eos", "eot", "eom")]
-    control = set(vocabulary.of_kind(TokenKind.CONTROL))
     listed = [vocabulary.ids.get(text) for text in _ENDS_OF_TURNS]
-    ends = [token for token in named if token is not None] + [token for token in listed if token in control]
+    ends = [token for token in (*named, *listed) if token is not None]
     found = {"bos_token_id": facts.token("bos"), "eos_token_id": list(dict.fromkeys(ends)) or None}
     return {key: value for key, value in found.items() if value is not None}
 

@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from baton.errors import ConfigError
+from baton.model_formats.end_tokens import read_end_tokens
 from baton.model_formats.images import IMAGE_FAMILIES, read_processor
 from baton.model_formats.json_files import read_object
 from baton.model_formats.safetensors_header import UnsoundSafetensors, read_header
@@ -49,7 +50,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         config=config,
         weight_files=weight_files,
         fingerprint=_fingerprint(directory, config, weight_files, headers),
-        eos_token_ids=_eos_token_ids(directory, config),
+        eos_token_ids=read_end_tokens(directory, config),
     )
 
 
@@ -150,16 +151,3 @@ def _content_hash(path: Path) -> bytes:
         while piece := file.read(_READ_BYTES):
             state.update(piece)
     return bytes(state.digest())
-
-
-def _eos_token_ids(directory: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    generation = directory / "generation_config.json"
-    value = _read_json(generation).get("eos_token_id") if generation.is_file() else None
-    if value is None:
-        value = config.get("eos_token_id")
-    if value is None:
-        return frozenset()
-    token_ids = value if isinstance(value, list) else [value]
-    if not all(type(token_id) is int for token_id in token_ids):
-        raise ConfigError(f"{directory} has an eos_token_id that is not a number or a list of numbers; copy it again")
-    return frozenset(token_ids)

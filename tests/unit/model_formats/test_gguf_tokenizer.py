@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from baton.model_formats.end_tokens import read_end_tokens
 from baton.model_formats.gguf.container import open_gguf
 from baton.model_formats.gguf.facts import Facts
 from baton.model_formats.gguf.pre_tokenizers import PRE_TOKENIZERS
@@ -159,12 +160,18 @@ def test_special_tokens_are_found_in_texts_and_are_not_shown(tmp_path: Path) -> 
     assert tokenizer.decode(ids) == "the"
 
 
-def test_the_ends_of_answers_are_those_that_are_named_and_those_that_are_known(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
+def test_ends_of_turns_are_known_by_their_names_whatever_their_kind_is(tmp_path: Path, kind: int) -> None:
     metadata = byte_level_tokens()
     tokens = metadata["tokenizer.ggml.tokens"]
-    directory = directory_of(tmp_path, metadata)
-    ends = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
-    assert ends == [tokens.index("<|im_end|>"), tokens.index("<|endoftext|>")]
+    named, known, eot = tokens.index("<|endoftext|>"), tokens.index("<|im_end|>"), tokens.index("[UNUSED3]")
+    kinds = [kind if place == known else found for place, found in enumerate(metadata["tokenizer.ggml.token_type"])]
+    keys = {"token_type": kinds, "eos_token_id": named, "eot_token_id": eot}
+    directory = directory_of(tmp_path, metadata | {f"tokenizer.ggml.{key}": value for key, value in keys.items()})
+    assert read_end_tokens(directory, {}) == {named, known, eot}
+    tokenizer = Tokenizer.load(directory)
+    assert tokenizer.encode("a<|im_end|>") == [tokens.index("a"), known]
+    assert tokenizer.decode([tokens.index("a"), known]) == "a"
 
 
 def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:

@@ -337,13 +337,6 @@ def test_the_fingerprint_names_the_model(pristine: Path, directory: Path) -> Non
     assert len(changed | {original}) == 4
 
 
-def test_eos_ids_of_the_generation_config_come_first(directory: Path) -> None:
-    (directory / "generation_config.json").write_text('{"eos_token_id": 5}')
-    assert open_checkpoint(directory).eos_token_ids == {5}
-    (directory / "generation_config.json").unlink()
-    assert open_checkpoint(directory).eos_token_ids == {3, 7}
-
-
 def test_auto_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_module, "_cpu_flags", lambda: frozenset({"avx2", "avx512_bf16"}))
     assert resolve_dtype("auto") == "bfloat16"

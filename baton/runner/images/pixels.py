@@ -16,6 +16,8 @@ from baton.model_formats.images.encoded import open_image, orientation_of
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_ROWS_AT_ONCE = 64
+
 
 class ImageProcessor:
     """Makes an encoder's input of an encoded image (PNG, JPEG, WebP or GIF). May be called from any thread.
@@ -53,7 +55,10 @@ class ImageProcessor:
 
 
 def decode_image(data: bytes) -> Image:
-    """The pixels of an encoded image as it is to be shown, in RGB. Raises UnusableImage for one that is damaged."""
+    """The pixels of an encoded image as it is to be shown, in RGB: transparent parts are on white.
+
+    Raises UnusableImage for one that is damaged.
+    """
     from PIL import Image
 
     turns = {
@@ -69,10 +74,38 @@ def decode_image(data: bytes) -> Image:
         with open_image(data) as opened:
             # Before the pixels are decoded, as routers do it: a PNG may have EXIF behind them.
             turn = turns.get(orientation_of(opened))
-            image = opened.convert("RGB")
+            image = _in_rgb(opened)
             return image if turn is None else image.transpose(turn)
     except UnusableImage:
         raise
     # Pillow has no list of what its decoders raise.
     except Exception as error:
         raise UnusableImage(f"it can't be decoded ({type(error).__name__})") from error
+
+
+def _in_rgb(image: Image) -> Image:
+    is_deep = image.mode.startswith(("I", "F"))  # greys of 16 bits, which Pillow would clip to 255
+    if not is_deep and not image.has_transparency_data:
+        return image.convert("RGB")
+    from PIL import Image
+
+    found = Image.new("RGB", image.size)
+    # A few rows at a time: what is computed on the way has many times the bytes of the result.
+    for top in range(0, image.height, _ROWS_AT_ONCE):
+        rows = image.crop((0, top, image.width, min(image.height, top + _ROWS_AT_ONCE)))
+        rows = _eight_bits(rows) if is_deep else rows.convert("RGBA")
+        white = Image.new("RGBA", rows.size, "white")
+        found.paste(Image.alpha_composite(white, rows.convert("RGBA")).convert("RGB"), (0, top))
+    return found
+
+
+def _eight_bits(image: Image) -> Image:
+    """Greys of 16 bits in 8 bits: the upper half of each, as Pillow takes it of colours."""
+    from PIL import Image
+
+    values = np.asarray(image)
+    grey = Image.fromarray((np.clip(values, 0, 0xFFFF).astype(np.uint16) >> 8).astype(np.uint8)).convert("LA")
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return grey

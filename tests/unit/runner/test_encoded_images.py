@@ -113,3 +113,48 @@ def test_an_image_that_ends_too_early_can_not_be_decoded(share: float) -> None:
     assert image_size(data, LIMITS) == (60, 60)
     with pytest.raises(UnusableImage, match="can't be decoded"):
         decode_image(data)
+
+
+RAMP = (np.arange(40 * 200).reshape(200, 40) % 256).astype(np.uint8)
+"""Of more rows than are converted at once."""
+
+
+def on_white(grey: Any, alpha: Any) -> Any:
+    """What is seen of a grey picture: its values, and how opaque each pixel is."""
+    seen = 255 - (255 - grey.astype(float)) * alpha / 255
+    return np.repeat(seen[..., None], 3, axis=2)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "I;16", "CMYK"])
+def test_images_of_all_depths_are_seen_as_they_are_in_8_bits(mode: str) -> None:
+    values: dict[str, Any] = {"1": (RAMP > 127) * np.uint8(255), "I;16": RAMP}
+    image = Image.fromarray(RAMP.astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(RAMP).convert(mode)
+    if mode == "1":
+        image = Image.fromarray(values["1"]).convert("1")
+    options = {"quality": 100, "subsampling": 0} if mode == "CMYK" else {}
+    seen = np.asarray(decode_image(encoded(image, "JPEG" if mode == "CMYK" else "PNG", **options))).astype(float)
+    expected = on_white(values.get(mode, RAMP), 255)
+    assert np.abs(seen - expected).max() <= (3 if mode == "CMYK" else 0)
+
+
+@pytest.mark.parametrize("mode", ["LA", "RGBA"])
+@pytest.mark.parametrize("name", ["PNG", "WEBP"])
+def test_transparent_parts_are_on_white(mode: str, name: str) -> None:
+    alpha = np.tile(np.linspace(0, 255, 40).astype(np.uint8), (200, 1))
+    image = Image.fromarray(np.stack([RAMP, alpha], axis=2)).convert(mode)
+    seen = np.asarray(decode_image(encoded(image, name, **({"lossless": True} if name == "WEBP" else {}))))
+    assert np.abs(seen - on_white(RAMP, alpha)).max() <= 1
+
+
+@pytest.mark.parametrize(("mode", "name"), [("1", "PNG"), ("L", "PNG"), ("P", "PNG"), ("P", "GIF"), ("I;16", "PNG")])
+def test_a_colour_that_is_transparent_is_white(mode: str, name: str) -> None:
+    grey = (RAMP > 127) * np.uint8(200 if mode != "1" else 255)
+    image = Image.fromarray(grey.astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(grey).convert(mode)
+    seen = np.asarray(decode_image(encoded(image, name, transparency=0)))
+    assert np.array_equal(seen, on_white(grey, np.where(grey == 0, 0, 255)))
+
+
+def test_a_colour_of_three_numbers_may_be_transparent() -> None:
+    image = Image.fromarray(np.repeat(((RAMP > 127) * np.uint8(200))[..., None], 3, axis=2))
+    seen = np.asarray(decode_image(encoded(image, "PNG", transparency=(200, 200, 200))))
+    assert np.array_equal(seen[..., 0], np.where(RAMP > 127, 255, 0))

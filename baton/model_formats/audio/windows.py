@@ -17,6 +17,9 @@ _QUIET = AUDIO_RATE // 50
 _SILENCE = 32
 """Root mean square of 20 ms below which they are silent: -60 dB of the greatest amplitude."""
 
+_AS_QUIET = 4
+"""A pause are those neighbouring 20 ms that have at most so many times the energy of the quietest ones (6 dB more)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recording:
@@ -38,26 +41,32 @@ def divided(samples: NDArray[np.int16], most_samples: int = MOST_SAMPLES) -> Rec
 def windows(samples: NDArray[np.int16], most_samples: int = MOST_SAMPLES) -> Sequence[tuple[int, int]]:
     """The parts of a recording, as indices of samples: where each begins, and where it stops.
 
-    A part has at most so many samples. All but the last one stop in the middle of the quietest 20 ms of their last
+    A part has at most so many samples. All but the last one stop in the middle of the longest pause of their last
     sixth, which are 5 s of 30.
     """
     searched = max(1, most_samples // 6 // _QUIET) * _QUIET
     parts = []
     start = 0
     while len(samples) - start > most_samples:
-        stop = _quietest(samples, start + most_samples - searched, searched)
+        stop = _pause(samples, start + most_samples - searched, searched)
         parts.append((start, stop))
         start = stop
     return [*parts, (start, len(samples))]
 
 
-def _quietest(samples: NDArray[np.int16], first: int, num_samples: int) -> int:
-    """Where it is quietest in so many samples from the first on; of several such places the last one."""
+def _pause(samples: NDArray[np.int16], first: int, num_samples: int) -> int:
+    """The middle of the longest pause in so many samples from the first on; of several such pauses the last one.
+
+    The longest one, since a recording without noise is silent between any two words, and even within some.
+    """
     # Integers, so that the sums are the same everywhere.
     pieces = samples[first : first + num_samples].reshape(-1, _QUIET).astype(np.int64)
     energies = (pieces * pieces).sum(axis=1)
-    place = len(energies) - 1 - int(np.argmin(energies[::-1]))
-    return first + place * _QUIET + _QUIET // 2
+    is_quiet = energies <= max(_AS_QUIET * int(energies.min()), _QUIET * _SILENCE**2)
+    begins = np.flatnonzero(np.diff(is_quiet, prepend=False, append=False))
+    starts, stops = begins[::2], begins[1::2]
+    place = len(starts) - 1 - int(np.argmax((stops - starts)[::-1]))
+    return first + int(starts[place] + stops[place]) * _QUIET // 2
 
 
 def _is_silent(samples: NDArray[np.int16], part: tuple[int, int]) -> bool:

@@ -175,9 +175,19 @@ def test_windows_stop_where_it_is_quiet() -> None:
     samples[quiet : quiet + 320] = 3
     (first, second, third) = windows(samples)
     assert first == (0, quiet + 160)
-    # Where it is equally quiet everywhere, parts are as long as may be.
-    assert second == (first[1], first[1] + 30 * AUDIO_RATE - 160)
+    # Where it is equally quiet everywhere, all that is searched is one pause.
+    assert second == (first[1], first[1] + 27.5 * AUDIO_RATE)
     assert third == (second[1], len(samples))
+
+
+@pytest.mark.parametrize("noise", [0, 100])
+def test_windows_stop_in_the_longest_pause_not_between_two_words(noise: int) -> None:
+    word, gap = np.tile(np.int16([8000, -8000]), AUDIO_RATE // 8), np.zeros(AUDIO_RATE // 16, dtype=np.int16)
+    samples = np.tile(np.concatenate([word, gap]), 130)[: 36 * AUDIO_RATE]
+    samples[26 * AUDIO_RATE : 27 * AUDIO_RATE] = 0
+    samples += np.random.default_rng(1).normal(0, noise, len(samples)).astype(np.int16)
+    ((_, stop), _) = windows(samples)
+    assert stop == pytest.approx(26.5 * AUDIO_RATE, abs=0.06 * AUDIO_RATE)
 
 
 @pytest.mark.parametrize("seconds", [0.01, 1, 30])

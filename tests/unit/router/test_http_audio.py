@@ -93,7 +93,7 @@ async def test_the_language_is_found_out_by_the_first_part() -> None:
 
 
 SILENT = tone(29, 8_000) * 0
-PAUSED = encoded(np.concatenate([SILENT, tone(0.5, 8_000), SILENT, SILENT]), 8_000)
+PAUSED = encoded(np.concatenate([SILENT[: 20 * 8_000], tone(0.5, 8_000), SILENT, SILENT]), 8_000)
 """Three parts: in the first one half a second is spoken."""
 
 
@@ -107,7 +107,7 @@ async def test_silent_parts_have_no_text_and_make_no_request() -> None:
     assert requests_of([call])[0].audio == pcm_of(samples, first)
     found = [(one["text"], one["tokens"], one["no_speech_prob"]) for one in exchange.json["segments"]]
     assert found == [(" Hello.", [*b" Hello."], 0.0), *[("", [], 1.0) for _ in others]]
-    assert exchange.json["duration"] == 87.5
+    assert exchange.json["duration"] == 78.5
     assert "baton-decode-node" in exchange.headers
     stream = rig.send(PAUSED, language="en", stream="true")
     await rig.answered(stream, " Hello.")

@@ -103,7 +103,7 @@ def card_without_nodes(config: RouterConfig) -> ModelCard:
     files, pooling = read_model_files(config.model), read_pooling(config.model)
     return ModelCard(
         config.served_model_name,
-        pooling.max_length or files.max_position_embeddings,
+        pooling.max_length or files.max_model_len,
         files.vocab_size,
         bool(files.eos_token_ids),
         defaults=sampling_defaults(config.model, config.generation_config),

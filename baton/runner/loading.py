@@ -216,7 +216,7 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         dtype=loaded.dtype,
         numerics=numerics_of(loaded.weights.treatment, operations, transformer.layout),
         vocab_size=config.vocab_size,
-        max_model_len=config.max_position_embeddings,
+        max_model_len=loaded.max_model_len,
         eos_token_ids=loaded.checkpoint.eos_token_ids,
         bit_exact=reason is None,
         bit_exact_reason=reason or "",

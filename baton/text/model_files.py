@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.messages.sampling import NUMBER_RANGES, SamplingDefaults
+from baton.model_formats.contexts import longest_context
 from baton.model_formats.encoder_decoders import EncoderDecoder, read_encoder_decoder
 from baton.model_formats.end_tokens import read_end_tokens
 from baton.model_formats.json_files import read_object
@@ -19,7 +20,8 @@ class ModelFiles:
     """Facts from the JSON files of a model directory."""
 
     vocab_size: int
-    max_position_embeddings: int
+    max_model_len: int
+    """The most tokens of a sequence."""
     eos_token_ids: frozenset[int]
     source: EncoderDecoder | None = None
     """None: the model has no encoder beside its decoder."""
@@ -33,7 +35,11 @@ def read_model_files(model_dir: Path) -> ModelFiles:
     longest = ("max_position_embeddings", "n_positions", "n_ctx")
     return ModelFiles(
         vocab_size=_positive(text, ("vocab_size",), model_dir),
-        max_position_embeddings=_positive(text, longest, model_dir) if source is None else source.max_model_len,
+        max_model_len=(
+            longest_context(model_dir, config, _positive(text, longest, model_dir))
+            if source is None
+            else source.max_model_len
+        ),
         eos_token_ids=read_end_tokens(model_dir, config),
         source=source,
     )

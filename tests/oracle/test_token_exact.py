@@ -126,6 +126,18 @@ def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
     assert runner.model.bit_exact
 
 
+def test_a_yarn_reaches_beyond_the_positions_that_a_configuration_names(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    config = {**TINY_MODELS["qwen2"], "max_position_embeddings": 64, "rope_parameters": yarn}
+    write_random_model(tmp_path, config, seed=5)
+    runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
+    assert runner.model.max_model_len == 256
+    prompts = {name: tokens for name, tokens in make_prompts(runner.model.vocab_size).items() if len(tokens) > 50}
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    found = run_all(make_engine(runner), [Request(key, prompt, greedy) for key, prompt in prompts.items()])
+    assert found == generate_with_transformers(tmp_path, prompts)
+
+
 def test_preempted_requests_continue_with_the_same_tokens(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["qwen2"], seed=5)
     roomy = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)

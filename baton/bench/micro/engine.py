@@ -203,7 +203,7 @@ def run(config: EngineBenchConfig) -> EngineReport:
     if config.steps < _ROUNDS:
         raise ConfigError(f"--steps must be at least {_ROUNDS}")
     work = read_work(config.model_dir)
-    max_tokens = read_model_files(config.model_dir).max_position_embeddings
+    max_tokens = read_model_files(config.model_dir).max_model_len
     if config.context_tokens + config.steps + 2 > max_tokens:
         raise ConfigError(f"the model takes at most {max_tokens} tokens; use smaller --context-tokens or --steps")
     spec = TorchSpec(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from baton.errors import ConfigError
+from baton.model_formats.contexts import longest_context
 from baton.model_formats.limits import LONGEST_CONTEXT
 from baton.runner.model.checkpoint import Checkpoint
 
@@ -94,6 +95,7 @@ def check_file_numbers(checkpoint: Checkpoint) -> None:
     parts = [part for part in map(checkpoint.config.get, _PARTS) if isinstance(part, Mapping)]
     for part in (checkpoint.config, *parts):
         _check_part(checkpoint, part)
+    longest_context(checkpoint.directory, checkpoint.config, 1)
     for part in parts:
         for name in _IMAGE_SIZES:
             _check_count(checkpoint, name, part.get(name))

@@ -175,7 +175,7 @@ class Transformer:
             )
         self.cache_layout = self.layout.part(self.own_layers) if self.has_own_cache else self.layout
         """The layout of a block in this stage's cache."""
-        self.max_model_len: int = model.config.max_position_embeddings
+        self.max_model_len = model.max_model_len
         if cache is not None:
             self.allocate_cache(cache.blocks(self.largest_block_bytes))
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from baton.errors import ConfigError
+from baton.model_formats.contexts import longest_context
 from baton.model_formats.encoder_decoders import has_encoder_and_decoder
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
@@ -81,6 +82,11 @@ class LoadedModel:
     weights: ModelWeights = ModelWeights()
     image_part: nn.Module | None = None
     """What encodes images, if the model takes them; on the host, too."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a sequence. Raises ConfigError for a number beyond all bounds."""
+        return longest_context(self.checkpoint.directory, self.checkpoint.config, self.config.max_position_embeddings)
 
     @property
     def fingerprint(self) -> str:

@@ -337,6 +337,12 @@ def test_the_fingerprint_names_the_model(pristine: Path, directory: Path) -> Non
     assert len(changed | {original}) == 4
 
 
+def test_a_yarn_beyond_all_bounds_is_refused(directory: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 1e9, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    edit_config(directory, rope_parameters=yarn)
+    assert "makes a context of 64000000000 tokens, more than 16777216" in refuse(directory)
+
+
 def test_auto_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_module, "_cpu_flags", lambda: frozenset({"avx2", "avx512_bf16"}))
     assert resolve_dtype("auto") == "bfloat16"

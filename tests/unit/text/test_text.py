@@ -204,7 +204,18 @@ def test_the_facts_of_a_model_are_read_from_its_files(tmp_path: Path) -> None:
         read_model_files(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "n_positions": 64, "eos_token_id": 2}))
     facts = read_model_files(tmp_path)
-    assert (facts.vocab_size, facts.max_position_embeddings, facts.eos_token_ids) == (9, 64, {2})
+    assert (facts.vocab_size, facts.max_model_len, facts.eos_token_ids) == (9, 64, {2})
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    for changes, longest in (
+        ({"rope_scaling": yarn}, 128),
+        ({"rope_scaling": {**yarn, "factor": 1.5}}, 64),
+        ({"rope_parameters": {"full_attention": yarn, "sliding_attention": {"rope_type": "default"}}}, 128),
+        ({"rope_scaling": {**yarn, "type": "linear"}}, 64),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 64),
+        ({"text_config": {"vocab_size": 9, "max_position_embeddings": 64, "rope_parameters": yarn}}, 128),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "n_positions": 64, **changes}))
+        assert read_model_files(tmp_path).max_model_len == longest
     (tmp_path / "config.json").write_text(json.dumps({"n_positions": 64}))
     with pytest.raises(ConfigError, match="has no vocab_size"):
         read_model_files(tmp_path)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from random import Random
+from random import SystemRandom
 
 import baton
 from baton.background import OnFault, start_background
@@ -113,7 +113,7 @@ class RouterProcess:
         """`asks`: finds out which router answers at an address, if another one of this name starts, too. `images`:
         None: the model takes none. `speech`: None: it does not write down speech.
         """
-        rng, clock = Random(), SystemClock()
+        rng, clock = SystemRandom(), SystemClock()
         self._config = config
         self._clock = clock
         self._membership = membership

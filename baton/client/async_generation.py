@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from random import Random
+from random import Random, SystemRandom
 from types import TracebackType
 from typing import TypeVar
 
@@ -34,7 +34,7 @@ class AsyncGenerationClient:
         silence_s: float = SILENCE_S,
         access: Access | None = None,
     ) -> None:
-        self._rng = rng or Random()
+        self._rng = rng or SystemRandom()
         self._endpoints = EndpointRotation(addresses, self._rng)
         self._retry_budget_s = retry_budget_s
         # A single router is not probed: there is no other one at which a stream could continue.

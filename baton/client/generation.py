@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from random import Random
+from random import Random, SystemRandom
 from types import TracebackType
 from typing import TypeVar
 
@@ -49,7 +49,7 @@ class GenerationClient:
         `has_cluster_ended` is called after the loss of a router: if it returns True, no further router is tried.
         """
         self._has_cluster_ended = has_cluster_ended
-        self._rng = rng or Random()
+        self._rng = rng or SystemRandom()
         self._endpoints = EndpointRotation(addresses, self._rng)
         self._retry_budget_s = retry_budget_s
         # A single router is not probed: there is no other one at which a stream could continue.

@@ -31,7 +31,7 @@ import contextlib
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
+from random import Random, SystemRandom
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -113,7 +113,7 @@ class Registry:
         Raises ConfigError for any other URL.
         """
         client = connect_redis(url, OPERATION_TIMEOUT_S)
-        return cls(client, url, cluster, clock=clock or SystemClock(), rng=rng or Random())
+        return cls(client, url, cluster, clock=clock or SystemClock(), rng=rng or SystemRandom())
 
     @property
     def cluster(self) -> str:

@@ -29,7 +29,7 @@ from router.http.tokens import DetokenizeBody, TokenizeChat, TokenizeText
 
 _REF = "#/components/schemas/"
 _MODEL = "demo_model"
-_ID = "req-z14q8xw8esvjh356"
+_ID = "req-z14q8xw8esvjh356zwa8ebmfa9"
 _USAGE = {
     "prompt_tokens": 10,
     "completion_tokens": 4,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
+from random import SystemRandom
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -121,7 +121,7 @@ def chat(
     endpoints = _endpoints(url, run_dir)
     has_cluster_ended = cluster_end_check(run_dir) if not url else bool
     client = ChatClient(
-        endpoints, default_access.get(), Random(), has_cluster_ended, lambda text: print_note(f"\nbaton: {text}")
+        endpoints, default_access.get(), SystemRandom(), has_cluster_ended, lambda text: print_note(f"\nbaton: {text}")
     )
     session = Session(
         client,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import REQUEST_ID_PATTERN, AttemptKey, new_request_id
 
 
 @pytest.mark.parametrize(
@@ -23,3 +25,11 @@ def test_attempts_of_two_flights_of_one_request_id_differ() -> None:
 def test_other_text_is_not_parsed_as_an_attempt_key(text: str) -> None:
     with pytest.raises(ValueError, match="attempt key"):
         AttemptKey.parse(text)
+
+
+def test_a_request_id_has_more_chance_than_can_be_tried() -> None:
+    ids = [new_request_id(Random(seed)) for seed in range(400)]
+    assert all(REQUEST_ID_PATTERN.match(one) for one in ids)
+    letters = {one.removeprefix("req-") for one in ids}
+    assert {len(one) for one in letters} == {26}
+    assert {len({one[place] for one in letters}) for place in range(26)} == {32}

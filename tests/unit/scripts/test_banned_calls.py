@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +42,12 @@ def test_banned_calls_are_refused(tmp_path: Path) -> None:
         found.setdefault(Path(problem["filename"]).name, set()).add(problem["code"])
     for number, (text, code) in enumerate(BANNED.items()):
         assert code in found.get(f"banned_{number}.py", set()), text
+
+
+def test_chance_without_a_seed_comes_from_the_system() -> None:
+    # Ids are drawn from it, and from some hundred outputs of a Mersenne Twister all others can be computed.
+    guessable = re.compile(r"\bRandom\(\s*\)|\brandom\.(random|choices?|rand\w+|getrandbits|uniform|sample|shuffle)\(")
+    products = ("baton", "router", "prefill_node", "decode_node", "kv_transfer")
+    files = [path for product in products for path in (ROOT / product).rglob("*.py")]
+    assert len(files) > 500
+    assert [str(path) for path in files if guessable.search(path.read_text())] == []

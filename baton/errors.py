@@ -76,6 +76,25 @@ class InvalidRequest(BatonError):
         self.field = field
         self.reason = reason
 
+    def renamed(self, field: str) -> Self:
+        """The same refusal of what this client calls by another name."""
+        same = self.not_raised()
+        same.args, same.field = (f"{field}: {self.reason}",), field
+        return same
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or the prompt with the output that is wanted, is longer than the model takes."""
+
+    def __init__(self, field: str, reason: str, num_tokens: int = 0, longest: int = 0, context: int = 0) -> None:
+        """`num_tokens` are asked for, `longest` possible. `context`: the tokens that the model takes in all.
+
+        The last sentence of the reason is OpenAI's: by its words agents see that they have to shorten a conversation.
+        """
+        super().__init__(field, f"{reason}. This model's maximum context length is {context or longest} tokens.")
+        self.num_tokens = num_tokens
+        self.longest = longest
+
 
 class UnknownModel(InvalidRequest):
     """The request names a model that this cluster does not serve."""

@@ -21,6 +21,7 @@ from baton.errors import BatonError, InvalidRequest
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_INPUTS, MAX_POOLED_TOKENS, MAX_PROMPT_BYTES
+from router.admission.lengths import too_long
 from router.admission.pooling import check_dimensions, check_pooling
 from router.admission.validation import check_model, check_text
 
@@ -147,7 +148,7 @@ async def pool_all(
                 if error.field != "prompt":
                     raise
                 blamed = call.inputs[place]
-                raise InvalidRequest(blamed.second_field or blamed.field, error.reason) from error
+                raise error.renamed(blamed.second_field or blamed.field) from error
         if call.pooling.kind is not Pooling.CLASSIFY:
             # Before a node had reported its size it was not known whether the vector can be cut. Now one has.
             check_dimensions(call.pooling.dimensions, card, handler.embedding_size() or len(finished.embedding) // 4)
@@ -214,7 +215,7 @@ def tokenize(
         if num_tokens > longest:
             # The first text alone may be too long for any second one.
             faulty = one.field if num_tokens - len(texts[-1]) > longest else field
-            raise InvalidRequest(faulty, f"has {num_tokens} tokens; {card.name} takes at most {longest}")
+            raise too_long(faulty, num_tokens, longest, card)
         total += num_tokens
         if total > MAX_POOLED_TOKENS:
             raise InvalidRequest(field, f"makes the call longer than {MAX_POOLED_TOKENS} tokens; divide it")

@@ -10,6 +10,7 @@ from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.prompt_rows import PromptRows, UnsoundRows, read_rows
 from baton.messages.request_limits import MAX_SPANS
 from baton.messages.spans import PLACEHOLDER, Span, digest_of_rows
+from router.admission.lengths import too_long
 
 _FIELD = "prompt_embeds"
 NOT_TAKEN = "is not taken here; an operator allows it with --allow-prompt-embeds on"
@@ -50,8 +51,7 @@ def with_spans(
     if raw.prompt_embeds[0].start is None:
         prompt, starts = [*[PLACEHOLDER] * embeds[0].length, *prompt], [0]
         if len(prompt) >= card.max_model_len:
-            longest = card.max_model_len - 1
-            raise InvalidRequest("prompt", f"has {len(prompt)} tokens and rows; {card.name} takes at most {longest}")
+            raise too_long("prompt", len(prompt), card.max_model_len - 1, card, "tokens and rows")
     else:
         prompt, starts = list(prompt), [one.start or 0 for one in raw.prompt_embeds]
     spans: list[Span] = []
@@ -74,7 +74,7 @@ def _rows(data: bytes, card: ModelCard, field: str) -> PromptRows:
     if rows.width != card.row_width:
         raise InvalidRequest(field, f"has rows of {rows.width} numbers; those of {card.name} have {card.row_width}")
     if rows.length >= card.max_model_len:
-        raise InvalidRequest(field, f"has {rows.length} rows; {card.name} takes at most {card.max_model_len - 1}")
+        raise too_long(field, rows.length, card.max_model_len - 1, card, "rows")
     return rows
 
 

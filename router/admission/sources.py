@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.errors import InvalidRequest
+from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.messages.capabilities import Capability
 from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.generation import GenerateRequest, ModelCard
@@ -57,11 +57,10 @@ def read_source(
     spans = source_spans(content.digest, num_rows)
     num_left = source.num_left(len(prompt), card.max_model_len)
     if num_left < 1:
-        raise InvalidRequest(
-            "prompt",
-            f"takes {spans[-1].stop + len(tokens)} positions with the encoder's input, and leaves none of the "
-            f"{card.max_model_len} that {card.name} has here",
-        )
+        num_taken = spans[-1].stop + len(tokens)
+        length = card.max_model_len
+        reason = f"takes {num_taken} positions with the encoder's input, and leaves none of the {length} of {card.name}"
+        raise ContextLengthExceeded("prompt", reason, num_taken, length - 1, length)
     return SourcePrompt((PLACEHOLDER,) * spans[-1].stop + tokens, spans, content, num_left)
 
 

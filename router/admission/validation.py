@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.config import MIN_PRIORITY
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
-from baton.errors import InvalidRequest, UnknownModel
+from baton.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id, scoped
@@ -47,6 +47,7 @@ from baton.text.closed_objects import without_extra_keys
 from baton.text.image_prompts import PromptImage
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 from router.admission.images import ImageRules, read_images
+from router.admission.lengths import too_long
 from router.admission.pooling import check_generates, pooling_params
 from router.admission.prompt_embeds import read_prompt_embeds, with_spans
 from router.admission.request import ValidRequest
@@ -116,7 +117,7 @@ def validate(
         source = read_source(raw, card, card.source, partial(_prompt, raw.prompt, card, encode))
         prompt, spans, contents, num_left = source.token_ids, source.spans, [source.content], source.num_left
     check_prompt_logprobs(len(prompt), sampling.prompt_logprobs, MAX_PROMPT_LOGPROB_VALUES)
-    sampling = _with_lengths(sampling, raw, num_left)
+    sampling = _with_lengths(sampling, raw, num_left, card.max_model_len)
     check_output_size(sampling.n, sampling.max_tokens, raw.logprobs)
     sampling = _with_constraint(sampling, raw, card, has_text=encode is not None)
     valid = ValidRequest(
@@ -287,7 +288,7 @@ def _prompt(
     else:
         token_ids = prompt
     if len(token_ids) > longest:
-        raise InvalidRequest("prompt", f"has {len(token_ids)} tokens; {card.name} takes at most {longest}")
+        raise too_long("prompt", len(token_ids), longest, card)
     check_token_ids("prompt", token_ids, card.vocab_size)
     return tuple(token_ids)
 
@@ -347,15 +348,16 @@ def _repetition(rule: RepetitionDetection | None) -> RepetitionDetection | None:
     )
 
 
-def _with_lengths(sampling: SamplingParams, raw: GenerateRequest, left: int) -> SamplingParams:
-    """The lengths, checked. `left`: how many tokens the model's length leaves after the prompt, at least 1."""
+def _with_lengths(sampling: SamplingParams, raw: GenerateRequest, left: int, length: int) -> SamplingParams:
+    """The lengths, checked. `left`: how many tokens the model's `length` leaves after the prompt, at least 1."""
     max_tokens = raw.max_tokens
     if max_tokens is None:
         max_tokens = min(DEFAULT_MAX_TOKENS, left)
     elif max_tokens < 1:
         raise InvalidRequest("max_tokens", f"must be at least 1, not {max_tokens}")
     elif max_tokens > left:
-        raise InvalidRequest("max_tokens", f"is {max_tokens}, but the prompt leaves {left}")
+        reason = f"is {max_tokens}, but the prompt leaves {left}"
+        raise ContextLengthExceeded("max_tokens", reason, length - left + max_tokens, length)
     min_tokens = 0 if raw.min_tokens is None else raw.min_tokens
     if not 0 <= min_tokens <= max_tokens:
         raise InvalidRequest("min_tokens", f"must be 0 to max_tokens ({max_tokens}), not {min_tokens}")

@@ -553,4 +553,4 @@ def with_client_names(names: Mapping[str, Sequence[str]], found: Mapping[str, An
     except InvalidRequest as error:
         clients_names = names.get(error.field, (error.field,))
         name = next((name for name in clients_names if found.get(name) is not None), clients_names[-1])
-        raise type(error)(name, error.reason) from error
+        raise error.renamed(name) from error

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from baton.errors import (
     BatonError,
+    ContextLengthExceeded,
     ContinuedElsewhere,
     EngineFault,
     InvalidRequest,
@@ -49,6 +50,7 @@ _BY_STATUS = {
 }
 _BY_TYPE: dict[type[BatonError], Kind] = {
     UnknownModel: Kind(404, "invalid_request_error", "model_not_found"),
+    ContextLengthExceeded: Kind(400, "invalid_request_error", "context_length_exceeded"),
     # Not 429: the client read too slowly, it did not ask too often.
     SlowReader: Kind(408, "timeout_error", "slow_reader"),
     EngineFault: Kind(500, "server_error", "engine_fault"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from baton.errors import InvalidRequest, NoCapacity
+from baton.errors import ContextLengthExceeded, NoCapacity
 from baton.messages.capabilities import GENERATES, Capability, in_order
 from baton.messages.kv_format import KVFormat
 from baton.messages.node import NodeDescription, Role
@@ -175,7 +175,9 @@ def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[
         raise NoCapacity(f"no node that pools as asked for with {model} is up: those that are have an earlier version")
     if any(c.node.model == model and demand.needs <= c.node.can for c in candidates):
         whole = "comes" if demand.embeds else "with max_tokens comes"
-        raise InvalidRequest("prompt", f"{whole} to {tokens} tokens, more than any node's KV cache holds")
+        reason = f"{whole} to {tokens} tokens, more than any node's KV cache holds"
+        most = max(c.node.num_blocks * c.node.block_size for c in candidates if c.node.model == model)
+        raise ContextLengthExceeded("prompt", reason, tokens, most)
     raise NoCapacity(f"no node that {_what_is_needed(demand)} {demand.model} is up")
 
 

@@ -37,6 +37,7 @@ CODES = {
     "UnsupportedRequest": "INVALID_ARGUMENT",
     "AdapterRefused": "INVALID_ARGUMENT",
     "UnknownModel": "INVALID_ARGUMENT",
+    "ContextLengthExceeded": "INVALID_ARGUMENT",
     "UsageError": "INVALID_ARGUMENT",
     "DuplicateRequest": "ALREADY_EXISTS",
     "RequestNotFound": "NOT_FOUND",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from baton.errors import BatonError
+from baton.errors import BatonError, ContextLengthExceeded
 from router.http.errors import kind_of
 
 _TYPES = {
@@ -34,6 +34,10 @@ def status_of(error: BatonError) -> int:
 
 def error_object(error: BatonError, request_id: str) -> bytes:
     """Anthropic's error object as JSON. A refused field is named at the beginning of the message."""
-    found = {"type": _TYPES.get(status_of(error), "invalid_request_error"), "message": str(error)}
+    message = str(error)
+    if isinstance(error, ContextLengthExceeded):
+        # There is no code: clients know the error by these words.
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.longest} maximum ({message})"
+    found = {"type": _TYPES.get(status_of(error), "invalid_request_error"), "message": message}
     # ASCII, since a message may quote text that is not valid Unicode.
     return json.dumps({"type": "error", "error": found, "request_id": request_id}).encode()

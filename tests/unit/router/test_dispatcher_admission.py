@@ -328,7 +328,7 @@ async def test_a_request_too_large_for_every_node_is_refused_before_it_is_accept
         reader = rig.ask(max_tokens=30)
         assert isinstance(await turned_away(reader), InvalidRequest)
         assert not reader.events
-        assert rig.dispatcher.requests.counters.rejections == {"InvalidRequest": 1}
+        assert rig.dispatcher.requests.counters.rejections == {"ContextLengthExceeded": 1}
 
 
 async def test_the_number_of_long_texts_tokenized_at_once_is_limited() -> None:

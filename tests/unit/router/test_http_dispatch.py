@@ -102,6 +102,36 @@ async def test_a_client_that_reads_nothing_is_given_up_and_frees_the_nodes() -> 
         assert exchange.events[-1].json["error"]["code"] == "slow_reader"
 
 
+LONG = "x" * 70
+TOO_LONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "completion": (COMPLETIONS, {"prompt": LONG}, "prompt"),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+    "response": ("/v1/responses", {"input": LONG}, "input"),
+    "embedding": ("/v1/embeddings", {"input": LONG}, "input"),
+    "output": (COMPLETIONS, {"prompt": "hello", "max_tokens": 60}, "max_tokens"),
+    "output of a response": ("/v1/responses", {"input": "hi", "max_output_tokens": 60}, "max_output_tokens"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", TOO_LONG)
+async def test_agents_see_by_openais_words_that_they_have_to_shorten_a_conversation(case: str, stream: bool) -> None:
+    path, body, param = TOO_LONG[case]
+    async with rigs() as (_, client):
+        answer = await client.post(path, body | ({"stream": True} if stream and case != "embedding" else {})).end()
+    assert (answer.status, answer.error["param"], answer.error["code"]) == (400, param, "context_length_exceeded")
+    assert "This model's maximum context length is 64 tokens" in answer.error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_agents_see_by_anthropics_words_that_they_have_to_shorten_a_conversation(stream: bool) -> None:
+    body = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": LONG}], "stream": stream}
+    async with rigs() as (_, client):
+        answer = await client.post("/v1/messages", body).end()
+    assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+    assert answer.json["error"]["message"].startswith("prompt is too long: 87 tokens > 63 maximum")
+
+
 async def test_a_field_out_of_bounds_is_refused_before_any_node_is_asked() -> None:
     async with rigs() as (rig, client):
         for path, body, param in (

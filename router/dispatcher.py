@@ -305,7 +305,7 @@ class Dispatcher:
             *(raw, self._card(), encode, self._rng, limits.min_priority, encode_part),
             *(limits.prompt_embeds_bytes, self._image_rules),
         )
-        # The ids of a vector's input are only compared with bounds. A call has up to 256 inputs: were each long one
+        # The ids of a vector's input are only compared with bounds. A call has up to 2,048 inputs: were each long one
         # checked in a thread, there would be more of them than the threads of a tenant take.
         is_vector = raw.pooling is not None and not isinstance(raw.prompt, str)
         num_prompt = max(0, len(raw.prompt or ()) - (_QUICK_IDS if is_vector else 0))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import struct
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -20,7 +20,7 @@ from baton.background import gather_all
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.pooling import Pooling, PoolingRequest
-from baton.messages.request_limits import MAX_INPUTS, MAX_POOLED_TOKENS, MAX_PROMPT_BYTES
+from baton.messages.request_limits import MAX_INPUTS, MAX_POOLED_TOKENS, MAX_PROMPT_BYTES, MAX_VECTOR_NUMBERS
 from router.admission.lengths import too_long
 from router.admission.pooling import check_dimensions, check_pooling
 from router.admission.validation import check_model, check_text
@@ -30,6 +30,13 @@ _LEAST_AT_ONCE, _MOST_AT_ONCE, _TOKENS_AT_ONCE = 32, 128, 4096
 bounds. The others wait here, and not in the queue of all clients."""
 _SMALL_CHARS = 16 << 10
 """Texts that are together no longer than this are tokenized on the event loop."""
+_INPUT_CHARS = 64
+"""What an input counts beside its text: that of a thousand short ones takes as long as a long text."""
+_TURN_CHARS = 1 << 20
+"""The most characters that are tokenized in one turn of a thread, beside the text that exceeds them; other callers get
+turns between."""
+_FEW_VECTORS = 512
+"""So many vectors may have any number of numbers."""
 _LONGEST_PREFIX = 60
 """The most letters of a call's id in front of the numbers of its parts, whose ids have 64 at most."""
 SMALL_VECTORS = 16 << 10
@@ -117,12 +124,8 @@ async def pool_all(
 ) -> list[Finished]:
     """The end of the request for each input, with its vector. Raises InvalidRequest, and what the core raises."""
     check_call(call, card)
-    num_chars = sum(len(one.first) + len(one.second or "") for one in call.inputs if isinstance(one.first, str))
-    arguments = call.inputs, vocabulary, card, call.truncate
-    if num_chars <= _SMALL_CHARS:
-        tokenized = tokenize(*arguments)
-    else:
-        tokenized = await handler.in_thread(tokenize, *arguments)
+    _check_numbers(call, card, handler.embedding_size())
+    tokenized = await _tokenized(call, handler, vocabulary, card)
     longest = max(len(one.token_ids) for one in tokenized)
     at_once = min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, _TOKENS_AT_ONCE // longest))
     room = asyncio.Semaphore(min(at_once, handler.most_at_once() or at_once))
@@ -151,7 +154,9 @@ async def pool_all(
                 raise error.renamed(blamed.second_field or blamed.field) from error
         if call.pooling.kind is not Pooling.CLASSIFY:
             # Before a node had reported its size it was not known whether the vector can be cut. Now one has.
-            check_dimensions(call.pooling.dimensions, card, handler.embedding_size() or len(finished.embedding) // 4)
+            size = handler.embedding_size() or len(finished.embedding) // 4
+            check_dimensions(call.pooling.dimensions, card, size)
+            _check_numbers(call, card, size)
         return finished
 
     return await gather_all([embed(*part) for part in enumerate(part_ids(call.request_id, len(call.inputs)))])
@@ -185,16 +190,58 @@ def part_ids(request_id: str, count: int) -> Sequence[str]:
     return [f"{request_id}-{place}" for place in range(count)]
 
 
+def _check_numbers(call: PoolingCall, card: ModelCard, size: int) -> None:
+    """Raises InvalidRequest for a call whose vectors have too many numbers. `size`: of an embedding; 0: not known."""
+    of_each = len(card.pooling.labels) if call.pooling.kind is Pooling.CLASSIFY else call.pooling.dimensions or size
+    count = len(call.inputs)
+    if count > _FEW_VECTORS and count * of_each > MAX_VECTOR_NUMBERS:
+        most = max(_FEW_VECTORS, MAX_VECTOR_NUMBERS // of_each)
+        reason = f"has {count} inputs with {of_each} numbers each; at most {most} such inputs are taken at once"
+        raise InvalidRequest(call.inputs[0].field.partition("[")[0], reason)
+
+
+async def _tokenized(
+    call: PoolingCall, handler: PoolingHandler, vocabulary: PoolingVocabulary | None, card: ModelCard
+) -> Sequence[PooledInput]:
+    """The tokens of all inputs, on the event loop if they are few; raises InvalidRequest."""
+    num_chars = sum(len(one.first) + len(one.second or "") for one in call.inputs if isinstance(one.first, str))
+    arguments = call.inputs, vocabulary, card, call.truncate
+    if num_chars + _INPUT_CHARS * len(call.inputs) <= _SMALL_CHARS:
+        texts = distinct_texts(call.inputs, vocabulary)
+        return tokenize(*arguments, encoded(texts, vocabulary))
+    ids_of: dict[str, Sequence[int]] = {}
+    for texts in _turns(await handler.in_thread(distinct_texts, call.inputs, vocabulary)):
+        ids_of |= await handler.in_thread(encoded, texts, vocabulary)
+    return await handler.in_thread(tokenize, *arguments, ids_of)
+
+
+def _turns(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The texts, divided into what is tokenized at once."""
+    turn: list[str] = []
+    num_chars = 0
+    for text in texts:
+        turn.append(text)
+        num_chars += len(text)
+        if num_chars >= _TURN_CHARS:
+            yield turn
+            turn, num_chars = [], 0
+    if turn:
+        yield turn
+
+
 def tokenize(
-    inputs: Sequence[PoolingInput], vocabulary: PoolingVocabulary | None, card: ModelCard, truncate: int | None
+    inputs: Sequence[PoolingInput],
+    vocabulary: PoolingVocabulary | None,
+    card: ModelCard,
+    truncate: int | None,
+    ids_of: Mapping[str, Sequence[int]],
 ) -> list[PooledInput]:
-    """The tokens of all inputs; each text is tokenized once. May be called in a thread.
+    """The tokens of all inputs. `ids_of`: of their texts, from `encoded`. May be called in a thread.
 
     Raises InvalidRequest for an input that is empty or too long, and for a call with too many tokens.
     """
     longest = card.max_model_len
     most = longest if truncate == -1 else truncate
-    ids_of = _ids_of_texts(inputs, vocabulary)
     found, total = [], 0
     for one in inputs:
         if isinstance(one.first, str):
@@ -228,7 +275,8 @@ def tokenize(
     return found
 
 
-def _ids_of_texts(inputs: Sequence[PoolingInput], vocabulary: PoolingVocabulary | None) -> Mapping[str, Sequence[int]]:
+def distinct_texts(inputs: Sequence[PoolingInput], vocabulary: PoolingVocabulary | None) -> Sequence[str]:
+    """The texts of inputs, each once; raises InvalidRequest. May be called in a thread."""
     texts: dict[str, None] = {}
     for one in inputs:
         for text, field in ((one.first, one.field), (one.second, one.second_field or one.field)):
@@ -238,7 +286,12 @@ def _ids_of_texts(inputs: Sequence[PoolingInput], vocabulary: PoolingVocabulary 
                 raise InvalidRequest(field, "is text, but this model is served without a tokenizer; send token ids")
             check_text(field, text, MAX_PROMPT_BYTES)
             texts[text] = None
-    return dict(zip(texts, vocabulary.encode_all(list(texts)), strict=True)) if vocabulary and texts else {}
+    return list(texts)
+
+
+def encoded(texts: Sequence[str], vocabulary: PoolingVocabulary | None) -> Mapping[str, Sequence[int]]:
+    """The tokens of each text, without special ones. May be called in a thread."""
+    return dict(zip(texts, vocabulary.encode_all(texts), strict=True)) if vocabulary and texts else {}
 
 
 def _within(texts: Sequence[Sequence[int]], most: int | None, *, is_first: bool) -> list[Sequence[int]]:

@@ -113,7 +113,7 @@ class GenerationClient:
         return self._call_any_router(lambda stub: stub.detokenize(model, token_ids))
 
     def embed(self, request: EmbedRequest, timeout_s: float | None = None) -> EmbedResponse:
-        """The vectors, labels or scores of up to 256 inputs; raises BatonErrors.
+        """The vectors, labels or scores of up to 2,048 inputs; raises BatonErrors.
 
         They are functions of the inputs alone, so the call may go to another router if one is lost.
         """

@@ -16,8 +16,13 @@ MAX_TOKEN_IDS = 1 << 18
 length limit applies as well."""
 MAX_PROMPTS = 32
 """The most prompts of one call for completions."""
-MAX_INPUTS = 256
-"""The most inputs of one call for embeddings or classes, and the most pairs of one for scores."""
+MAX_INPUTS = 2048
+"""The most inputs of one call for embeddings or classes, and the most pairs of one for scores. As in OpenAI's API:
+clients send 512 or 1,000 at once."""
+MAX_POOLING_BODY_BYTES = 4 << 20
+"""The largest HTTP body of a call with so many."""
+MAX_VECTOR_NUMBERS = 1 << 22
+"""The most numbers of all vectors of one call, some 90 MB of JSON. Up to 512 vectors may have more."""
 MAX_POOLED_TOKENS = 1 << 20
 """The most tokens of all inputs of one call for embeddings, scores or classes: the query of a call counts once for each
 of its documents."""

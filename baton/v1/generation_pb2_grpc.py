@@ -116,7 +116,7 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Embed makes vectors, labels or scores of up to 256 inputs. Cancelling the call ends all of them.
+        """Embed makes vectors, labels or scores of up to 2,048 inputs. Cancelling the call ends all of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -9,12 +9,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from baton.messages.generation import Finished
+from baton.messages.request_limits import MAX_POOLING_BODY_BYTES
 from router.http.answers import path_headers
 from router.http.bodies.pooling import PoolingBody
 from router.http.bodies.strict import read_as
 from router.http.client import Client
 from router.http.endpoints import Handler, check_request_id, in_thread_if_large, timeout_of, with_client_names
-from router.http.json_body import parse_json, read_body
+from router.http.json_body import LargeBodies, LargeBody, parse_json, read_body
 from router.http.model import ServedModel
 from router.pooling import SMALL_VECTORS, PoolingCall, pool_all
 
@@ -43,16 +44,25 @@ class PoolingEndpoint(Generic[B]):
     def __init__(self, handler: Handler, model: ServedModel) -> None:
         self._handler = handler
         self._model = model
+        self._large_bodies = LargeBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._large_bodies.place() as place:
+            await self._answer_body(scope, receive, send, place)
+
+    async def _answer_body(self, scope: Scope, receive: Receive, send: Send, place: LargeBody) -> None:
         headers, request_id = dict(scope["headers"]), scope["state"]["request_id"]
-        content = await read_body(scope, receive)
+        content = await read_body(scope, receive, MAX_POOLING_BODY_BYTES, place)
         found = await in_thread_if_large(self._handler, content, parse_json, content)
         timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
         traceparent = headers.get(b"traceparent", b"").decode("latin-1")
-        with with_client_names(_NAMES, found):
+        # The JSON is large, so only its names stay.
+        sent = {name: True for name, value in found.items() if value is not None}
+        with with_client_names(_NAMES, sent):
             body = await in_thread_if_large(self._handler, content, read_as, self.body, found)
             check_request_id(body.request_id, request_id)
+            del content, found
+            place.release()
             async with Client(receive, send) as client:
                 call = body.call(request_id, traceparent)
                 answer, first = await self._respond(body, call, timeout_s)
@@ -87,10 +97,10 @@ def usage_of(results: Sequence[Finished]) -> dict[str, Any]:
 def as_json(answer: Mapping[str, Any]) -> bytes:
     """The answer as JSON text. An iterator becomes an array, which is written one item at a time: one call for
     hundreds of vectors would keep the interpreter from the event loop for as long as it takes, even in a thread."""
-    return ("{" + ", ".join(f"{_dumped(name)}: {_dumped(value)}" for name, value in answer.items()) + "}").encode()
+    return b"{" + b", ".join(b"%b: %b" % (_dumped(name), _dumped(value)) for name, value in answer.items()) + b"}"
 
 
-def _dumped(value: Any) -> str:
+def _dumped(value: Any) -> bytes:
     if isinstance(value, Iterator):
-        return "[" + ", ".join(map(_dumped, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
+        return b"[" + b", ".join(map(_dumped, value)) + b"]"
+    return json.dumps(value, ensure_ascii=False).encode()

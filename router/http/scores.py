@@ -15,6 +15,8 @@ from router.pooling import PoolingCall, numbers_of
 from router.scoring import Scores, TextPair, score_pairs
 
 S = TypeVar("S", bound=ScoringBody)
+_SCORE_BYTES = 64
+"""A score in an answer, beside the text that it may repeat."""
 
 
 class Classify(PoolingEndpoint[ClassifyBody]):
@@ -58,7 +60,7 @@ class _ScoringEndpoint(PoolingEndpoint[S]):
         pairs = body.pairs()
         scored = await score_pairs(pairs, call, self._handler, self._model.vocabulary, self._model.card, timeout_s)
         # An answer may repeat the texts of the pairs.
-        num_bytes = sum(len(pair.second) for pair in pairs)
+        num_bytes = sum(_SCORE_BYTES + len(pair.second) for pair in pairs)
         answer = await self._written(num_bytes, self._write, body, call, pairs, scored)
         return Response(answer, scored.results[0])
 
@@ -79,9 +81,9 @@ class Score(_ScoringEndpoint[ScoreBody]):
                 "object": "list",
                 "created": int(self._clock.wall()),
                 "model": body.model or self._model.card.name,
-                "data": [
+                "data": (
                     {"index": place, "object": "score", "score": score} for place, score in enumerate(scored.scores)
-                ],
+                ),
                 "usage": usage_of(scored.results),
             }
         )
@@ -104,7 +106,7 @@ class Rerank(_ScoringEndpoint[RerankBody]):
             {
                 "id": f"rerank-{call.request_id}",
                 "model": body.model or self._model.card.name,
-                "results": results,
+                "results": iter(results),
                 "usage": usage_of(scored.results),
             }
         )

@@ -77,7 +77,7 @@ async def test_a_call_that_is_cancelled_ends_its_parts() -> None:
     ("request_", "field"),
     [
         (replace(PLAIN, inputs=()), "inputs"),
-        (replace(PLAIN, inputs=[EmbedInput("a")] * 257), "inputs[0]"),
+        (replace(PLAIN, inputs=[EmbedInput("a")] * 2049), "inputs[0]"),
         (replace(PLAIN, inputs=[EmbedInput("a"), EmbedInput(None)]), "inputs[1]"),
         (replace(PLAIN, inputs=[EmbedInput("a"), EmbedInput("")]), "inputs[1]"),
         (replace(PLAIN, inputs=[EmbedInput("a", "b")]), "inputs[0].second_text"),

@@ -110,6 +110,46 @@ async def test_an_answer_of_many_numbers_is_written_in_a_thread(count: int, size
     assert rig.handler.num_in_threads == num_threads
 
 
+async def test_as_many_inputs_as_clients_send_at_once_may_come_in_a_larger_body() -> None:
+    rig = HttpRig(card=replace(CARD, max_model_len=600))
+    exchange = rig.post(PATH, {"input": ["é" * 300] * 2048})
+    for number in range(2048):
+        (await rig.next_call()).tell(embedded(number, 0))
+    data = (await exchange.end()).json["data"]
+    assert [one["embedding"][0] for one in data] == list(range(2048))
+
+
+async def test_long_texts_are_tokenized_in_several_turns() -> None:
+    rig = HttpRig(card=replace(CARD, max_model_len=8))
+    texts = [letter * (700 << 10) for letter in "abc"]
+    exchange = rig.post(PATH, {"input": texts, "truncate_prompt_tokens": 2})
+    calls = [await rig.next_call() for _ in texts]
+    assert [call.request.prompt for call in calls if call.request] == [[97] * 2, [98] * 2, [99] * 2]
+    for call in calls:
+        call.tell(embedded(1, 0))
+    assert (await exchange.end()).status == 200
+    assert rig.handler.num_in_threads == 6, "parsed, read, listed, tokenized twice, cut"
+
+
+@pytest.mark.parametrize(("count", "size", "status"), [(513, 8192, 400), (512, 8193, 200), (513, 8160, 200)])
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_many_vectors_have_a_bounded_number_of_numbers(
+    count: int, size: int, status: int, is_known: bool
+) -> None:
+    rig = HttpRig(card=replace(CARD, embedding_size=size if is_known else 0))
+    rig.handler.reported_size = size if is_known else 0
+    exchange = rig.post(PATH, {"input": ["a"] * count, "encoding_format": "base64"})
+    if status == 200 or not is_known:
+        vector = embedded(*[0.5] * size)
+        (await rig.next_call()).tell(vector)
+        for _ in range(count - 1 if status == 200 else 0):
+            (await rig.next_call()).tell(vector)
+    await exchange.end()
+    assert exchange.status == status
+    if status == 400:
+        assert "at most 512 such inputs" in exchange.error["message"]
+
+
 def test_the_items_of_an_answer_are_written_one_at_a_time() -> None:
     written = as_json({"object": "list", "data": ({"index": n, "text": "ä"} for n in range(2)), "none": iter(())})
     assert written == (
@@ -149,7 +189,7 @@ async def test_dimensions_are_compared_with_the_vector_if_no_node_has_reported_t
         ({"input": [1, True]}, "input", "must be"),
         ({"input": [[1.0]]}, "input", "must be"),
         ({"input": {"a": 1}}, "input", "must be"),
-        ({"input": ["a"] * 257}, "input", "at most 256"),
+        ({"input": ["a"] * 2049}, "input", "at most 2048"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "float"),
         ({"input": "a", "dimensions": 1}, "dimensions", "must be 2"),
         ({"input": "a", "dimension": 2}, "dimension", "did you mean dimensions"),

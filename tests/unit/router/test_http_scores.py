@@ -132,14 +132,14 @@ async def test_documents_are_sorted_by_score_and_equal_ones_by_place(path: str) 
         ("/score", {"text_1": "a"}, "text_2", "required"),
         ("/score", {"text_1": [], "text_2": "a"}, "text_1", "is empty"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_2", "needs as many"),
-        ("/score", {"text_1": "a", "text_2": ["b"] * 257}, "text_2", "at most 256"),
+        ("/score", {"text_1": "a", "text_2": ["b"] * 2049}, "text_2", "at most 2048"),
         ("/score", {"text_1": "a", "text_2": ["b", ""]}, "text_2[1]", "has no tokens"),
         ("/score", {"text_1": "a" * 65, "text_2": ["b"]}, "text_1", "at most 64"),
         ("/score", {"text_1": 5, "text_2": "a"}, "text_1", "must be"),
         ("/rerank", {"query": "a"}, "documents", "required"),
         ("/rerank", {"query": "a", "documents": "b"}, "documents", "must be a list"),
         ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents", "must be"),
-        ("/rerank", {"query": "a", "documents": ["b"] * 257}, "documents", "at most 256"),
+        ("/rerank", {"query": "a", "documents": ["b"] * 2049}, "documents", "at most 2048"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "0"),
         ("/score", {"text_1": "a", "text_2": "b", "use_activation": False}, "use_activation", "is a cosine"),
         ("/rerank", {"query": "a", "documents": ["b"], "activation": False}, "activation", "is a cosine"),
@@ -186,15 +186,15 @@ async def test_the_longer_text_of_a_pair_is_cut_first() -> None:
         assert (await exchange.end()).status == 200
 
 
-@pytest.mark.parametrize(("path", "count"), [("/rerank", 257), ("/score", 512)])
+@pytest.mark.parametrize(("path", "count"), [("/rerank", 2049), ("/score", 4096)])
 async def test_as_many_pairs_are_scored_by_cosine_as_by_a_classifier(path: str, count: int) -> None:
-    rig = HttpRig(card=replace(CARD, vocab_size=2000))
+    rig = HttpRig(card=replace(CARD, vocab_size=5000))
     texts = [chr(200 + number) for number in range(count)]
-    body: dict[str, Any] = {"text_1": texts[:256], "text_2": texts[256:]}
+    body: dict[str, Any] = {"text_1": texts[:2048], "text_2": texts[2048:]}
     if path == "/rerank":
         body = {"query": texts[0], "documents": texts[1:]}
     answer = await answered(rig, path, body, *[vector(1, 0)] * count)
-    assert len(answer["data" if path == "/score" else "results"]) == 256
+    assert len(answer["data" if path == "/score" else "results"]) == 2048
 
 
 async def test_no_top_n_and_zero_are_all_documents() -> None:

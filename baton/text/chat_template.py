@@ -13,12 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Never
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import ConfigError, InvalidRequest
+from baton.text.template_files import DEFAULT, SPECIAL_TOKENS, find_special_tokens, find_templates
 
 DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -30,9 +31,10 @@ _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the place in a message where the model continues it; the same as in transformers."""
 _PROBE = "baton probe"
 _ANY_TIME = datetime(2024, 1, 1)
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOOL_USE = "tool_use"
+"""The name of the template for chats with tools, as in transformers."""
 _OWN_NAMES = frozenset(
-    {"messages", "add_generation_prompt", "tools", "documents", "strftime_now", "raise_exception", *_SPECIAL_TOKENS}
+    {"messages", "add_generation_prompt", "tools", "documents", "strftime_now", "raise_exception", *SPECIAL_TOKENS}
 )
 FIELD = "chat_template"
 """The field of a request that has its own template."""
@@ -43,31 +45,31 @@ _MAX_REASON_CHARS = 500
 
 def has_chat_template(model_dir: Path) -> bool:
     """Whether a model directory has a template of its own; raises ConfigError when its files can't be read."""
-    return _find_source(model_dir, _read(model_dir / "tokenizer_config.json")) is not DEFAULT_TEMPLATE
+    return bool(find_templates(model_dir))
 
 
 class ChatTemplate:
-    """One model's template, compiled. Immutable, and safe to use from several threads."""
+    """One model's template, compiled, or several with names, of which the tools of a chat choose one as in
+    transformers. Immutable, and safe to use from several threads.
+    """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile a model's template; raises ConfigError for a source that is not a valid template."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ConfigError(f"the model's chat template is broken (not valid Jinja): {error}") from error
-        self.source = source
-        """The template in Jinja."""
-        self.special_tokens = {name: special_tokens.get(name, "") for name in _SPECIAL_TOKENS}
-        """The text of each special token, by its name in templates; empty for those that the model has not."""
-        self.is_default = source == DEFAULT_TEMPLATE
+    def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        """Compile a model's template, or those with names; raises ConfigError for one that is not valid.
+
+        `special_tokens`: the texts of those that the model has, by their names in templates; others are undefined.
+        """
+        self._sources = {DEFAULT: sources} if isinstance(sources, str) else dict(sources)
+        self._templates = {name: _compiled(source) for name, source in self._sources.items()}
+        self.source = "\n".join(self._sources[name] for name in (DEFAULT, _TOOL_USE) if name in self._sources)
+        """The template of chats in Jinja; where those with tools have another one, both."""
+        self.special_tokens = dict(special_tokens)
+        self.is_default = self.source == DEFAULT_TEMPLATE
         """Whether the model has no template of its own."""
-        self._knows_developer = "developer" in source
         self._field, self._whose = "messages", "the model's chat template"
+
+    def named(self, name: str) -> ChatTemplate | None:
+        """The model's template of this name alone; None if none has it."""
+        return ChatTemplate(self._sources[name], self.special_tokens) if name in self._sources else None
 
     @cached_property
     def needs_parts(self) -> bool:
@@ -85,8 +87,7 @@ class ChatTemplate:
     @classmethod
     def load(cls, model_dir: Path) -> ChatTemplate:
         """The template of a model directory, or the default one; raises ConfigError when its files can't be read."""
-        config = _read(model_dir / "tokenizer_config.json")
-        return cls(_find_source(model_dir, config), _find_special_tokens(model_dir, config))
+        return cls(find_templates(model_dir) or DEFAULT_TEMPLATE, find_special_tokens(model_dir))
 
     @classmethod
     def of_request(cls, special_tokens: Mapping[str, str], source: str) -> ChatTemplate:
@@ -124,12 +125,13 @@ class ChatTemplate:
             tagged = [*before, {**last, "content": _continued(last["content"])}]
             return _cut_at_tag(self.render(tagged, now, variables, tools, add_generation_prompt=False))
         check_variables(variables)
+        name = self._chosen(tools)
         try:
-            pieces = self._template.generate(
+            pieces = self._templates[name].generate(
                 self.special_tokens
                 | dict(variables or {})
                 | {
-                    "messages": [self._with_known_role(message) for message in messages],
+                    "messages": [self._with_known_role(message, name) for message in messages],
                     "add_generation_prompt": add_generation_prompt,
                     "tools": list(tools) if tools else None,
                     "documents": None,
@@ -145,9 +147,21 @@ class ChatTemplate:
             reason = f"{self._whose} rejects {'them' if self._field == 'messages' else 'the messages'}"
             raise InvalidRequest(self._field, f"{reason}: {_shortened(error)}") from error
 
-    def _with_known_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _chosen(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """The name of the template for a chat with these tools; raises InvalidRequest if there is none for it."""
+        if tools and _TOOL_USE in self._templates:
+            return _TOOL_USE
+        if DEFAULT in self._templates:
+            return DEFAULT
+        raise InvalidRequest(
+            self._field,
+            f"has no template: those of this model are named {', '.join(self._templates)}, and none is the default; "
+            f"{'send tools, or ' if _TOOL_USE in self._templates else ''}name one in {FIELD}",
+        )
+
+    def _with_known_role(self, message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
         # "developer" is OpenAI's newer name for the role "system", and few templates know it.
-        if message["role"] == "developer" and not self._knows_developer:
+        if message["role"] == "developer" and "developer" not in self._sources[template]:
             return {**message, "role": "system"}
         return message
 
@@ -171,6 +185,19 @@ def _bounded(pieces: Iterable[str], field: str) -> Iterator[str]:
 def _shortened(error: BaseException) -> str:
     text = str(error)
     return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."
+
+
+def _compiled(source: str) -> Template:
+    """A template of a model; raises ConfigError for a source that is not valid."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise ConfigError(f"the model's chat template is broken (not valid Jinja): {error}") from error
 
 
 class _Generation(Extension):
@@ -215,42 +242,3 @@ def _to_json(
 
 def _raise(message: str) -> Never:
     raise TemplateError(message)
-
-
-def _find_source(model_dir: Path, config: Mapping[str, Any]) -> str:
-    plain = model_dir / "chat_template.jinja"
-    if plain.is_file():
-        return _text(plain)
-    found = _read(model_dir / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else DEFAULT_TEMPLATE
-
-
-def _find_special_tokens(model_dir: Path, config: Mapping[str, Any]) -> Mapping[str, str]:
-    tokens = {}
-    for source in (_read(model_dir / "special_tokens_map.json"), config):
-        for name in _SPECIAL_TOKENS:
-            value = source.get(name)
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                tokens[name] = text
-    return tokens
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(_text(path))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    return found if isinstance(found, dict) else {}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} can't be read: {error}") from error

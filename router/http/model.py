@@ -205,9 +205,14 @@ class ServedModel:
         return text
 
     def _template_of(self, source: str | None) -> Template | None:
-        """The template of a request, None if it has none; raises InvalidRequest if requests may not have one."""
+        """The template of a request, None if it has none; raises InvalidRequest if requests may not have one.
+
+        A request may also name one of the model's own templates, as in transformers.
+        """
         if source is None:
             return None
+        if self._template is not None and (own := self._template.named(source)) is not None:
+            return own
         if self._request_template is None:
             raise InvalidRequest(FIELD, _NOT_TRUSTED)
         return self._request_template(source)

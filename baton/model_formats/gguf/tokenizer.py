@@ -20,6 +20,9 @@ _ENDS_OF_TURNS = (
 """Tokens that end an answer by their name alone, as in llama.cpp. They are special ones whatever the file says."""
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 """Phi-3's special tokens that leave the blanks after them; all others take them."""
+_TEMPLATE = "tokenizer.chat_template"
+"""The key of the chat template; those with other names than "default" have their names behind it."""
+_TEMPLATE_NAMES = "tokenizer.chat_templates"
 _MAX_PIECE = 256
 """The longest token, in characters, for which pairs that make it are searched; longer ones are never merged."""
 
@@ -85,7 +88,7 @@ def tokenizer_json(facts: Facts) -> dict[str, Any]:
 
 
 def tokenizer_config_json(facts: Facts) -> dict[str, Any]:
-    """The content of tokenizer_config.json: the special tokens by name, and the chat template if there is one."""
+    """The content of tokenizer_config.json: the special tokens by name, and the chat templates if there are any."""
     texts = Vocabulary.of(facts).texts
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
     tokens = {name: facts.token(key) for name, key in names.items()}
@@ -94,8 +97,12 @@ def tokenizer_config_json(facts: Facts) -> dict[str, Any]:
         f"{name}_token": texts[token] for name, token in tokens.items() if token is not None and token < len(texts)
     }
     found["model_max_length"] = facts.whole(".context_length")
-    if facts.has("tokenizer.chat_template"):
-        found["chat_template"] = facts.text("tokenizer.chat_template")
+    names = facts.texts(_TEMPLATE_NAMES) if facts.has(_TEMPLATE_NAMES) else ()
+    templates = {name: facts.text(f"{_TEMPLATE}.{name}") for name in names}
+    if facts.has(_TEMPLATE):
+        templates["default"] = facts.text(_TEMPLATE)
+    if templates:
+        found["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
     return found
 
 

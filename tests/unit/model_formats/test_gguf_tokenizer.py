@@ -180,6 +180,14 @@ def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_the_templates_with_names_are_those_of_the_file(tmp_path: Path) -> None:
+    names = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "TOOLS {{ tools }}"}
+    template = ChatTemplate.load(directory_of(tmp_path, {**byte_level_tokens(), **names}))
+    chat = [{"role": "user", "content": "Hi"}]
+    assert template.render(chat, datetime.now(UTC), None, [{"x": 1}]) == "TOOLS [{'x': 1}]"
+    assert template.render(chat, datetime.now(UTC)).startswith("<|im_start|>user")
+
+
 @pytest.mark.parametrize(
     ("pre", "says", "begins"), [("smollm", None, False), ("llama-bpe", None, True), ("llama-bpe", False, False)]
 )

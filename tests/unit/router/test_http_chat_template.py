@@ -52,6 +52,12 @@ async def test_it_is_refused_by_the_name_of_the_setting_unless_the_operator_allo
     assert "--trust-request-chat-template" in exchange.error["message"]
 
 
+async def test_a_request_may_name_a_template_of_the_model_without_being_trusted() -> None:
+    rig = HttpRig(template="<{{ messages[0].content }}>")
+    named = await rig.post(TOKENIZE, CHAT | {"chat_template": "default"}).end()
+    assert "".join(map(chr, named.json["tokens"])) == "<hi>"
+
+
 @pytest.mark.parametrize(
     ("param", "more"),
     [

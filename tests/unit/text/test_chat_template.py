@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers.models import WordLevel
 from transformers import AutoTokenizer
 
 from baton.config import bundled_model_dir
 from baton.errors import ConfigError, InvalidRequest
-from baton.text.chat_template import ChatTemplate
+from baton.text.chat_template import ChatTemplate, has_chat_template
 from baton.text.tokenizer import Tokenizer
 
 NOW = datetime(2026, 1, 2, 3, 4)
@@ -160,14 +162,97 @@ def test_the_template_is_found_in_its_places(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": None}))
     assert rendered() == "<s>user: x\nassistant:"
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "named {{ eos_token }}"}]
-    config.write_text(json.dumps({"chat_template": named}))
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
-    assert rendered() == "named </s>"
+    config.write_text(json.dumps({"chat_template": {"default": "object"}}))
+    assert rendered() == "object"
+    (tmp_path / "processor_config.json").write_text(json.dumps({"chat_template": "processor"}))
+    assert rendered() == "processor"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
     assert rendered() == "json"
     (tmp_path / "chat_template.jinja").write_text("jinja")
     assert rendered() == "jinja"
-    config.write_text("{")
+    (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match="not JSON"):
         rendered()
+
+
+@pytest.mark.parametrize("value", [7, ["x"], [{"name": "default"}], {"default": None}])
+def test_a_template_in_no_known_form_is_a_configuration_error(tmp_path: Path, value: Any) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    with pytest.raises(ConfigError, match="must be a template, or several with their names"):
+        ChatTemplate.load(tmp_path)
+
+
+NAMED = {
+    "default": "{{ messages[0].content }} {{ tools }}",
+    "tool_use": "TOOLS {{ tools | tojson }} {{ messages[0].role }}",
+    "rag": "RAG",
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A directory with a tokenizer of one word and without templates."""
+    tokenizers.Tokenizer(WordLevel({"x": 0}, unk_token="x")).save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("place", ["list", "files", "files beside one in the config"])
+@pytest.mark.parametrize("names", [("default", "tool_use", "rag"), ("tool_use", "rag"), ("default", "rag"), ("rag",)])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_one_of_several_templates_is_chosen_as_in_transformers(
+    directory: Path, place: str, names: tuple[str, ...], tools: Any
+) -> None:
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "additional_chat_templates").mkdir()
+    if place == "list":
+        config["chat_template"] = [{"name": name, "template": NAMED[name]} for name in names]
+    else:
+        config["chat_template"] = "CONFIG"
+        for name in names:
+            file = "chat_template" if name == "default" else f"additional_chat_templates/{name}"
+            (directory / f"{file}.jinja").write_text(NAMED[name])
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    template, tokenizer = ChatTemplate.load(directory), AutoTokenizer.from_pretrained(directory)
+    try:
+        theirs = tokenizer.apply_chat_template(CHAT, tools=tools, tokenize=False)
+    except ValueError:
+        with pytest.raises(InvalidRequest, match="none is the default") as caught:
+            template.render(CHAT, NOW, None, tools)
+        assert caught.value.field == "messages"
+    else:
+        assert template.render(CHAT, NOW, None, tools) == theirs
+
+
+def test_several_templates_without_the_default_one_are_those_of_a_model_with_a_template(tmp_path: Path) -> None:
+    assert not has_chat_template(tmp_path)
+    named = [{"name": "tool_use", "template": "x"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert has_chat_template(tmp_path)
+    assert not ChatTemplate.load(tmp_path).is_default
+
+
+TOKENS = """
+{%- for name, value in [("bos", bos_token), ("eos", eos_token), ("image", image_token), ("end", end_of_turn)] -%}
+    {{ name }} {{ value is defined }} {{ value }}
+{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("config", "special_tokens_map"),
+    [
+        ({"bos_token": None, "eos_token": "</s>"}, {}),
+        ({"image_token": "<image>", "add_bos_token": True}, {}),
+        ({"extra_special_tokens": {"image_token": "<image>", "end_of_turn": "<end>"}}, {}),
+        ({"extra_special_tokens": ["<image>"]}, {}),
+        ({"eos_token": "</s>"}, {"eos_token": {"content": "<|end|>"}, "image_token": "<image>"}),
+        ({"eos_token": "</s>", "added_tokens_decoder": {}}, {"eos_token": "<|end|>", "bos_token": "<s>"}),
+    ],
+)
+def test_special_tokens_are_defined_in_templates_as_in_transformers(
+    directory: Path, config: dict[str, Any], special_tokens_map: dict[str, Any]
+) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TOKENS, **config}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "special_tokens_map.json").write_text(json.dumps(special_tokens_map))
+    theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(CHAT, tokenize=False)
+    assert ChatTemplate.load(directory).render(CHAT, NOW) == theirs

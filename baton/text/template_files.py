@@ -1,0 +1,84 @@
+"""The chat templates and special tokens in a model directory, as transformers finds them.
+
+A checkpoint has its templates in one of these places, the first that it has:
+
+1. chat_template.jinja, and further ones by their names as additional_chat_templates/NAME.jinja;
+2. the key `chat_template` of chat_template.json, processor_config.json or tokenizer_config.json: one template, or
+   several as a list of `{"name": ..., "template": ...}` or an object of them by their names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigError
+
+DEFAULT = "default"
+"""The name of the template for chats, which one without a name has."""
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The names of special tokens that a tokenizer may have without listing them as further ones."""
+_FORMS = "must be a template, or several with their names"
+
+
+def find_templates(model_dir: Path) -> Mapping[str, str]:
+    """The templates of a model by their names; none where it has no template. Raises ConfigError."""
+    files = {DEFAULT: model_dir / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja"))}
+    if found := {name: _text(path) for name, path in files.items() if path.is_file()}:
+        return found
+    for file in ("chat_template.json", "processor_config.json", CONFIG_FILE):
+        path = model_dir / file
+        if (value := read_json(path).get("chat_template")) is not None:
+            return dict(_named(value, path))
+    return {}
+
+
+def find_special_tokens(model_dir: Path) -> Mapping[str, str]:
+    """The texts of the special tokens of a model that have names, by these names. Raises ConfigError."""
+    config = read_json(model_dir / CONFIG_FILE)
+    if "added_tokens_decoder" not in config:
+        config = {**config, **read_json(model_dir / "special_tokens_map.json")}
+    further = config.get("extra_special_tokens")
+    named = {**config, **further} if isinstance(further, dict) else config
+    tokens = {}
+    for name, value in named.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        is_name = name.endswith("_token") or (isinstance(further, dict) and name in further)
+        if is_name and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """The object in a JSON file, empty where there is no such file; raises ConfigError for one that can't be read."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_text(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _named(value: Any, path: Path) -> Iterator[tuple[str, str]]:
+    """The templates in one value, by their names; raises ConfigError."""
+    pairs: list[tuple[Any, Any]]
+    if isinstance(value, list):
+        pairs = [(one.get("name"), one.get("template")) if isinstance(one, dict) else (None, None) for one in value]
+    else:
+        pairs = list(value.items()) if isinstance(value, dict) else [(DEFAULT, value)]
+    for name, source in pairs:
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise ConfigError(f"{path}: chat_template {_FORMS}; this is {value!r:.80}")
+        yield name, source
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error

@@ -181,7 +181,7 @@ class RouterProcess:
             request_template = partial(RequestTemplate, workers, template.special_tokens)
         parsers = None
         if template is not None:
-            parsers = AnswerParsers.of(config.tool_call_parser, config.reasoning_parser, template.source)
+            parsers = AnswerParsers.of(config.tool_call_parser, config.reasoning_parser, template)
         front = HttpFront(
             handler,
             ServedModel(cards, codec, template, datetime.now, request_template, parsers, rules, fetcher),

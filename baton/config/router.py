@@ -107,8 +107,8 @@ class RouterSettings(ClusterSettings):
     )
     tool_call_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "mistral-args", "smollm2"] = Field(
         "auto",
-        description="The format in which the model calls tools; auto: the one that its chat template describes; none: "
-        "chats with tools are refused.",
+        description="The format in which the model calls tools; auto: the one that its files name or its chat template "
+        "describes; none: chats with tools are refused.",
     )
     reasoning_parser: Literal["auto", "none", "think"] = Field(
         "auto",

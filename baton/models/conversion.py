@@ -32,14 +32,13 @@ def convert_in_child(source: Path, directory: Path) -> None:
         raise ConfigError(f"the converter of {source} can't be run: {error}") from error
 
 
-def add_sampling(directory: Path, sampling: Mapping[str, float]) -> None:
-    """Write sampling parameters to a model directory's generation_config.json, and flush it."""
-    path = directory / "generation_config.json"
+def add_to_json(path: Path, more: Mapping[str, object]) -> None:
+    """Write further keys to a JSON file of a model directory, and flush it."""
     with path.open("r+", encoding="utf-8") as file:
         found = json.load(file)
         file.seek(0)
         file.truncate()
-        json.dump({**found, **sampling}, file, indent=2)
+        json.dump({**found, **more}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
 

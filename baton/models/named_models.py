@@ -56,6 +56,8 @@ class NamedModel:
     """Serve it with plain weights: a very small model answers worse if the inputs of its products are rounded."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """What its makers recommend, by the names of generation_config.json: a GGUF file does not say it."""
+    tool_call_parser: str = ""
+    """The format in which it was taught to call tools, where its chat template describes none."""
 
     @property
     def num_bytes_to_make(self) -> int:
@@ -80,6 +82,7 @@ NAMED_MODELS: Mapping[str, NamedModel] = {
         dequantize=True,
         # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, "How to use"
         sampling={"temperature": 0.2, "top_p": 0.9},
+        tool_call_parser="smollm2",
     ),
     "all-minilm-l6-v2": NamedModel(
         title="all-MiniLM-L6-v2",
@@ -116,9 +119,16 @@ _MOST_BYTES_BESIDE = 16 << 20
 """The largest file of a model directory beside its weights."""
 
 
-def recommended_sampling(sha256: str) -> Mapping[str, float]:
-    """What the makers of a known GGUF file recommend, whatever its path; empty for other files."""
-    return next((model.sampling for model in NAMED_MODELS.values() if model.sha256 == sha256), {})
+def known_facts(sha256: str) -> Mapping[str, Mapping[str, object]]:
+    """What a known GGUF file does not say of its model, whatever its path; empty for other files.
+
+    It is the further content of the model directory's files, by their names.
+    """
+    model = next((model for model in NAMED_MODELS.values() if model.sha256 == sha256), None)
+    if model is None:
+        return {}
+    calls = {"tool_call_parser": model.tool_call_parser} if model.tool_call_parser else {}
+    return {"generation_config.json": model.sampling, "tokenizer_config.json": calls}
 
 
 RunPip = Callable[[Sequence[str]], str]

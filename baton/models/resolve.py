@@ -20,7 +20,7 @@ from baton.config.cluster import ClusterSettings
 from baton.config.node import NodeSettings
 from baton.errors import ConfigError
 from baton.messages.speculation import SpeculationConfig
-from baton.models.conversion import add_sampling, convert_in_child
+from baton.models.conversion import add_to_json, convert_in_child
 from baton.models.hub import HubName, fetched_directory
 from baton.models.known_digests import FileState, KnownDigests
 from baton.models.model_cache import ModelCache, default_cache_dir
@@ -29,7 +29,7 @@ from baton.models.named_models import (
     convert_directory,
     copy_directory,
     directory_of,
-    recommended_sampling,
+    known_facts,
     source_of,
 )
 
@@ -119,12 +119,12 @@ def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
 
 
 def _cache(environ: Mapping[str, str], sha256: str) -> ModelCache:
-    """The cache of models; what it makes of the GGUF file with this SHA-256 has the sampling that is recommended."""
+    """The cache of models; what it makes of the GGUF file with this SHA-256 has what is known of it."""
 
     def convert(source: Path, directory: Path) -> None:
         convert_in_child(source, directory)
-        if sampling := recommended_sampling(sha256):
-            add_sampling(directory, sampling)
+        for file, more in known_facts(sha256).items():
+            add_to_json(directory / file, more)
 
     return ModelCache(default_cache_dir(environ), convert)
 

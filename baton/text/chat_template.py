@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Never
 
@@ -19,7 +18,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import ConfigError, InvalidRequest
-from baton.text.template_files import DEFAULT, SPECIAL_TOKENS, find_special_tokens, find_templates
+from baton.text.prompt_template import PromptTemplate
+from baton.text.template_files import (
+    DEFAULT,
+    SPECIAL_TOKENS,
+    find_special_tokens,
+    find_templates,
+    find_tool_call_parser,
+)
 
 DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -29,8 +35,6 @@ DEFAULT_TEMPLATE = (
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the place in a message where the model continues it; the same as in transformers."""
-_PROBE = "baton probe"
-_ANY_TIME = datetime(2024, 1, 1)
 _TOOL_USE = "tool_use"
 """The name of the template for chats with tools, as in transformers."""
 _OWN_NAMES = frozenset(
@@ -48,21 +52,25 @@ def has_chat_template(model_dir: Path) -> bool:
     return bool(find_templates(model_dir))
 
 
-class ChatTemplate:
+class ChatTemplate(PromptTemplate):
     """One model's template, compiled, or several with names, of which the tools of a chat choose one as in
     transformers. Immutable, and safe to use from several threads.
     """
 
-    def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, sources: str | Mapping[str, str], special_tokens: Mapping[str, str], tool_call_parser: str = ""
+    ) -> None:
         """Compile a model's template, or those with names; raises ConfigError for one that is not valid.
 
         `special_tokens`: the texts of those that the model has, by their names in templates; others are undefined.
+        `tool_call_parser`: the format in which the model calls tools, if its files name one.
         """
         self._sources = {DEFAULT: sources} if isinstance(sources, str) else dict(sources)
         self._templates = {name: _compiled(source) for name, source in self._sources.items()}
         self.source = "\n".join(self._sources[name] for name in (DEFAULT, _TOOL_USE) if name in self._sources)
         """The template of chats in Jinja; where those with tools have another one, both."""
         self.special_tokens = dict(special_tokens)
+        self.tool_call_parser = tool_call_parser
         self.is_default = self.source == DEFAULT_TEMPLATE
         """Whether the model has no template of its own."""
         self._field, self._whose = "messages", "the model's chat template"
@@ -71,23 +79,11 @@ class ChatTemplate:
         """The model's template of this name alone; None if none has it."""
         return ChatTemplate(self._sources[name], self.special_tokens) if name in self._sources else None
 
-    @cached_property
-    def needs_parts(self) -> bool:
-        """Whether the text of a message is rendered only as a part in a list, as by templates of some image models."""
-        parts = [{"type": "text", "text": _PROBE}]
-        return _PROBE not in self._rendered(_PROBE) and _PROBE in self._rendered(parts)
-
-    def _rendered(self, content: str | list[dict[str, str]]) -> str:
-        """The text of one message; empty if the template takes no such one."""
-        try:
-            return self.render([{"role": "user", "content": content}], _ANY_TIME)
-        except InvalidRequest:
-            return ""
-
     @classmethod
     def load(cls, model_dir: Path) -> ChatTemplate:
         """The template of a model directory, or the default one; raises ConfigError when its files can't be read."""
-        return cls(find_templates(model_dir) or DEFAULT_TEMPLATE, find_special_tokens(model_dir))
+        sources = find_templates(model_dir) or DEFAULT_TEMPLATE
+        return cls(sources, find_special_tokens(model_dir), find_tool_call_parser(model_dir))
 
     @classmethod
     def of_request(cls, special_tokens: Mapping[str, str], source: str) -> ChatTemplate:
@@ -114,12 +110,6 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt's text, special tokens included; raises InvalidRequest for messages that the template rejects.
-
-        `variables`: further variables for the template, such as `enable_thinking`. `tools`: those that the model may
-        call, each as `{"type": "function", "function": {...}}`. `continue_final_message`: the text ends within the last
-        message, which the model then continues, as in transformers.
-        """
         if continue_final_message:
             *before, last = messages
             tagged = [*before, {**last, "content": _continued(last["content"])}]

@@ -9,10 +9,11 @@ from typing import Any
 from baton.errors import InvalidRequest
 from baton.text.bounded_workers import BoundedWorkers
 from baton.text.chat_template import FIELD, check_variables
+from baton.text.prompt_template import PromptTemplate
 from baton.text.template_work import TemplateWork
 
 
-class RequestTemplate:
+class RequestTemplate(PromptTemplate):
     """A request's template; a counterpart of `ChatTemplate` whose `render` takes bounded time and memory."""
 
     def __init__(self, workers: BoundedWorkers, special_tokens: Mapping[str, str], source: str) -> None:

@@ -53,6 +53,11 @@ def find_special_tokens(model_dir: Path) -> Mapping[str, str]:
     return tokens
 
 
+def find_tool_call_parser(model_dir: Path) -> str:
+    """The format of calls that a model's files name, which is a key of Baton's own; empty if they name none."""
+    return str(read_json(model_dir / CONFIG_FILE).get("tool_call_parser") or "")
+
+
 def read_json(path: Path) -> Mapping[str, Any]:
     """The object in a JSON file, empty where there is no such file; raises ConfigError for one that can't be read."""
     if not path.is_file():

@@ -33,13 +33,9 @@ from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.formats import CallGrammarOptions, Tool
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.tools import CHAT_TOOL_FIELDS, NamedTool, ToolBody, ToolFields, tools_of
-from router.http.model import ServedModel
+from router.http.model import NO_TOOLS, ServedModel
 from router.http.parsed_text import TextParsing
 
-_NO_TOOLS = (
-    "are not served for this model: its chat template describes no known format of calls "
-    "(an operator may name one with --tool-call-parser)"
-)
 _OPEN_REASONING = (
     "demands a call, which begins at the end of this model's prompt, but the chat template opens reasoning there: "
     "turn reasoning off, or let tool_choice be auto"
@@ -117,7 +113,7 @@ def plan_offer(
     parsers = model.answer_parsers
     tool_format = parsers.tools if offered else None
     if offered and tool_format is None:
-        raise InvalidRequest("tools", _NO_TOOLS)
+        raise InvalidRequest("tools", NO_TOOLS)
     text = text_with(offered)
     reasons = parsers.reasons and offer.constraint_field is None
     parsing = TextParsing(

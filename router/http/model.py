@@ -11,6 +11,9 @@ from baton.messages.generation import ModelCard
 from baton.messages.request_limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_VARIABLE_BYTES
 from baton.text.chat_template import FIELD, MAX_RENDERED_BYTES, ChatTemplate
 from baton.text.image_prompts import PromptImage
+from baton.text.prompt_template import PromptTemplate, with_parts
+from baton.text.tool_calls.formats import FORMATS
+from baton.text.tool_calls.tools_in_text import tools_in_text
 from router.admission.images import ImageRules, check_takes_images
 from router.admission.validation import check_text
 from router.http.bodies.chats import ChatPrompt
@@ -18,24 +21,14 @@ from router.http.bodies.tools import ToolBody
 from router.http.image_urls import ImageFetcher
 from router.http.logprobs import as_token_id
 from router.http.parsed_text import AnswerParsers
-from router.http.template_messages import template_message, with_parts
+from router.http.template_messages import template_message
 
+NO_TOOLS = (
+    "are not served for this model: its chat template describes no known format of calls "
+    "(an operator may name one with --tool-call-parser)"
+)
+"""Why tools are refused that no format of calls is known for."""
 _NOT_TRUSTED = "is not taken from requests here; an operator allows it with --trust-request-chat-template on"
-
-
-class Template(Protocol):
-    """A chat template as the HTTP front uses it; `baton.text.chat_template.ChatTemplate` is the model's own."""
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        now: datetime,
-        variables: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str: ...
 
 
 class Vocabulary(Protocol):
@@ -67,7 +60,7 @@ class ServedModel:
         vocabulary: Vocabulary | None,
         template: ChatTemplate | None,
         now: Callable[[], datetime],
-        request_template: Callable[[str], Template] | None = None,
+        request_template: Callable[[str], PromptTemplate] | None = None,
         answer_parsers: AnswerParsers | None = None,
         image_rules: ImageRules | None = None,
         image_fetcher: ImageFetcher | None = None,
@@ -83,7 +76,7 @@ class ServedModel:
         self._template = template
         self._now = now
         self._request_template = request_template
-        self.answer_parsers = answer_parsers or AnswerParsers.of("auto", "auto", template.source if template else "")
+        self.answer_parsers = answer_parsers or AnswerParsers.of("auto", "auto", template)
         """How calls and reasoning in the model's text are found."""
 
     @property
@@ -189,7 +182,7 @@ class ServedModel:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-        template: Template | None = None,
+        template: PromptTemplate | None = None,
         **options: bool,
     ) -> str:
         """The text of messages. `template`: instead of the model's own."""
@@ -197,14 +190,40 @@ class ServedModel:
         if self._vocabulary is None or template is None:
             message = "this model is served without a tokenizer; send token ids to /v1/completions"
             raise InvalidRequest("messages", message)
-        has_parts = not all(isinstance(message["content"], str) for message in messages)
-        if has_parts or (template is self._template and self._template is not None and self._template.needs_parts):
-            messages = with_parts(messages)
-        text = template.render(messages, self._now(), variables, tools, **options)
+        has_place = template.shows_tools if tools else not _has_calls(messages) or template.shows_calls
+        text = self._text(template, messages, variables, tools, **options) if has_place else ""
+        # Some templates have a place for tools in some chats alone.
+        if not has_place or not all(tool["function"]["name"] in text for tool in tools):
+            messages = self._with_tools_in_text(messages, tools, template)
+            text = self._text(template, messages, variables, (), **options)
         check_text("messages", text, MAX_RENDERED_BYTES)
         return text
 
-    def _template_of(self, source: str | None) -> Template | None:
+    def _with_tools_in_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], template: PromptTemplate
+    ) -> Sequence[Mapping[str, Any]]:
+        """The messages for a template without a place for tools; raises InvalidRequest if no format is known."""
+        tool_format = self.answer_parsers.tools
+        if tools and tool_format is None:
+            raise InvalidRequest("tools", NO_TOOLS)
+        # Where none is known, calls of earlier turns are written as most models write them.
+        chosen = tool_format or FORMATS["hermes"]
+        return tools_in_text(messages, tools, chosen, shows_system=template.shows_system)
+
+    def _text(
+        self,
+        template: PromptTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]],
+        **options: bool,
+    ) -> str:
+        has_parts = not all(isinstance(message["content"], str) for message in messages)
+        if has_parts or (template is self._template and template.needs_parts):
+            messages = with_parts(messages)
+        return template.render(messages, self._now(), variables, tools, **options)
+
+    def _template_of(self, source: str | None) -> PromptTemplate | None:
         """The template of a request, None if it has none; raises InvalidRequest if requests may not have one.
 
         A request may also name one of the model's own templates, as in transformers.
@@ -216,6 +235,11 @@ class ServedModel:
         if self._request_template is None:
             raise InvalidRequest(FIELD, _NOT_TRUSTED)
         return self._request_template(source)
+
+
+def _has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there are calls in messages, or their results."""
+    return any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
 
 
 def _checked_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ConfigError
+from baton.text.chat_template import ChatTemplate
 from baton.text.reasoning import ReasoningCounter, ReasoningSplitter
 from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
@@ -61,17 +62,27 @@ class AnswerParsers:
 
     tools: ToolFormat | None
     """The format of calls; None: the model calls no tools."""
+    tool_call_parser: str | None
+    """The name of that format."""
     reasons: bool
     """Whether the model may write `<think>…</think>` before its answer."""
 
     @classmethod
-    def of(cls, tool_call_parser: str, reasoning_parser: str, template: str) -> AnswerParsers:
-        """The parsers that the settings name; `auto` stands for those that fit the model's chat template."""
-        name = format_of_template(template) if tool_call_parser == "auto" else tool_call_parser
+    def of(cls, tool_call_parser: str, reasoning_parser: str, template: ChatTemplate | None) -> AnswerParsers:
+        """The parsers that the settings name.
+
+        `auto` stands for those that fit the model: the one that its files name, or that its chat template describes.
+        Raises ConfigError if there is no parser of such a name.
+        """
+        source = template.source if template is not None else ""
+        name: str | None = tool_call_parser
+        if name == "auto":
+            name = (template.tool_call_parser if template is not None else "") or format_of_template(source)
         if name not in (None, "none", *FORMATS):
-            raise ConfigError(f"there is no parser of tool calls {name!r}")
-        reasons = template_reasons(template) if reasoning_parser == "auto" else reasoning_parser == "think"
-        return cls(FORMATS.get(name or ""), reasons)
+            raise ConfigError(f"there is no parser of tool calls {name!r:.80}; there are {', '.join(FORMATS)} and none")
+        reasons = template_reasons(source) if reasoning_parser == "auto" else reasoning_parser == "think"
+        tools = FORMATS.get(name or "")
+        return cls(tools, name if tools is not None else None, reasons)
 
 
 @dataclass(frozen=True, slots=True)

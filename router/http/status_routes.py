@@ -32,6 +32,7 @@ def status_routes(
             "max_model_len": served.max_model_len,
             "capabilities": in_order(served.capabilities),
             "has_chat_template": model.has_chat_template,
+            "tool_call_parser": model.answer_parsers.tool_call_parser,
             "default_sampling_params": served.defaults.given(),
         }
 

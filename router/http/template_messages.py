@@ -46,16 +46,6 @@ def _for_template(parts: Sequence[str | ImagePart]) -> str | list[dict[str, str]
     return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
 
 
-def with_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages whose contents are all lists of parts, as some templates of models that take images need them."""
-    return [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message["content"], str)
-        else message
-        for message in messages
-    ]
-
-
 def template_call(call_id: str | None, name: str, arguments: Any) -> Mapping[str, Any]:
     """A call in a message.
 

@@ -14,11 +14,12 @@ from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_handler import FakeCall, FakeHandler
 from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from baton.text.prompt_template import PromptTemplate
 from router.http.adapters import adapter_routes
 from router.http.app import HttpFront
 from router.http.audio.endpoint import SpeechRules
 from router.http.endpoints import Handler
-from router.http.model import ServedModel, Template
+from router.http.model import ServedModel
 from router.http.responses.store import ResponseStore, StoreBounds
 from tests.support.http_client import AsgiClient
 from tests.support.router_parts import MODEL
@@ -38,7 +39,7 @@ class HttpRig(AsgiClient):
         card: ModelCard = CARD,
         authenticator: PageAuthenticator | None = None,
         bounds: StoreBounds = BOUNDS,
-        request_template: Callable[[str], Template] | None = None,
+        request_template: Callable[[str], PromptTemplate] | None = None,
         vocabulary: FakeTokenizer | None = None,
         prompt_embeds_bytes: int = 0,
         speech: SpeechRules | None = None,

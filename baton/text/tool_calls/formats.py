@@ -97,6 +97,11 @@ class ToolFormat:
     trigger: str = ""
     """The text with which all calls begin; empty: there is none, or it is a special token."""
 
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        """The text of calls, each a name and its arguments as JSON, as a model of this format writes them."""
+        texts = [self.head.replace("NAME", name) + arguments + self.tail for name, arguments in calls]
+        return self.prompt_end + self.before + (self.between or self.prompt_end).join(texts) + self.after
+
     def demand(self, tools: Sequence[Tool], surroundings: CallGrammarOptions) -> Demand:
         """The grammar of a call of one of these tools, or of several calls; raises InvalidRequest for a wrong schema.
 

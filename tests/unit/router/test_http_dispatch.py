@@ -220,7 +220,9 @@ async def test_a_constrained_stream_goes_on_under_its_constraint_after_its_node_
 
 STRICT = {"name": "f", "strict": True}
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
-SHORT_PROMPT = "{# <tool_call> #}{{ messages[0].content }}"
+SHORT_PROMPT = (
+    "{# <tool_call> #}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+)
 HELLO = [{"role": "user", "content": "hi"}]
 STRICT_CALLS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {

@@ -151,6 +151,46 @@ async def test_messages_with_calls_reach_the_template_with_arguments_as_objects(
     )
 
 
+NO_PLACE = "{# <tool_call> #}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+async def test_a_template_without_a_place_for_tools_gets_them_as_text() -> None:
+    rig = HttpRig(template=NO_PLACE, card=replace(CARD, max_model_len=9000))
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    messages = [*HELLO, called, {"role": "tool", "tool_call_id": "c1", "content": "2"}]
+    request, answer = await asked(rig, chat(messages=messages), written("hermes", [("g", {})]))
+    prompt = prompt_of(request)
+    assert prompt.startswith("[system]# Tools\n")
+    assert f"<tools>\n{json.dumps(F | {'function': {key: STRICT[key] for key in list(STRICT)[:3]}})}\n" in prompt
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    turns = f"[user]hi[assistant]{call}[user]<tool_response>\n2\n</tool_response>"
+    assert prompt.endswith(turns)
+    assert [one["function"]["name"] for one in answer["message"]["tool_calls"]] == ["g"]
+    tokenized = await rig.post("/tokenize", {"messages": messages, "tools": [F, G]}).end()
+    assert tokenized.json["tokens"] == request.prompt
+    request, _ = await asked(rig, chat(messages=messages, tool_choice="none"))
+    assert prompt_of(request) == turns
+
+
+async def test_a_chat_in_which_the_template_leaves_tools_out_gets_them_as_text() -> None:
+    shown = "{% if messages | length == 1 %}{{ tools | tojson }}{% endif %}"
+    rig = HttpRig(template=NO_PLACE + shown, card=replace(CARD, max_model_len=9000))
+    request, _ = await asked(rig, chat())
+    assert prompt_of(request).startswith('[user]hi[{"type":')
+    request, _ = await asked(rig, chat(messages=HELLO * 2))
+    assert prompt_of(request).startswith("[system]# Tools\n")
+
+
+async def test_tokenize_refuses_tools_as_the_chat_does_and_writes_calls_of_earlier_turns() -> None:
+    rig = HttpRig(template=NO_PLACE.replace("<tool_call>", ""))
+    for path in (CHATS, "/tokenize"):
+        exchange = await rig.post(path, chat()).end()
+        assert (exchange.status, exchange.error["param"]) == (400, "tools")
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    request, _ = await asked(rig, {"messages": [*HELLO, called]})
+    assert '{"name": "f", "arguments": {"x": 1}}' in prompt_of(request)
+
+
 async def test_with_the_choice_none_the_model_knows_no_tools_and_nothing_is_parsed() -> None:
     text = written("hermes", [("f", {})])
     request, choice = await asked(HttpRig(template=template("hermes")), chat(tool_choice="none"), text)

@@ -247,14 +247,18 @@ class CallParser:
             char = yield
 
     def _object(self, char: str) -> Reading:
-        """Read one call: an object with a name and with arguments, in any order; further keys mean nothing."""
+        """Read one call: an object with a name and with arguments, in any order; further keys mean nothing.
+
+        A call without arguments has the name alone: further keys may be arguments in another form, so with them the
+        object is no call.
+        """
         if char != "{" or self._num_calls == self._max_calls:
             raise Malformed(char)
         scanner = JsonScanner()
         key = name = ""
         early: tuple[int, int, str] | None = None
         """Arguments that stand before the name: where their source begins and ends in the held text, and their text."""
-        is_called = False
+        is_called = has_further_keys = False
         while not scanner.is_done:
             kind = push(scanner, char)
             self._hold(char)
@@ -263,6 +267,7 @@ class CallParser:
                 key, char = yield from self._string(scanner)
                 if (key == "name" and name) or (key in self.argument_keys and (is_called or early)):
                     raise Malformed(char)
+                has_further_keys |= key not in ("name", *self.argument_keys)
             elif scanner.depth == 1 and kind is Kind.STRING and key == "name":
                 name, char = yield from self._string(scanner)
                 if not self._is_name(name):
@@ -285,7 +290,7 @@ class CallParser:
                 raise Malformed((yield))
             else:
                 char = yield
-        if not name:
+        if not name or (has_further_keys and not is_called):
             raise Malformed(char)
         if not is_called:
             self._call_at_once(name, (len(self._held), len(self._held), "{}"))

@@ -124,6 +124,26 @@ def test_hermes_and_smollm2(text: str, expected: Shown) -> None:
     assert parsed(HermesParser, text) == expected
 
 
+OTHERS = ('"parameters": {"a": 1}', '"args": {"a": 1}', '"a": 1', '"type": "function"')
+
+
+@pytest.mark.parametrize("others", OTHERS)
+@pytest.mark.parametrize("others_first", [True, False])
+@pytest.mark.parametrize("make", PARSERS)
+def test_an_object_with_other_keys_than_those_of_a_call_loses_none(
+    make: Callable[..., CallParser], others_first: bool, others: str
+) -> None:
+    keys = [others, '"name": "f"'] if others_first else ['"name": "f"', others]
+    one = f"{{{', '.join(keys)}}}"
+    texts = {HermesParser: f"<tool_call>{one}</tool_call>", Llama3Parser: one, MistralParser: f"[TOOL_CALLS] [{one}]"}
+    text = next(text for parser, text in texts.items() if parser is make)
+    is_call = make is Llama3Parser and "parameters" in others
+    assert parsed(make, text) == ([("f", '{"a": 1}')] if is_call else [text])
+    behind = text.replace("[{", '[{"name": "f"}, {')
+    if behind != text:
+        assert parsed(make, behind) == [("f", "{}"), behind.partition('"}')[2]]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

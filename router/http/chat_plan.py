@@ -4,7 +4,8 @@ The rules:
 
 1. With tool_choice "none" the model does not get to know the tools, and no calls are looked for.
 2. A demanded call (tool_choice "required" or a named tool) is a grammar of the output, so no other constraint goes with
-   it. Reasoning may come before it.
+   it, but for the format of the message's text, which such an output has not. Reasoning may come before it. A named
+   tool is called once.
 3. An output that the request constrains otherwise has no reasoning, since the constraint holds from its first token on.
 4. Where no call is demanded and no other constraint is given, strict tools are a grammar of the output, too: of text in
    which their calls have arguments that fit. Not so in formats without a `trigger`, where a marker of calls or of
@@ -32,7 +33,7 @@ from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.formats import CallGrammarOptions, Tool
 from router.http.bodies.chats import ChatBody
-from router.http.bodies.tools import CHAT_TOOL_FIELDS, NamedTool, ToolBody, ToolFields, tools_of
+from router.http.bodies.tools import CHAT_TOOL_FIELDS, ChosenTools, NamedTool, ToolBody, ToolFields, tools_of
 from router.http.model import NO_TOOLS, ServedModel
 from router.http.parsed_text import TextParsing
 
@@ -60,6 +61,9 @@ class ChatPlan:
         """The request of the body with what the plan adds."""
         if not self.parsing.is_needed and not self.schemas:
             return request
+        if self.grammar is not None:
+            # A demanded call takes the place of the format of the message's text.
+            request = replace(request, json_schema=None, regex=None, choice=())
         return replace(
             request,
             grammar=self.grammar or request.grammar,
@@ -93,7 +97,9 @@ class ToolOffer:
 def plan_chat(body: ChatBody, model: ServedModel, card: ModelCard) -> ChatPlan:
     """Plan a chat; raises InvalidRequest that names the wrong field. May be called in a thread."""
     is_parallel = body.parallel_tool_calls is not False
-    offer = ToolOffer(body.tools or (), body.tool_choice, is_parallel, body.constraint_field)
+    tools = body.tools or ()
+    chosen = ChosenTools.of_chat(body.tool_choice, tools)
+    offer = ToolOffer(tools, chosen.choice, is_parallel, body.constraint_field, allowed=chosen.allowed)
     variables = reasoning_variables(body.reasoning_effort)
     return plan_offer(offer, partial(model.chat_text, body, variables=variables), model, card)
 
@@ -115,11 +121,11 @@ def plan_offer(
     if offered and tool_format is None:
         raise InvalidRequest("tools", NO_TOOLS)
     text = text_with(offered)
-    reasons = parsers.reasons and offer.constraint_field is None
+    reasons = parsers.reasons and (offer.constraint_field is None or bool(wanted))
     parsing = TextParsing(
         tool_format,
         [tool.name for tool in callable_tools],
-        MAX_CALLS if offer.is_parallel else 1,
+        MAX_CALLS if offer.is_parallel and not isinstance(offer.choice, NamedTool) else 1,
         reasons=reasons,
         is_open=reasons and opens_reasoning(text),
         spelling=model.spelling,
@@ -185,7 +191,7 @@ def _wanted(offer: ToolOffer, tools: Sequence[Tool]) -> Sequence[Tool]:
         return ()
     if not tools:
         raise InvalidRequest("tool_choice", "needs tools")
-    if (field := offer.constraint_field) is not None:
+    if (field := offer.constraint_field) not in (None, offer.fields.format):
         raise InvalidRequest("tool_choice", f"does not go with {field}: each says what the whole answer must be")
     if not isinstance(offer.choice, NamedTool):
         return tools

@@ -312,12 +312,9 @@ async def test_the_tokens_of_tools_are_counted() -> None:
     assert none.input_tokens == len("[user]hi[assistant]")
 
 
-async def test_what_excludes_each_other_is_refused_as_the_clients_exception() -> None:
+async def test_what_is_not_served_is_refused_as_the_clients_exception() -> None:
     import anthropic
 
-    schema = {"type": "json_schema", "schema": {"type": "object"}}
     async with served(template=template("hermes")) as one, one.anthropic_client() as client:
-        with pytest.raises(anthropic.BadRequestError, match=r"tool_choice: does not go with output_config.format"):
-            await whole(client, **ASK, tool_choice={"type": "any"}, output_config={"format": schema})
         with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].type: is 'web_search_20250305'"):
             await whole(client, **ASK | {"tools": [{"type": "web_search_20250305", "name": "web_search"}]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, Self
 
@@ -109,6 +109,21 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+class AllowedNames(Strict):
+    """The tools among which the model may choose, and whether it has to call one."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Bounded(MAX_TOOLS)]
+
+
+class AllowedTools(Strict):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
+_CHOICES: Mapping[str, type[NamedTool | AllowedTools]] = {"function": NamedTool, "allowed_tools": AllowedTools}
 _WORDS = ("none", "auto", "required")
 
 
@@ -125,13 +140,14 @@ def read_choice(value: Any, kind: type[Strict] | None, objects: str) -> Any:
 
 
 def _choice(value: Any) -> Any:
-    kind = NamedTool if isinstance(value, dict) else None
-    return read_choice(value, kind, " or {'type': 'function', 'function': {'name': ...}}")
+    name = value.get("type") if isinstance(value, dict) else None
+    kind = _CHOICES.get(name) if isinstance(name, str) else None
+    return read_choice(value, kind, ", or an object of the type function or allowed_tools")
 
 
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool | None,
-    PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
+    PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | AllowedTools),
 ]
 Tools = Annotated[Annotated[list[ToolBody], Bounded(MAX_TOOLS)] | None, Distinct]
 Calls = Annotated[list[CallBody], Bounded(MAX_TOOLS)] | None
@@ -145,6 +161,10 @@ class ToolFields:
     """The name of the parameters, within a tool."""
     chosen_name: str
     """The name of the field with the name of the tool that is to be called."""
+    allowed_names: str
+    """The name of the field with the tools among which the choice is; empty: the API has none."""
+    format: str
+    """The name of the field with the format of the message's text."""
 
     def parameters(self, place: int) -> str:
         """The parameters of one of the tools."""
@@ -156,7 +176,39 @@ class ToolFields:
         return f"tools[{place}].{outer}{dot}strict"
 
 
-CHAT_TOOL_FIELDS = ToolFields("function.parameters", "tool_choice.function.name")
+CHAT_TOOL_FIELDS = ToolFields(
+    "function.parameters", "tool_choice.function.name", "tool_choice.allowed_tools.tools", "response_format"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTools:
+    """The choice among tools in the words of chats, and the tools among which it is."""
+
+    choice: Literal["none", "auto", "required"] | NamedTool | None
+    allowed: Collection[str] | None = None
+    """The names of the allowed tools; None: all."""
+
+    @classmethod
+    def among(
+        cls, mode: Literal["auto", "required"], allowed: Collection[str], tools: Sequence[_Named], fields: ToolFields
+    ) -> Self:
+        """The choice among some tools; raises InvalidRequest if there are none, or one is none of `tools`."""
+        if not allowed:
+            raise InvalidRequest(fields.allowed_names, "is empty: let tool_choice be none")
+        if unknown := sorted(set(allowed) - {tool.name for tool in tools}):
+            raise InvalidRequest(fields.allowed_names, f"has {unknown[0]}, which is none of the tools")
+        return cls(mode, set(allowed))
+
+    @classmethod
+    def of_chat(
+        cls, choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None, tools: Sequence[_Named]
+    ) -> Self:
+        """The choice of a chat; raises InvalidRequest for allowed tools that are none of these tools."""
+        if not isinstance(choice, AllowedTools):
+            return cls(choice)
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+        return cls.among(choice.allowed_tools.mode, names, tools, CHAT_TOOL_FIELDS)
 
 
 def tools_of(bodies: Sequence[ToolBody], fields: ToolFields) -> list[Tool]:

@@ -14,7 +14,7 @@ from router.http.bodies.strict import Bounded, Strict
 from router.http.bodies.tools import Distinct, NamedFunction, NamedTool, ToolBody, ToolFields, ToolName
 from router.http.chat_plan import reasoning_variables
 
-TOOL_FIELDS = ToolFields("input_schema", "tool_choice.name")
+TOOL_FIELDS = ToolFields("input_schema", "tool_choice.name", "", "output_config.format")
 MIN_THINKING_TOKENS = 1024
 """The smallest budget of thinking, as in Anthropic's API."""
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainValidator
 
-from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_TOOLS
 from router.http.bodies.fields import NotServed
 from router.http.bodies.strict import Bounded, Strict
-from router.http.bodies.tools import Distinct, NamedFunction, NamedTool, ToolBody, ToolFields, ToolName, read_choice
+from router.http.bodies.tools import (
+    ChosenTools,
+    Distinct,
+    NamedFunction,
+    NamedTool,
+    ToolBody,
+    ToolFields,
+    ToolName,
+    read_choice,
+)
 
-TOOL_FIELDS = ToolFields("parameters", "tool_choice.name")
+TOOL_FIELDS = ToolFields("parameters", "tool_choice.name", "tool_choice.tools", "text.format")
 
 
 class FunctionTool(Strict):
@@ -82,27 +89,12 @@ FunctionChoice = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatChoice:
-    """The choice among tools in the words of chats, and the tools among which it is."""
-
-    choice: Literal["none", "auto", "required"] | NamedTool | None
-    allowed: Collection[str] | None = None
-    """The names of the allowed tools; None: all."""
-
-
 def choice_of(
     choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None, tools: Sequence[FunctionTool]
-) -> ChatChoice:
+) -> ChosenTools:
     """The choice as chats have it; raises InvalidRequest for allowed tools that are none of these tools."""
     if isinstance(choice, ChosenTool):
-        return ChatChoice(NamedTool(type="function", function=NamedFunction(name=choice.name)))
+        return ChosenTools(NamedTool(type="function", function=NamedFunction(name=choice.name)))
     if not isinstance(choice, AllowedTools):
-        return ChatChoice(choice)
-    names = {tool.name for tool in tools}
-    allowed = {tool.name for tool in choice.tools}
-    if not allowed:
-        raise InvalidRequest("tool_choice.tools", "is empty: let tool_choice be none")
-    if unknown := sorted(allowed - names):
-        raise InvalidRequest("tool_choice.tools", f"has {unknown[0]}, which is none of the tools")
-    return ChatChoice(choice.mode, allowed)
+        return ChosenTools(choice)
+    return ChosenTools.among(choice.mode, [tool.name for tool in choice.tools], tools, TOOL_FIELDS)

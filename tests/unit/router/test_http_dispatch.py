@@ -16,7 +16,7 @@ from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from tests.support.http_client import AsgiClient, Exchange
-from tests.support.http_rig import CARD, HttpRig
+from tests.support.http_rig import CARD, HttpRig, finished
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
 
@@ -265,3 +265,28 @@ async def test_a_refused_constraint_is_named_as_the_client_asked_for_it(
         assert (named, error.get("param", field)) == (field, field)
         assert "at most 100 are taken" in reason
         rig.dispatcher.close()
+
+
+TEXT_FORMATS: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}},
+    ],
+    "/v1/responses": [FORMATS["/v1/responses"][0]],
+    "/v1/messages": [FORMATS["/v1/messages"][0]],
+}
+
+
+@pytest.mark.parametrize("path", STRICT_CALLS)
+async def test_a_demanded_call_takes_the_place_of_the_format_of_the_text(path: str) -> None:
+    rig = HttpRig(template=SHORT_PROMPT)
+    for form in ({}, *TEXT_FORMATS[path]):
+        exchange = rig.post(path, STRICT_CALLS[path] | {"tool_choice": DEMANDS.get(path, "required")} | form)
+        call = await rig.next_call()
+        call.tell(finished())
+        assert (await exchange.end()).status == 200
+        request = call.request
+        assert request is not None
+        assert (request.json_schema, request.constraint_field) == (None, "tool_choice")
+        assert request.grammar is not None
+        assert "<tool_call>" in request.grammar

@@ -138,7 +138,6 @@ for _ in range(20):
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: and the type tool need each other"),
         ({"tool_choice": {"type": "any", "name": "f"}}, "tool_choice.name: and the type tool need each other"),
         ({"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name: is g, which is none of the tools"),
-        ({"tool_choice": {"type": "any"}} | FORMAT, "tool_choice: does not go with output_config.format"),
         (said(user(CALL)), "messages[1]: block 0 is of the type 'tool_use'"),
         (said(assistant(RESULT)), "messages[1]: block 0 is of the type 'tool_result'"),
         (said(user({"type": "thinking", "thinking": "x"})), "messages[1]: block 0 is of the type 'thinking'"),

@@ -65,11 +65,6 @@ def prompt_of(request: Any) -> str:
         ({"tool_choice": {"type": "function"}}, "tool_choice", "tool_choice: name: is required"),
         ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "is g, which is none of the tools"),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
-        (
-            {"tool_choice": "required", "text": {"format": {"type": "json_object"}}},
-            "tool_choice",
-            "does not go with text.format",
-        ),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools", "is empty"),
         (
             {"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": []}},

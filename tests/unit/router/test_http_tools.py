@@ -37,6 +37,11 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"messages": HELLO, "tools": [F, G], **fields}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+
+
 async def asked(
     rig: HttpRig, body: dict[str, Any], text: str = "so", reason: str = "stop"
 ) -> tuple[GenerateRequest, Any]:
@@ -206,7 +211,8 @@ async def test_a_demanded_call_is_a_grammar(name: str, choice: Any, is_parallel:
     rig = HttpRig(template=template(name))
     fields = chat(tool_choice=choice, parallel_tool_calls=is_parallel)
     calls = [("f", {"x": 5})] if choice == NAMED or name == "mistral-args" else [("g", {})]
-    if is_parallel and name != "mistral-args":
+    may_be_several = is_parallel and choice != NAMED
+    if may_be_several and name != "mistral-args":
         calls = [*calls, ("f", {"x": 6})]
     text = written(name, calls)
     if name == "llama3":
@@ -227,9 +233,21 @@ async def test_a_demanded_call_is_a_grammar(name: str, choice: Any, is_parallel:
     assert (got["message"]["content"], got["finish_reason"]) == (None, "tool_calls")
     # Neither other text, nor another tool, nor arguments that don't fit, nor more calls than are wanted.
     wrong = ["so", text.replace('"x": ', '"y": ') if "x" in text else "{}", text.replace("f", "h").replace("g", "h")]
-    for other in wrong if is_parallel else [*wrong, text + ("; " if name == "llama3" else "\n") + text]:
+    for other in wrong if may_be_several else [*wrong, text + ("; " if name == "llama3" else "\n") + text]:
         matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(request.grammar))
         assert matcher.try_consume_tokens(list(other.encode())) < len(other) or other == text
+
+
+async def test_the_model_knows_and_calls_the_allowed_tools_alone() -> None:
+    rig = HttpRig(template=template("hermes"))
+    auto, _ = await asked(rig, chat(**allowed("auto", "g")))
+    assert prompt_of(auto) == f"<tool>{json.dumps(G)}</tool>[user]hi[assistant]"
+    assert auto.grammar is None
+    text = written("hermes", [("g", {})])
+    required, got = await asked(rig, chat(**allowed("required", "g")), text)
+    assert (required.prompt, got["finish_reason"]) == (auto.prompt, "tool_calls")
+    assert takes(required.grammar or "", text)
+    assert not takes(required.grammar or "", written("hermes", [("f", {"x": 1})]))
 
 
 @pytest.mark.parametrize(("name", "text"), [("mistral", '[{"na'), ("mistral-args", "f")])
@@ -281,11 +299,9 @@ async def test_reasoning_may_come_before_a_demanded_call() -> None:
         ({"tool_choice": "always"}, "tool_choice", "must be"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "tool_choice: function: is required"),
         ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice.function.name", "none of"),
-        (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
-            "tool_choice",
-            "does not go with response_format",
-        ),
+        (allowed("auto"), "tool_choice.allowed_tools.tools", "is empty"),
+        (allowed("auto", "f", "h"), "tool_choice.allowed_tools.tools", "has h, which is none of the tools"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice: allowed_tools: is required"),
         ({"tool_choice": NAMED, "guided_regex": "a"}, "tool_choice", "does not go with guided_regex"),
         (
             {"tool_choice": NAMED, "structured_outputs": {"json": {}}},

@@ -37,6 +37,9 @@ EMITTED = UpConfig.model_validate(
         "registry": "rediss://r",
     }
 )
+ENCODER = UpConfig.model_validate({"prefill": 2, "insecure": True, "model": "/srv/encoder"}).model_copy(
+    update={"decode": 0}
+)
 SPECIAL: dict[str, Any] = {
     "podAnnotations": {"a": "b"},
     "podLabels": {"team": "llm", "app.kubernetes.io/component": "mine"},
@@ -63,6 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
     "safe": SAFE,
     "open": OPEN,
     "emitted": yaml.safe_load(helm_files(EMITTED, emitted_processes(EMITTED, None), "lease_s = 9\n")["values.yaml"]),
+    "an emitted encoder": yaml.safe_load(helm_files(ENCODER, emitted_processes(ENCODER, None), "")["values.yaml"]),
     "much": {
         **SAFE,
         "config": "lease_s = 9\n",
@@ -167,6 +171,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no place for the model": {**OPEN, "model": {"volume": {"emptyDir": {}}}},
     "unknown value": {**OPEN, "prefil": {}},
     "no decode node": {**OPEN, "decode": {"replicas": 0}},
+    "decode nodes of an encoder": {**OPEN, "model": {"generates": False}},
     "a flag of nodes for routers": {**OPEN, "router": {"flags": {"max-num-seqs": 4}}},
     "a flag of routers for nodes": {**OPEN, "decode": {"flags": {"max-queue": 4}}},
     "a flag that the chart sets": {**OPEN, "prefill": {"flags": {"drain-s": 4}}},
@@ -241,6 +246,7 @@ REFUSED = {
     "no place for the model": "model.path",
     "unknown value": "prefil",
     "no decode node": "decode",
+    "decode nodes of an encoder": "model.generates",
     "a flag of nodes for routers": "max-num-seqs",
     "a flag of routers for nodes": "max-queue",
     "a flag that the chart sets": "drain-s",

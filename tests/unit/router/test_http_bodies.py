@@ -399,7 +399,7 @@ async def test_a_large_chat_and_large_embeddings_are_parsed_in_a_thread() -> Non
     assert (await exchange.end()).status == 200
     assert rig.handler.num_in_threads == 2
     refused = await rig.request("POST", "/v1/embeddings", json.dumps({"input": [""] * 5000}).encode(), kind).end()
-    assert refused.error["message"].startswith("input: has 5000 inputs; at most 256")
+    assert refused.error["message"].startswith("input: has 5000 inputs; at most 2048")
     assert rig.handler.num_in_threads == 4
 
 

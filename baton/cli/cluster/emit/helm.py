@@ -44,6 +44,8 @@ def helm_files(config: UpConfig, processes: Sequence[EmittedProcess], settings: 
         values["model"] = {"path": f"/models/{config.model.name}", "volume": {"hostPath": {"path": path}}}
     if config.model_name:
         values.setdefault("model", {})["name"] = config.model_name
+    if config.decode == 0:
+        values.setdefault("model", {})["generates"] = False
     if has_password(config.registry):
         values["redis"] = {"enabled": False, "urlSecret": {"name": REDIS_SECRET}}
     elif config.registry:

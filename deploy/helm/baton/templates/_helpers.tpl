@@ -45,6 +45,8 @@ A node on several hosts has one of its own, with the node's number in its name. 
 {{- end }}
 {{- end }}
 {{- if and .Values.ingress.enabled (not .Values.ingress.host) (not .Values.ingress.grpcHost) }}{{ fail "ingress.host, ingress.grpcHost: name the host of at least one Ingress" }}{{ end }}
+{{- if and .Values.model.generates (eq (int .Values.decode.replicas) 0) }}{{ fail "decode.replicas: without decode nodes nothing is generated; give at least 1, or say model.generates: false for a model that makes vectors alone" }}{{ end }}
+{{- if and (not .Values.model.generates) (or (gt (int .Values.decode.replicas) 0) .Values.decode.autoscaling.kind) }}{{ fail "decode.replicas: a model that generates nothing (model.generates: false) has no decode nodes; give 0, and no decode.autoscaling.kind" }}{{ end }}
 {{- if and .Values.model.volume (not .Values.model.path) }}{{ fail "model.path: say where model.volume is to be mounted" }}{{ end }}
 {{- end }}
 

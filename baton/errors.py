@@ -205,6 +205,13 @@ class StreamDiverged(BatonError):
     retryable = True
 
 
+class VersionGone(BatonError):
+    """The stream had begun, and no node is left that gives the same tokens: its weights, dtype or kernels have gone."""
+
+    status = Status.ABORTED
+    retryable = True
+
+
 class SlowReader(BatonError):
     """The client did not read its stream fast enough."""
 

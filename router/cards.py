@@ -44,11 +44,11 @@ class CurrentCard:
         """The descriptions from which the card was made."""
 
     def __call__(self) -> ModelCard:
-        descriptions = self._view.descriptions()
-        if descriptions is self._of:
+        served_by = self._view.served_by()
+        if served_by is self._of:
             return self._known  # called for every request
-        self._of = descriptions
-        nodes = [node for node in descriptions if node.model == self._known.name]
+        self._of = served_by
+        nodes = [node for node in served_by if node.model == self._known.name]
         if nodes:
             # With nodes that left a short time ago: a request that needs one is told to come again, and not refused.
             longest = max(size.max_model_len for size in self._view.sizes(self._now()) if size.model == nodes[0].model)
@@ -90,9 +90,11 @@ def card_of_nodes(
 
 
 def _fingerprint(nodes: Sequence[NodeDescription]) -> str:
-    """A name for all that decides on the bits that these nodes compute, whatever their number and their order."""
-    told = sorted({f"{node.model_fingerprint} {node.dtype} {node.numerics}" for node in nodes})
-    return "fp_" + hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
+    """The bits that these nodes compute, whatever their number and order; empty if one promises no bits."""
+    if not all(node.bit_exact for node in nodes):
+        return ""
+    of_each = sorted({node.bits for node in nodes})
+    return "fp_" + (of_each[0] if len(of_each) == 1 else hashlib.sha256("\n".join(of_each).encode()).hexdigest()[:12])
 
 
 def card_without_nodes(config: RouterConfig) -> ModelCard:

@@ -227,10 +227,12 @@ class Dispatcher:
         placement = placement_in_record(
             record, positions, {node.incarnation: node for node in self._view.descriptions()}
         )
+        # A client without tokens may be served by any version.
+        origin = record.origin if any(positions) else None
         if placement is None:
-            active.start_flight = partial(active.flight.start, record.attempt)
+            active.start_flight = partial(active.flight.start, record.attempt, origin)
         else:
-            active.start_flight = partial(self.requests.adopt, active, record, placement)
+            active.start_flight = partial(self.requests.adopt, active, record, placement, origin)
         return active
 
     def _take_over_stream(

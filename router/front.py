@@ -28,6 +28,7 @@ from router.flight.text_stream import TextCodec
 from router.flight.timeline import timeline
 from router.operations.explained import explained
 from router.operations.request_rows import ended_rows, running_rows
+from router.placement.placement import may_serve
 from router.placement.view import ClusterView
 
 T = TypeVar("T")
@@ -214,7 +215,7 @@ class OperatorHandler:
         why = self._dispatcher.requests.placer.why_not_ready(candidates, self._own.model)
         if why:
             return "unavailable", why
-        roles = {candidate.node.role for candidate in candidates}
+        roles = {candidate.node.role for candidate in may_serve(candidates, None)}
         notes = [f"no {role.value} node is up" for role in (Role.PREFILL, Role.DECODE) if role not in roles]
         if cordoned := self._view.cordoned:
             notes.append(f"cordoned: {', '.join(cordoned)}")

@@ -16,6 +16,8 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
+from cachetools import FIFOCache
+
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -63,13 +65,16 @@ from router.flight.request_spans import RequestSpans
 from router.flight.timeline import TimelineLog
 from router.limits import DispatchCounters, DispatchLimits
 from router.losses import NodeLosses
-from router.placement.placement import Placement
+from router.placement.placement import Origin, Placement
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.view import ClusterView
 from router.timers import Timers
 from router.waiting_room import WaitingRoom
 
 _log = logging.getLogger(__name__)
+
+_MOST_BEGUN = 4096
+"""Streams without a prompt whose origins are remembered until their clients send them again."""
 
 
 class NodeSender(Protocol):
@@ -129,6 +134,9 @@ class LiveRequests:
         self._aborts_at_cut_nodes: dict[str, list[Abort]] = {}
         """For each node whose link is cut, the aborts that it is sent when it is attached again: at most one for each
         sequence that runs there."""
+        self._begun: FIFOCache[str, Origin] = FIFOCache(_MOST_BEGUN)
+        """Where streams began that were ended because no process had their prompt, by request id: their clients send
+        the same request again at once."""
         self._losses = NodeLosses(lambda: list(self._active.values()), self.feed, timers)
         self._continues_next_turn = False
         """Whether the next turn of the loop places further waiting requests, as there was no time for all of them."""
@@ -209,6 +217,9 @@ class LiveRequests:
             )
         active = ActiveRequest(request, self._rng.getrandbits(64), answer, queue, started, takeover)
         active.admitted_at = self._timers.monotonic()
+        begun = self._begun.pop(request.request_id, None)
+        if begun is not None and takeover > 1:
+            active.start_flight = partial(active.flight.start, 1, begun)
         self.set_deadline(active, started, timeout_s)
         if self._spans is not None:
             active.span = self._spans.begin(request, traceparent, started)
@@ -239,8 +250,13 @@ class LiveRequests:
         active.deadline_at = started + timeout_s
         active.deadline_timer = self._timers.call_at(active.deadline_at, lambda: self.feed(active, GiveUp(error)))
 
-    def adopt(self, active: ActiveRequest, record: FlightRecord, placement: Placement) -> Sequence[FlightEffect]:
-        """Let a request continue on the nodes where another router placed it; returns its flight's first effects."""
+    def adopt(
+        self, active: ActiveRequest, record: FlightRecord, placement: Placement, origin: Origin | None
+    ) -> Sequence[FlightEffect]:
+        """Let a request continue on the nodes where another router placed it; returns its flight's first effects.
+
+        `origin`: where its stream began, if its client has tokens.
+        """
         self.counters.adopted += 1
         self.placer.adopted(active.request, record.key.attempt, placement, self._timers.monotonic())
         self._waiting.placed(active, active.admitted_at)
@@ -249,7 +265,7 @@ class LiveRequests:
             active.adopting_node = placement.decode.incarnation
             self._adopting.setdefault(active.adopting_node, {})[active.request.request_id] = active
         active.is_adopted = True
-        effects = active.flight.adopt(record.key, placement, record.num_given)
+        effects = active.flight.adopt(record.key, placement, record.num_given, origin)
         # The next router that adopts it needs a larger number, and only this router may delete its record.
         self._write_record(active, placement)
         return effects
@@ -470,6 +486,8 @@ class LiveRequests:
     def _place(self, active: ActiveRequest, place: Place) -> Sequence[FlightEffect]:
         """Find nodes for an attempt, or let the request wait for nodes."""
         if not active.request.prompt_token_ids:
+            if place.origin is not None:
+                self._begun[active.request.request_id] = place.origin
             why = "was lost with the nodes that another router had chosen, and no other process has its prompt"
             name = unscoped(active.request.request_id)
             return active.flight.handle(GiveUp(RequestNotFound(f"request {name!r} {why}: ask for it again")))

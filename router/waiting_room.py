@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from random import Random
 
-from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, QueueFull, WouldBeLate
+from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, QueueFull, VersionGone, WouldBeLate
 from baton.messages.capabilities import check_capable, in_order
 from baton.messages.node import NodeDescription
 from router.admission.admission import NO_TARGETS, AdmissionQueue, Ticket
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import AttemptCause, GiveUp, Place
 from router.limits import DispatchLimits
-from router.placement.placement import Candidate, Placement, size_of
+from router.placement.placement import Candidate, Placement, may_serve, size_of
 from router.placement.placer import Choice, Placer, demand_of
 from router.placement.view import ClusterView
 from router.timers import Timers
@@ -67,8 +67,8 @@ class WaitingRoom:
         self._give_up = give_up
         self._text, self._embeddings = _WaitingLine(limits, rng), _WaitingLine(limits, rng)
         self._unplaceable: dict[ActiveRequest, None] = {}
-        """Requests that were placed before, and wait for a node that is large enough and has their adapter. They are in
-        no queue: room on other nodes does not help them, and they must not hold up others."""
+        """Requests that were placed before, and wait for a node of their version that is large enough and has their
+        adapter. They are in no queue: room on other nodes does not help them, and they must not hold up others."""
         self._requeued_for: tuple[Sequence[NodeDescription], int] = ((), 0)
         """The nodes that were attached when `_requeue_fitting` ran last, and `ClusterView.num_adapter_reports`."""
 
@@ -111,7 +111,7 @@ class WaitingRoom:
         as any other does.
         """
         model, needs = active.request.model, active.request.needs
-        nodes = [one.node for one in self._view.candidates() if one.node.model == model]
+        nodes = [one.node for one in may_serve(self._view.candidates(), None) if one.node.model == model]
         if place.attempt > 1 or not nodes or any(needs <= node.can for node in nodes):
             return
         sizes = [size for size in self._view.sizes(self._timers.monotonic()) if size.model == model]
@@ -139,7 +139,9 @@ class WaitingRoom:
             return None
         except Overloaded as error:
             adapter = active.request.adapter
-            if adapter and not self._view.is_acknowledged(adapter):
+            if place.origin is not None and not self._view.may_continue(place.origin):
+                self._wait_for_nodes(ticket, error)
+            elif adapter and not self._view.is_acknowledged(adapter, place.origin):
                 self._on_no_adapter(ticket, error, place.cause)
             else:
                 self._wait(ticket, error)
@@ -189,9 +191,11 @@ class WaitingRoom:
             return
         self._requeued_for, sizes = (nodes, num_reports), set(map(size_of, nodes))
         for active in list(self._unplaceable):
-            demand = demand_of(active.request)
-            has_adapter = not demand.adapter or self._view.is_acknowledged(demand.adapter)
-            if active.ticket is not None and has_adapter and any(size.holds(demand) for size in sizes):
+            origin = active.wanted.origin if active.wanted is not None else None
+            demand = demand_of(active.request, origin)
+            has_adapter = not demand.adapter or self._view.is_acknowledged(demand.adapter, origin)
+            is_there = has_adapter and (origin is None or self._view.may_continue(origin))
+            if active.ticket is not None and is_there and any(size.holds(demand) for size in sizes):
                 del self._unplaceable[active]
                 self._line(active).queue.add(active.ticket, self._timers.monotonic(), self._line(active).num_placed)
 
@@ -297,7 +301,9 @@ class WaitingRoom:
         now, request = self._timers.monotonic(), active.request
         waited_s = now - active.started
         return self._placer.choose(
-            candidates, request, place.exclude, place.attempt, waited_s, now, with_room=with_room
+            *(candidates, request, place.exclude, place.attempt, waited_s, now),
+            with_room=with_room,
+            origin=place.origin,
         )
 
     def _new_ticket(self, active: ActiveRequest, place: Place) -> Ticket[ActiveRequest]:
@@ -332,6 +338,12 @@ class WaitingRoom:
             until = min(until, active.started + slo / 1e3)
         if self._timers.monotonic() < until:
             active.wait_timer = self._timers.call_at(until, lambda: self._give_up_when_due(active))
+            return
+        origin = active.wanted.origin if active.wanted is not None else None
+        if origin is not None and not self._view.may_continue(origin):
+            waited_s = self._timers.monotonic() - active.waiting_since
+            why = f"{origin.why_only}, of which none took work for {waited_s:.0f} s: ask again"
+            self._give_up(active, VersionGone(why))
             return
         self._give_up(active, _with_retry_after(active.why_waiting, self._line(active).retry_after_s))
 

@@ -45,6 +45,8 @@ class NodeStatus:
     """Stages of consecutive layers, of `tp` ranks each; 0: not known, or a router."""
     capabilities: Sequence[str] = ()
     """What the node's model can be asked to do there; empty for a router."""
+    bits: str = ""
+    """See `NodeDescription.bits`; empty for a router, and for a node to which the router was never attached."""
 
     @property
     def shape(self) -> NodeShape:

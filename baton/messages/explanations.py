@@ -64,3 +64,7 @@ class PlacementDecision:
     """The candidates with their predicted costs, cheapest first; empty for a policy that predicts no costs."""
     outcome: PlacementOutcome | None = None
     """None until the request has ended without an error."""
+    bits: str = ""
+    """`NodeDescription.bits` of the nodes; empty: an older router."""
+    continues_only_at: str = ""
+    """The nodes among which the choice was made, as they alone may continue the stream; empty: it had not begun."""

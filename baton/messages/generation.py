@@ -226,7 +226,7 @@ class ModelCard:
     """Numbers in an embedding; 0: the router has seen no node that computes embeddings. Not sent to clients."""
     fingerprint: str = ""
     """A name for the weights and the numerics of the nodes, OpenAI's `system_fingerprint`: equal names, equal tokens;
-    empty: the router has seen no node."""
+    empty: the router has seen no node, or one of them is not bit-exact."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     """What a request samples with if it does not say. HTTP clients see it in /v1/models."""
     permits_extra_keys: bool = False

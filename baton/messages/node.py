@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from baton.errors import TransferCause
 from baton.messages.adapters import AdapterList, AdapterReport
@@ -103,6 +105,15 @@ class NodeDescription:
         return self.capabilities or (GENERATES_AND_EMBEDS if self.embedding_size else GENERATES)
 
     @property
+    def bits(self) -> str:
+        """Names everything that decides the tokens, beside the request: nodes with equal `bits` give equal tokens.
+
+        The dtype of the KV cache is part of `numerics` where it is not that of the model. Nodes that are not bit-exact
+        have other `bits` than those that are, and equal ones say of them only that they serve the same model.
+        """
+        return _bits(self.model_fingerprint, self.dtype, self.numerics, self.bit_exact)
+
+    @property
     def takes_pooling(self) -> bool:
         """Whether the node reads `Submit.pooling`: one of an earlier version does not."""
         return bool(self.capabilities)
@@ -120,6 +131,12 @@ class NodeDescription:
     def as_peer(self) -> Peer:
         """This node as the place where another one finds what it needs."""
         return Peer(self.node_id, self.incarnation, self.address)
+
+
+@lru_cache(maxsize=256)
+def _bits(model_fingerprint: str, dtype: str, numerics: str, bit_exact: bool) -> str:
+    decided_by = "\n".join((model_fingerprint, dtype, numerics, *(() if bit_exact else ("not bit-exact",))))
+    return hashlib.sha256(decided_by.encode()).hexdigest()[:12]
 
 
 @value(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., health: _Optional[str] = ..., detail: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("name", "role", "status", "incarnation", "address", "pid", "model", "running", "waiting", "kv_usage", "version", "age_s", "total_blocks", "free_blocks", "leased_blocks", "quarantined_blocks", "detail", "bit_exact", "cordoned", "desired_role", "in_flight", "tp", "pp", "capabilities")
+    __slots__ = ("name", "role", "status", "incarnation", "address", "pid", "model", "running", "waiting", "kv_usage", "version", "age_s", "total_blocks", "free_blocks", "leased_blocks", "quarantined_blocks", "detail", "bit_exact", "cordoned", "desired_role", "in_flight", "tp", "pp", "capabilities", "bits")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class NodeStatus(_message.Message):
     TP_FIELD_NUMBER: _ClassVar[int]
     PP_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    BITS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     status: str
@@ -72,7 +73,8 @@ class NodeStatus(_message.Message):
     tp: int
     pp: int
     capabilities: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., status: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., model: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., version: _Optional[str] = ..., age_s: _Optional[float] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., detail: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., cordoned: _Optional[bool] = ..., desired_role: _Optional[str] = ..., in_flight: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
+    bits: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., status: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., model: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., version: _Optional[str] = ..., age_s: _Optional[float] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., detail: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., cordoned: _Optional[bool] = ..., desired_role: _Optional[str] = ..., in_flight: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., bits: _Optional[str] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ("limit", "request_id")
@@ -131,7 +133,7 @@ class ExplainResponse(_message.Message):
     def __init__(self, decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ...) -> None: ...
 
 class PlacementDecision(_message.Message):
-    __slots__ = ("attempt", "age_s", "policy", "decision", "reason", "prompt_tokens", "prefill_node", "decode_node", "ways", "outcome")
+    __slots__ = ("attempt", "age_s", "policy", "decision", "reason", "prompt_tokens", "prefill_node", "decode_node", "ways", "outcome", "bits", "continues_only_at")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +144,8 @@ class PlacementDecision(_message.Message):
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
     WAYS_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    BITS_FIELD_NUMBER: _ClassVar[int]
+    CONTINUES_ONLY_AT_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     age_s: float
     policy: str
@@ -152,7 +156,9 @@ class PlacementDecision(_message.Message):
     decode_node: str
     ways: _containers.RepeatedCompositeFieldContainer[PlacementWay]
     outcome: PlacementOutcome
-    def __init__(self, attempt: _Optional[int] = ..., age_s: _Optional[float] = ..., policy: _Optional[str] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[PlacementWay, _Mapping]]] = ..., outcome: _Optional[_Union[PlacementOutcome, _Mapping]] = ...) -> None: ...
+    bits: str
+    continues_only_at: str
+    def __init__(self, attempt: _Optional[int] = ..., age_s: _Optional[float] = ..., policy: _Optional[str] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[PlacementWay, _Mapping]]] = ..., outcome: _Optional[_Union[PlacementOutcome, _Mapping]] = ..., bits: _Optional[str] = ..., continues_only_at: _Optional[str] = ...) -> None: ...
 
 class PlacementWay(_message.Message):
     __slots__ = ("prefill_node", "decode_node", "queue_ms", "cached_tokens", "prefill_ms", "decode_cached_tokens", "handoff_ms", "decode_ms", "stall_ms", "token_ms", "total_ms", "tokens_per_step")

@@ -30,6 +30,9 @@ Pure: events in, effects out, no clock and no I/O (`router.live_requests` carrie
 10. Log-probabilities of the prompt come from the node that computes it, with its first token, and are given to the
    client once, before all tokens: until then tokens of the decode leg are held back, and the prefill leg is needed. A
    node that is given output tokens does not compute them again, since the client has them.
+11. Tokens are a function of the request only among nodes with equal bits. Once the client has a token, or the
+   log-probabilities of the prompt, each further attempt goes to nodes that the stream's `Origin` allows. Until then any
+   version may serve the request.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ from router.flight.flight_table import (
     StopStringFound,
     SubmitLeg,
 )
-from router.placement.placement import Placement
+from router.placement.placement import Origin, Placement
 
 MIN_UNRELATED_NODES = 3
 """So many lost nodes that a flight never used prove that the flight is not the cause: more than the two nodes that one
@@ -130,6 +133,9 @@ class Flight:
         """The running attempt."""
         self._budget = AttemptBudget()
         self._placement: Placement | None = None
+        self._origin: Origin | None = None
+        """Where the stream began at another router; None: here, or not yet."""
+        self._has_given_prompt_logprobs = False
         self._legs: dict[str, FlightLeg] = {}
         self._checked_source: tuple[str, AttemptKey] | None = None
         """The node and attempt whose next tokens need no further check; None: a source is to be checked first."""
@@ -199,18 +205,23 @@ class Flight:
                 found = found._replace(prompt_node=name, prompt=leg.timings, is_complete=is_all and has_ended)
         return found
 
-    def start(self, num_earlier_attempts: int = 0) -> list[FlightEffect]:
-        """The first effect of a new flight, after so many attempts of other flights of this request. Call once."""
-        self._attempt = num_earlier_attempts
+    def start(self, num_earlier_attempts: int = 0, origin: Origin | None = None) -> list[FlightEffect]:
+        """The first effect of a new flight, after so many attempts of other flights of this request. Call once.
+
+        `origin`: where the stream began, if the client has tokens of those attempts.
+        """
+        self._attempt, self._origin = num_earlier_attempts, origin
         return [self._place(AttemptCause.RESUMED if num_earlier_attempts else AttemptCause.FIRST)]
 
-    def adopt(self, key: AttemptKey, placement: Placement, num_given: int = 0) -> list[FlightEffect]:
+    def adopt(
+        self, key: AttemptKey, placement: Placement, num_given: int = 0, origin: Origin | None = None
+    ) -> list[FlightEffect]:
         """The first effects of a flight that another router began, in place of `start`.
 
         `key` is the attempt that runs on the nodes of `placement`. They were given `num_given` output tokens with the
-        prompt, and replay those that they computed. Later attempts are this flight's own.
+        prompt, and replay those that they computed. Later attempts are this flight's own. `origin`: as in `start`.
         """
-        self._attempt, self._key = key.attempt, key
+        self._attempt, self._key, self._origin = key.attempt, key, origin
         legs = self._begin_attempt(placement)
         self._is_adopting, self._num_given = True, num_given
         return [self._adopt_leg(leg) for leg in legs]
@@ -297,7 +308,14 @@ class Flight:
     def _place(self, cause: AttemptCause) -> Place:
         self._attempt += 1
         self._key = AttemptKey(self.request.request_id, self._attempt, self.flight_id)
-        return Place(self._attempt, frozenset(self._budget.excluded), cause)
+        return Place(self._attempt, frozenset(self._budget.excluded), cause, self._origin_so_far())
+
+    def _origin_so_far(self) -> Origin | None:
+        """Where the stream began; None: the client has nothing yet that nodes computed."""
+        has_begun_here = self.num_output_tokens > 0 or self._has_given_prompt_logprobs
+        if self._origin is None and has_begun_here and self._placement is not None:
+            return Origin.of(self._placement.decode)
+        return self._origin
 
     def _on_placed(self, placement: Placement) -> list[FlightEffect]:
         legs = self._begin_attempt(placement, self._known_tokens())
@@ -403,7 +421,7 @@ class Flight:
 
     def _release_tokens(self, prompt_logprobs: Sequence[TokenLogprobs]) -> list[FlightEffect]:
         """The prompt's log-probabilities and the tokens that were held back until they came."""
-        self._lacks_prompt_logprobs = False
+        self._lacks_prompt_logprobs, self._has_given_prompt_logprobs = False, True
         released = [sequence.release() for sequence in self._sequences]
         return [EmitPromptLogprobs(prompt_logprobs), *(tokens for tokens in released if tokens is not None)]
 

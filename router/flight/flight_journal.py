@@ -10,7 +10,7 @@ from baton.registry.flights import FlightRecords
 from router.admission.request import ValidRequest
 from router.flight.fair_queue import FairQueue
 from router.flight.flight_record import MAX_TRACEPARENT, FlightRecord, read_record
-from router.placement.placement import Placement
+from router.placement.placement import Origin, Placement
 
 READS_PER_TURN = 16
 """Records that are parsed in one turn of the event loop; each takes a fraction of a millisecond, as adopting does."""
@@ -52,6 +52,7 @@ class FlightJournal:
             written_at=self._wall(),
             # A longer one is not valid.
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
+            origin=Origin.of(placement.decode),
             takeover=takeover,
         )
         self._records.put(request.request_id, record.to_json(), owner)

@@ -18,6 +18,7 @@ from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.request_limits import MAX_IMAGE_SPANS, MAX_IMAGES, MAX_SPANS
 from router.admission.request import ValidRequest
+from router.placement.placement import Origin
 
 MAX_TRACEPARENT = 64
 _VERSION: Literal[2] = 2
@@ -42,6 +43,8 @@ class FlightRecord:
     """Wall-clock time in seconds, for people who read the record."""
     traceparent: Annotated[str, Field(max_length=MAX_TRACEPARENT)] = ""
     """The parent of all spans of the request; empty: the request is not traced."""
+    origin: Origin | None = None
+    """Which nodes may continue what the nodes of the attempt have sent; None: not known."""
     takeover: Annotated[int, Field(ge=1, lt=2**32)] = 1
     """The number of the client's call that the writing router serves; see `baton.messages.node.Adopt`."""
     version: Literal[2] = _VERSION

@@ -21,7 +21,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, RequestDelta, StageTimings, Submit
 from baton.messages.sampling import TokenLogprobs
 from baton.values import value
-from router.placement.placement import Placement
+from router.placement.placement import Origin, Placement
 
 
 class FlightState(enum.Enum):
@@ -163,6 +163,8 @@ class Place:
     attempt: int
     exclude: frozenset[str]
     cause: AttemptCause = AttemptCause.FIRST
+    origin: Origin | None = None
+    """Where the stream began, if its client has tokens: only nodes that it allows may continue it."""
 
 
 @value(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from baton.errors import (
     Status,
     TransferFailed,
     UnknownModel,
+    VersionGone,
 )
 
 _DEFAULT_RETRY_AFTER_S = 1.0
@@ -55,6 +56,7 @@ _BY_TYPE: dict[type[BatonError], Kind] = {
     SlowReader: Kind(408, "timeout_error", "slow_reader"),
     EngineFault: Kind(500, "server_error", "engine_fault"),
     ContinuedElsewhere: Kind(503, "server_error", "continued_elsewhere"),
+    VersionGone: Kind(503, "server_error", "version_gone"),
 }
 
 

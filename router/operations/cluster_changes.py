@@ -31,6 +31,8 @@ class NodeSnapshot:
     """Its message for operators."""
     was_draining: bool = False
     """Whether it was draining when it reported last: then it has ended as it was meant to."""
+    left_out: str = ""
+    """Why it gets no new requests though it takes work; empty: it gets them, or takes no work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,10 @@ def _node_changes(before: ClusterSnapshot, after: ClusterSnapshot) -> Iterator[C
             if former is not None and former.role != node.role:
                 yield ClusterChange("RoleChanged", node.name, incarnation, f"{former.role} to {node.role}")
         yield from _state_changes(incarnation, known.state if known is not None else NodeState.STARTING, node)
+        if node.left_out and not (known is not None and known.left_out):
+            yield ClusterChange("NodeIncompatible", node.name, incarnation, node.left_out, is_warning=True)
+        elif known is not None and known.left_out and not node.left_out and node.state is NodeState.READY:
+            yield ClusterChange("NodeCompatible", node.name, incarnation, "gets new requests")
         if node.notice and node.notice != (known.notice if known is not None else ""):
             yield ClusterChange(_reason_of_notice(node), node.name, incarnation, node.notice, is_warning=True)
 

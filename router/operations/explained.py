@@ -21,6 +21,8 @@ def explained(explanation: Explanation, now: float) -> PlacementDecision:
         decode_node=decision.decode,
         ways=tuple([_way(terms) for terms in explanation.ways]),
         outcome=_outcome(explanation),
+        bits=decision.bits,
+        continues_only_at=decision.continues_only_at,
     )
 
 

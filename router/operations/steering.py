@@ -24,6 +24,7 @@ from baton.registry import DesiredChange, DesiredState, Membership
 from baton.registry.desired import cordon, set_role, uncordon
 from router.operations.cluster_changes import ClusterSnapshot, NodeSnapshot, cluster_changes
 from router.operations.event_ring import EventRing
+from router.placement.placement import may_serve
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
 from router.timers import Timers, sleep_until
@@ -252,10 +253,11 @@ class Steering:
         candidates = self._view.candidates()
         if why := self._placer.why_not_ready(candidates, self._model_name):
             return f"nothing is served from now on: {why}"
-        return _missing({candidate.node.role for candidate in candidates})
+        return _missing({candidate.node.role for candidate in may_serve(candidates, None)})
 
     def _why_serves_less_without(self, name: str, role: str) -> str:
-        roles = {candidate.node.role for candidate in self._view.candidates() if candidate.node.node_id != name}
+        candidates = may_serve(self._view.candidates(), None)
+        roles = {candidate.node.role for candidate in candidates if candidate.node.node_id != name}
         return _missing(roles | {Role(role)})
 
     def _ask_for_roles(self) -> None:

@@ -31,7 +31,7 @@ from router.placement.cost_model import (
     key_of,
     share_grows_at,
 )
-from router.placement.placement import Candidate, Candidates, Demand, NodeSize, size_of
+from router.placement.placement import Candidate, Candidates, Demand, NodeSize, Origin, size_of
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -80,7 +80,7 @@ class CostTable:
         self._streams, self._decode_ms, self._kv_token_ms = self._terms[3:]
         self._chunk, self._order = np.ones(count, np.int64), np.zeros(count, np.int64)
         self._rank, self._kind, self._size = (np.zeros(count, np.int64) for _ in range(3))
-        self._full = np.zeros(count, np.bool_)
+        self._full, self._left_out = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
 
     # --- keeping the rows up to date ---
 
@@ -137,7 +137,7 @@ class CostTable:
 
     def _note_candidate(self, row: int, candidate: Candidate) -> None:
         self._of_row[row] = candidate
-        self._full[row] = candidate.is_full
+        self._full[row], self._left_out[row] = candidate.is_full, candidate.is_left_out
         self._order[row] = candidate.last_chosen << _RANK_BITS | int(self._rank[row])
         self._stale.add(row)
 
@@ -176,14 +176,11 @@ class CostTable:
     def fitting_rows(self, demand: Demand, exclude: Set[str], *, with_room: bool) -> RowMask:
         """The rows of nodes on which the request fits, as in `placement.fitting_nodes`; no row where that raises.
 
-        `with_room`: without full nodes, unless all nodes of a role are full.
+        `with_room`: without full nodes, unless all nodes of a role that may serve it are full.
         """
-        able: RowMask = None
+        able = self._may_serve(demand.origin)
         if with_room and self._full.any():
-            able = ~self._full
-            for rows in (able[: self._num_prefills], able[self._num_prefills :]):
-                if not rows.any():
-                    rows[:] = True
+            able = self._unless_all_of_a_role(~self._full if able is None else able & ~self._full, able)
         holds = [size.holds(demand) for size in self._sizes]
         if not all(holds):
             fits = np.array(holds)[self._size]
@@ -196,6 +193,19 @@ class CostTable:
             left = self._without(excluded, able)
             able = left if left.any() else able
         return able
+
+    def _may_serve(self, origin: Origin | None) -> RowMask:
+        """The rows that `placement.may_serve` allows."""
+        if origin is not None:
+            return np.array([origin.allows(one.node) for one in self._of_row], np.bool_)
+        return ~self._left_out if self._left_out.any() else None
+
+    def _unless_all_of_a_role(self, left: Bools, able: RowMask) -> Bools:
+        """The rows `left` of those that are `able`; of a role that has none of them left, all that are able."""
+        for of_role in (slice(0, self._num_prefills), slice(self._num_prefills, len(self._of_row))):
+            if not left[of_role].any():
+                left[of_role] = True if able is None else able[of_role]
+        return left
 
     def _rows_with(self, incarnations: Iterable[str]) -> list[int]:
         return [row for incarnation in incarnations if (row := self._row_of.get(incarnation)) is not None]
@@ -231,11 +241,7 @@ class CostTable:
         rows = self._rows_with(passed_over) if passed_over else ()
         if not rows:
             return able
-        left = self._without(rows, able)
-        for of_role in (slice(0, self._num_prefills), slice(self._num_prefills, len(self._of_row))):
-            if not left[of_role].any():
-                left[of_role] = True if able is None else able[of_role]
-        return left
+        return self._unless_all_of_a_role(self._without(rows, able), able)
 
     def _cheapest_pair(self, query: PlacementQuery, prefills: slice, decodes: slice, able: RowMask) -> Way | None:
         able_prefills, able_decodes = _part(able, prefills), _part(able, decodes)

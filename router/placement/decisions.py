@@ -50,6 +50,10 @@ class Decision:
     prefill: str
     """Names of the nodes."""
     decode: str
+    bits: str = ""
+    """`NodeDescription.bits` of the nodes."""
+    continues_only_at: str = ""
+    """The nodes among which the choice was made, since they alone may continue the stream; empty: it had not begun."""
     way: Way | None = None
     """None for policies that predict nothing, and so is `query`."""
     query: PlacementQuery | None = None

@@ -36,6 +36,8 @@ class Candidate:
     """Seconds on the router's clock."""
     adapters: frozenset[str] = frozenset()
     """Digests of the adapters that it acknowledges."""
+    is_left_out: bool = False
+    """Whether it gets no new requests, only begun streams of its version, see `router.placement.versions`."""
 
 
 class Candidates(tuple[Candidate, ...]):
@@ -59,6 +61,39 @@ class Candidates(tuple[Candidate, ...]):
 
 
 @value(frozen=True, slots=True)
+class Origin:
+    """Where a stream that has begun came from, which decides the nodes that may continue it.
+
+    A token is a function of the request alone only among nodes with equal bits. A node that is not bit-exact promises
+    nothing, so a stream that it began is continued by this node alone.
+    """
+
+    bits: str
+    """`NodeDescription.bits` of the nodes that began it."""
+    incarnation: str = ""
+    """The node that decoded it, where that is not bit-exact; empty: any node with these bits continues it."""
+
+    @classmethod
+    def of(cls, node: NodeDescription) -> Origin:
+        """The origin of a stream that this node decodes."""
+        return cls(node.bits, "" if node.bit_exact else node.incarnation)
+
+    def allows(self, node: NodeDescription) -> bool:
+        """Whether this node may continue the stream."""
+        return node.bits == self.bits and self.incarnation in ("", node.incarnation)
+
+    @property
+    def who(self) -> str:
+        """The nodes that may continue the stream, for people."""
+        return f"{self.incarnation}, which is not bit-exact" if self.incarnation else f"nodes with the bits {self.bits}"
+
+    @property
+    def why_only(self) -> str:
+        """Why others may not continue the stream, for people."""
+        return f"the stream has begun, and goes on with the same tokens only at {self.who}"
+
+
+@value(frozen=True, slots=True)
 class Demand:
     """The properties of a request that decide on which nodes it fits."""
 
@@ -73,6 +108,8 @@ class Demand:
     """Digest of the adapter that the nodes must acknowledge; empty: none."""
     pools: bool = False
     """Whether its vector is another than nodes make that don't read `Submit.pooling`."""
+    origin: Origin | None = None
+    """Where its stream began; None: its client has no token yet, so that any version may serve it."""
 
     @property
     def num_tokens(self) -> int:
@@ -94,17 +131,20 @@ class NodeSize(NamedTuple):
     """How many tokens' KV its cache holds."""
     can: frozenset[Capability]
     takes_pooling: bool = True
+    bits: str = ""
 
     def holds(self, demand: Demand) -> bool:
         """Whether an idle node of this size could serve the request."""
         is_long_enough = demand.num_tokens <= self.max_model_len and demand.num_stored_tokens <= self.kv_tokens
         can = demand.needs <= self.can and (self.takes_pooling or not demand.pools)
-        return self.model == demand.model and is_long_enough and can
+        continues = demand.origin is None or demand.origin.bits == self.bits
+        return self.model == demand.model and is_long_enough and can and continues
 
 
 def size_of(node: NodeDescription) -> NodeSize:
     """A node's size."""
-    return NodeSize(node.model, node.max_model_len, node.num_blocks * node.block_size, node.can, node.takes_pooling)
+    kv_tokens = node.num_blocks * node.block_size
+    return NodeSize(node.model, node.max_model_len, kv_tokens, node.can, node.takes_pooling, node.bits)
 
 
 @value(frozen=True, slots=True)
@@ -159,6 +199,7 @@ def choose_in_turn(candidates: Sequence[Candidate], demand: Demand, exclude: Set
 
 def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str]) -> list[Candidate]:
     """Nodes on which the request fits, without those in `exclude` unless there is no other; raises as `choose`."""
+    candidates = may_serve(candidates, demand.origin)
     tokens, stored, model = demand.num_tokens, demand.num_stored_tokens, demand.model
     able = [
         c
@@ -169,6 +210,8 @@ def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[
     ]
     if able:
         return [c for c in able if c.node.incarnation not in exclude] or able if exclude else able
+    if demand.origin is not None and not candidates:
+        raise NoCapacity(f"{demand.origin.why_only}, of which none takes work")
     if demand.adapter and not any(demand.adapter in c.adapters for c in candidates):
         raise NoCapacity(f"no node that is up acknowledges the adapter {demand.adapter:.12}")
     if demand.pools and not any(c.node.takes_pooling for c in candidates if c.node.model == model):
@@ -179,6 +222,14 @@ def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[
         most = max(c.node.num_blocks * c.node.block_size for c in candidates if c.node.model == model)
         raise ContextLengthExceeded("prompt", reason, tokens, most)
     raise NoCapacity(f"no node that {_what_is_needed(demand)} {demand.model} is up")
+
+
+def may_serve(candidates: Sequence[Candidate], origin: Origin | None) -> Sequence[Candidate]:
+    """The nodes that may serve a new request (None), or continue a stream of this origin."""
+    if origin is not None:
+        return [c for c in candidates if origin.allows(c.node)]
+    served_by = [c for c in candidates if not c.is_left_out]
+    return candidates if len(served_by) == len(candidates) else served_by
 
 
 def _what_is_needed(demand: Demand) -> str:

@@ -39,10 +39,12 @@ from router.placement.fleet_rates import FleetRates
 from router.placement.placement import (
     Candidate,
     Demand,
+    Origin,
     Placement,
     choose,
     choose_in_turn,
     fitting_nodes,
+    may_serve,
     why_alone,
     why_embedded,
 )
@@ -60,8 +62,8 @@ def prompt_keys_of(request: ValidRequest) -> PromptKeys:
     return PromptKeys(request.prompt_token_ids, request.cache_salt, request.spans, request.adapter)
 
 
-def demand_of(request: ValidRequest) -> Demand:
-    """The properties of a request that decide on which nodes it fits."""
+def demand_of(request: ValidRequest, origin: Origin | None = None) -> Demand:
+    """The properties of a request that decide on which nodes it fits. `origin`: where its stream began, if it has."""
     max_tokens = request.sampling_params.max_tokens
     return Demand(
         request.model,
@@ -71,6 +73,7 @@ def demand_of(request: ValidRequest) -> Demand:
         needs=request.needs,
         adapter=request.adapter,
         pools=request.pooling is not None and not request.pooling.is_plain,
+        origin=origin,
     )
 
 
@@ -102,6 +105,8 @@ class Choice:
     attempt: int
     query: PlacementQuery | None = None
     way: Way | None = None
+    origin: Origin | None = None
+    """Where the stream began that the attempt continues; None: its client has no token yet."""
 
 
 @dataclass(slots=True)
@@ -225,19 +230,21 @@ class Placer:
         now: float,
         *,
         with_room: bool = False,
+        origin: Origin | None = None,
     ) -> Choice:
         """Choose nodes for an attempt; `placed` is called if it goes there.
 
         `waited_s`: since the request arrived. `with_room`: full nodes are left out, unless all of their role are full.
-        Raises NoCapacity with the reason if there is no node, InvalidRequest if none is large enough.
+        `origin`: where the stream began, if its client has tokens. All nodes of an attempt are of one version. Raises
+        NoCapacity with the reason if there is no node, InvalidRequest if none is large enough.
         """
-        demand = demand_of(request)
+        demand = demand_of(request, origin)
         if self._predicts:
             choice = self._cheapest(candidates, request, demand, exclude, attempt, waited_s, now, with_room)
         else:
-            candidates = only_with_room(candidates) if with_room else candidates
+            candidates = _may_be_chosen(candidates, demand, with_room)
             pick = choose if self._settings.policy is Policy.LEAST_LOADED else choose_in_turn
-            choice = Choice(pick(candidates, demand, exclude), request, attempt)
+            choice = Choice(pick(candidates, demand, exclude), request, attempt, origin=origin)
         if not request.embeds:
             self._check_kind(choice.placement)
         if request.contents and (holders := self._holders(request, choice.placement.prompt_node)):
@@ -348,9 +355,8 @@ class Placer:
         table.set_candidates(candidates)
         able = table.fitting_rows(demand, exclude, with_room=with_room)
         if (able is not None and not able.any()) or not candidates:
-            fitting_nodes(
-                only_with_room(candidates) if with_room else candidates, demand, exclude
-            )  # raises with the reason
+            # It raises with the reason.
+            fitting_nodes(_may_be_chosen(candidates, demand, with_room), demand, exclude)
         table.refresh(able, now)
         query = self._query(able, request, demand, waited_s, now)
         way = table.cheapest(query, able)
@@ -359,10 +365,10 @@ class Placer:
         reason = way.reason
         if not reason:
             why = why_embedded if demand.embeds else why_alone
-            fitting = fitting_nodes(only_with_room(candidates) if with_room else candidates, demand, exclude)
+            fitting = fitting_nodes(_may_be_chosen(candidates, demand, with_room), demand, exclude)
             reason = why(candidates, *_by_role(fitting), exclude)
         placement = Placement(way.prefill.node if way.prefill else None, way.decode.node, reason)
-        return Choice(placement, request, attempt, query, way)
+        return Choice(placement, request, attempt, query, way, demand.origin)
 
     def _query(
         self, able: RowMask, request: ValidRequest, demand: Demand, waited_s: float, now: float
@@ -486,6 +492,12 @@ class Placer:
         return Explanation(decision, ways, best.terms, regret)
 
 
+def _may_be_chosen(candidates: Sequence[Candidate], demand: Demand, with_room: bool) -> Sequence[Candidate]:
+    """The nodes of versions that may serve the request; with room, unless all of a role are full."""
+    candidates = may_serve(candidates, demand.origin)
+    return only_with_room(candidates) if with_room else candidates
+
+
 def _by_role(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
     """The prefill nodes and the decode nodes."""
     return (
@@ -520,6 +532,8 @@ def _decision(choice: Choice, policy: Policy, now: float) -> Decision:
         prompt_tokens=choice.request.num_prompt_tokens,
         prefill=placement.prefill.node_id if placement.prefill is not None else "",
         decode=placement.decode.node_id,
+        bits=placement.decode.bits,
+        continues_only_at=choice.origin.who if choice.origin is not None else "",
         way=choice.way,
         query=choice.query,
     )

@@ -15,10 +15,12 @@ from baton.messages.adapters import AdapterReport
 from baton.messages.capabilities import in_order
 from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
+from baton.messages.kv_format import KVFormat
 from baton.messages.node import LoadReport, NodeDescription
 from baton.registry import DesiredState, NodeRecord
 from router.admission.admission import is_full
-from router.placement.placement import Candidate, Candidates, Demand, NodeSize, disagreement, size_of
+from router.placement.placement import Candidate, Candidates, Demand, NodeSize, Origin, disagreement, may_serve, size_of
+from router.placement.versions import Registered, left_out
 
 LOST_SHOWN_S = 60.0
 """How long a lost node is still shown to operators."""
@@ -39,7 +41,7 @@ class NodeState(enum.Enum):
     SUSPECT = "Suspect"
     LOST = "Lost"
     INCOMPATIBLE = "Incompatible"
-    """Only shown: the node is ready, but can't exchange KV with any node of the other role."""
+    """Only shown: the node is ready, but gets no new requests, see `router.placement.versions`."""
 
 
 @dataclass(slots=True)
@@ -51,6 +53,8 @@ class _Node:
     """Whether an operator wants no new requests on it."""
     registered: bool = True
     description: NodeDescription | None = None
+    version: tuple[str, str, KVFormat] | None = None
+    """The model, the bits and the format of the KV, of the description."""
     attached: bool = False
     load: LoadReport = field(default_factory=LoadReport)
     others: int = 0
@@ -89,6 +93,12 @@ class ClusterView:
         self._changed: set[str] = set()
         """Incarnations whose candidates are to be made again."""
         self._described: tuple[NodeDescription, ...] | None = None
+        self._left_out: Mapping[str, str] = {}
+        """Why nodes that take work get no new requests, by incarnation."""
+        self._is_left_out_known = True
+        """False: which nodes take work has changed since."""
+        self._served_by: tuple[NodeDescription, ...] | None = None
+        """What `served_by` returned last; None: to be found out again."""
         self._candidates = Candidates((), None, None)
         """The candidates that `candidates` returned last."""
         self._sizes: FIFOCache[NodeSize, float] = FIFOCache(_MOST_SIZES)
@@ -112,6 +122,7 @@ class ClusterView:
             else:
                 if node.record.state != record.state:
                     self._candidate_changed(node)
+                    self._takers_changed()
                 node.record = record
                 node.registered = True
         for incarnation, node in self._nodes.items():
@@ -129,6 +140,7 @@ class ClusterView:
         """Take the state that operators want nodes to have."""
         self._desired = desired
         self._described = None
+        self._takers_changed()
         for node in self._nodes.values():
             node.cordoned = node.record.name in desired.cordoned
             self._candidate_changed(node)
@@ -140,8 +152,10 @@ class ClusterView:
         if node is None:
             return
         node.description = description
+        node.version = description.model, description.bits, KVFormat.of(description)
         node.attached = True
         self._described = None
+        self._takers_changed()
         node.attached_at = now
         node.lost_at = None
         node.detail = node.notice = ""
@@ -157,6 +171,8 @@ class ClusterView:
         node = self._nodes.get(incarnation)
         if node is None:
             return
+        if node.load.draining is not load.draining:
+            self._takers_changed()
         node.load = load
         # Legs that we sent a moment ago are not in the report yet: a count below ours says nothing about others.
         node.others = max(0, load.running + load.waiting + load.waiting_for_remote_kvs - node.ours)
@@ -191,9 +207,9 @@ class ClusterView:
                 for digest, reason in node.refused_adapters.items():
                     yield node.record.name, digest, reason
 
-    def is_acknowledged(self, digest: str) -> bool:
-        """Whether a node that takes work acknowledges this adapter."""
-        return any(digest in candidate.adapters for candidate in self.candidates())
+    def is_acknowledged(self, digest: str, origin: Origin | None = None) -> bool:
+        """Whether a node that gets new requests, or may continue a stream of this origin, acknowledges this adapter."""
+        return any(digest in candidate.adapters for candidate in may_serve(self.candidates(), origin))
 
     def awaits_answer(self, digest: str, incarnations: Set[str]) -> bool:
         """Whether one of these nodes is attached and has not said whether it acknowledges this adapter."""
@@ -212,6 +228,7 @@ class ClusterView:
             return
         node.attached = False
         self._described = None
+        self._takers_changed()
         self._candidate_changed(node)
         node.forget_ours()
         node.detail = reason
@@ -222,6 +239,11 @@ class ClusterView:
             self._forget_at = -math.inf
         if node.cordoned:
             self.on_cordoned_work()
+
+    def _takers_changed(self) -> None:
+        """Other nodes take work than before, or nodes with other descriptions."""
+        self._is_left_out_known = False
+        self._served_by = None
 
     def _candidate_changed(self, node: _Node) -> None:
         """The node's candidate has changed, and is made again when it is needed."""
@@ -235,9 +257,11 @@ class ClusterView:
         return any(size.holds(demand) for size in self.sizes(now))
 
     def sizes(self, now: float) -> set[NodeSize]:
-        """The sizes of all nodes that are attached, or were within `SIZE_REMEMBERED_S`."""
+        """The sizes of all nodes that are attached, or were within `SIZE_REMEMBERED_S`, of versions that may serve."""
         recent = {size for size, seen_at in self._sizes.items() if now - seen_at < SIZE_REMEMBERED_S}
-        return recent | {size_of(node) for node in self.descriptions()}
+        all_sizes, served_by = recent | {size_of(node) for node in self.descriptions()}, self.served_by()
+        other_bits = {node.bits for node in self.descriptions()} - {node.bits for node in served_by}
+        return {size for size in all_sizes if size.bits not in other_bits}
 
     def dispatched(self, incarnation: str, attempt: AttemptKey, num_sequences: int = 1) -> None:
         """A leg with so many sequences was sent to a node."""
@@ -277,7 +301,11 @@ class ClusterView:
                 self._forget_at = min(self._forget_at, node.lost_at + LOST_SHOWN_S)
 
     def candidates(self) -> Candidates:
-        """The nodes that take work now, in a stable order; the same object until one of them changes."""
+        """The nodes that take work now, in a stable order; the same object until one of them changes.
+
+        Those with `is_left_out` take only streams that nodes of their version began.
+        """
+        self._why_left_out()
         if self._ordered is None or self._changed:
             self._candidates = self._updated_candidates(self._candidates)
         return self._candidates
@@ -317,7 +345,25 @@ class ClusterView:
             load.context_tokens,
             node.attached_at,
             node.adapters,
+            node.record.incarnation in self._left_out,
         )
+
+    def _why_left_out(self) -> Mapping[str, str]:
+        """Why nodes that take work get no new requests, by incarnation."""
+        if not self._is_left_out_known:
+            ready = [node for node in self._nodes.values() if self._state(node) is NodeState.READY]
+            is_mixed = len({node.version for node in ready}) > 1
+            nodes = [
+                Registered(one.description, one.record.start_number) for one in ready if one.description is not None
+            ]
+            before, self._left_out = self._left_out, left_out(nodes) if is_mixed else {}
+            self._changed.update(one for one in before.keys() ^ self._left_out.keys() if one in self._nodes)
+            self._is_left_out_known = True
+        return self._left_out
+
+    def may_continue(self, origin: Origin) -> bool:
+        """Whether a node that takes work may continue a stream of this origin."""
+        return any(origin.allows(candidate.node) for candidate in self.candidates())
 
     def is_full(self, incarnation: str) -> bool:
         """Whether a further request would only wait on the node (`admission.is_full`), or the node is gone."""
@@ -338,6 +384,19 @@ class ClusterView:
             self._described = tuple(node.description for node in attached if node.description is not None)
         return self._described
 
+    def served_by(self) -> tuple[NodeDescription, ...]:
+        """The descriptions of the attached nodes of the versions that get new requests, whether or not they take work.
+
+        Of a model without a node that takes work, all attached ones. The same tuple until something changes.
+        """
+        if self._served_by is None or self._described is None:
+            served = [one.node for one in self.candidates() if not one.is_left_out]
+            models, versions = {node.model for node in served}, {(node.model, node.bits) for node in served}
+            self._served_by = tuple(
+                node for node in self.descriptions() if node.model not in models or (node.model, node.bits) in versions
+            )
+        return self._served_by
+
     def state(self, incarnation: str) -> NodeState | None:
         """The state of one incarnation; None if it is unknown."""
         node = self._nodes.get(incarnation)
@@ -348,12 +407,6 @@ class ClusterView:
         self.forget_lost(now)
         nodes = sorted(self._nodes.values(), key=lambda n: (n.record.name, n.record.started_at))
         return tuple(self._status(node, wall) for node in nodes)
-
-    def _disagreement(self, node: _Node) -> str:
-        if node.description is None or not node.attached:
-            return ""
-        same_model = [other for other in self.descriptions() if other.model == node.description.model]
-        return disagreement(node.description, same_model)
 
     @staticmethod
     def _state(node: _Node) -> NodeState:
@@ -367,8 +420,8 @@ class ClusterView:
 
     def _status(self, node: _Node, wall: float) -> NodeStatus:
         record, load = node.record, node.load
-        state, disagreement = self._state(node), self._disagreement(node)
-        if state is NodeState.READY and disagreement:
+        state, why_left_out = self._state(node), self._why_left_out().get(record.incarnation, "")
+        if why_left_out:
             state = NodeState.INCOMPATIBLE
         return NodeStatus(
             name=record.name,
@@ -387,7 +440,7 @@ class ClusterView:
             free_blocks=load.free_blocks,
             leased_blocks=load.leased_blocks,
             quarantined_blocks=load.quarantined_blocks,
-            detail=node.detail or self._role_change(node) or node.notice or disagreement,
+            detail=node.detail or self._role_change(node) or node.notice or why_left_out or self._limits(node),
             bit_exact=record.bit_exact,
             cordoned=node.cordoned,
             desired_role=self._desired.role_of(record.name) or "",
@@ -395,7 +448,18 @@ class ClusterView:
             tp=record.tp,
             capabilities=in_order(node.description.can) if node.description is not None else (),
             pp=record.pp,
+            bits=node.description.bits if node.description is not None else "",
         )
+
+    def _limits(self, node: _Node) -> str:
+        """What a node that gets new requests can't do, or does not promise."""
+        description = node.description
+        if description is None or not node.attached:
+            return ""
+        same_bits = [other for other in self.descriptions() if other.bits == description.bits]
+        if why_alone := disagreement(description, same_bits):
+            return why_alone
+        return "" if description.bit_exact else "is not bit-exact: a stream that it began goes on at no other node"
 
     def _role_change(self, node: _Node) -> str:
         role = self._desired.role_of(node.record.name)
@@ -407,9 +471,13 @@ class ClusterView:
         """The names of cordoned nodes that are attached."""
         return sorted({node.record.name for node in self._nodes.values() if node.cordoned and node.attached})
 
-    def node_snapshots(self) -> Iterator[tuple[str, tuple[str, str, str, NodeState, str, str, bool]]]:
-        """For each incarnation its name, role, address, state, why it is lost, its notice, and whether it drained."""
+    def node_snapshots(self) -> Iterator[tuple[str, tuple[str, str, str, NodeState, str, str, bool, str]]]:
+        """For each incarnation its name, role, address, state, why it is lost, its notice, whether it drained, and why
+        it gets no new requests though it takes work.
+        """
+        left_out = self._why_left_out()
         for incarnation, node in self._nodes.items():
             record, state = node.record, self._state(node)
             drained = node.load.draining or record.state == "draining"
-            yield incarnation, (record.name, record.role, record.address, state, node.detail, node.notice, drained)
+            named = record.name, record.role, record.address
+            yield incarnation, (*named, state, node.detail, node.notice, drained, left_out.get(incarnation, ""))

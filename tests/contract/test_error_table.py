@@ -58,6 +58,7 @@ CODES = {
     "AttemptsExhausted": "ABORTED",
     "StreamDiverged": "ABORTED",
     "TransferFailed": "ABORTED",
+    "VersionGone": "ABORTED",
     "SlowReader": "RESOURCE_EXHAUSTED",
     "QuotaExceeded": "RESOURCE_EXHAUSTED",
     "Unauthenticated": "UNAUTHENTICATED",

@@ -15,7 +15,7 @@ from baton.messages.node import NodeDescription, Role
 from router.admission.request import ValidRequest
 from router.placement.cost_model import NodeCosts, PlacementQuery, Way, cheapest
 from router.placement.decisions import DecisionLog
-from router.placement.placement import Candidate, Demand, Placement, choose, fitting_nodes
+from router.placement.placement import Candidate, Demand, Origin, Placement, choose, fitting_nodes
 from router.placement.placement import with_room as only_with_room
 from router.placement.placer import Choice, PlacementSettings, Placer, Policy, demand_of
 
@@ -73,8 +73,9 @@ class RandomPlacer(Placer):
         now: float,
         *,
         with_room: bool = False,
+        origin: Origin | None = None,
     ) -> Choice:
-        demand = demand_of(request)
+        demand = demand_of(request, origin)
         able = fitting_nodes(only_with_room(candidates) if with_room else candidates, demand, exclude)
         prefills = [candidate for candidate in able if candidate.node.role is Role.PREFILL]
         decodes = [candidate for candidate in able if candidate.node.role is Role.DECODE]

@@ -48,6 +48,8 @@ def _print_decision(request: str, decision: PlacementDecision) -> None:
     nodes = " and ".join(name for name in (decision.prefill_node, decision.decode_node) if name)
     print_text(f"{request}, attempt {decision.attempt}, {fine_duration(decision.age_s)} ago: {nodes}")
     print_text(f"  {decision.decision}, {decision.policy}: {decision.reason}; {decision.prompt_tokens} prompt tokens")
+    if decision.continues_only_at:
+        print_text(f"  the stream had begun, so only {decision.continues_only_at} could continue it")
     if decision.ways:
         print_text()
         print_table(_COLUMNS, [_row(way, decision) for way in decision.ways])

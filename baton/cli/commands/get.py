@@ -33,6 +33,7 @@ _WIDE = [
     "FREE",
     "LEASED",
     "BIT-EXACT",
+    "BITS",
     "CAN",
     "DETAIL",
 ]
@@ -139,6 +140,7 @@ def _row(node: NodeStatus, wide: bool) -> Sequence[str]:
         "-" if router else str(node.free_blocks),
         "-" if router else str(node.leased_blocks),
         "-" if router else "yes" if node.bit_exact else "no",
+        node.bits or "-",
         ",".join(node.capabilities) or "-",
         node.detail or "-",
     ]

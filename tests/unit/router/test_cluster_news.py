@@ -61,6 +61,16 @@ def test_changes_of_a_nodes_state_make_events(before: NodeState, after: NodeStat
     assert all(each.is_warning and each.detail == "silent" for each in found if each.reason != "NodeReady")
 
 
+def test_a_node_that_gets_no_new_requests_any_more_and_one_that_gets_them_again_make_events() -> None:
+    left_out = with_node(left_out="computes other tokens")
+    change = ClusterChange("NodeIncompatible", "d1", "d1.a", "computes other tokens", is_warning=True)
+    assert cluster_changes(CALM, left_out) == [change]
+    assert cluster_changes(left_out, with_node(left_out="computes others than d2")) == []
+    assert event_names(ClusterSnapshot(), left_out)[-1] == ("NodeIncompatible", "d1")
+    assert event_names(left_out, CALM) == [("NodeCompatible", "d1")]
+    assert event_names(left_out, with_node(state=NodeState.CORDONED)) == []
+
+
 def test_removing_a_lost_node_from_the_list_makes_no_event() -> None:
     assert cluster_changes(with_node(state=NodeState.LOST), ClusterSnapshot()) == []
 

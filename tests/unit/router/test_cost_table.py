@@ -16,7 +16,7 @@ from baton.messages.kv_format import KVFormat
 from baton.messages.node import NodeDescription
 from router.placement.cost_model import NodeCosts, PlacementQuery, ServiceLevel, cheapest, newcomer_share, node_costs
 from router.placement.cost_table import CostTable, fitting_kinds
-from router.placement.placement import Candidate, Candidates, Demand, fitting_nodes, with_room
+from router.placement.placement import Candidate, Candidates, Demand, Origin, fitting_nodes, may_serve, with_room
 from router.placement.rates import StepRates
 from tests.support.router_parts import MODEL, decode, prefill
 
@@ -33,6 +33,7 @@ def some_nodes(rng: Random) -> Sequence[NodeDescription]:
             block_size=rng.choice([4, 4, 4, 6, 12, 16]),
             block_bytes=100_000,
             dtype=rng.choice(["float32", "float32", "bfloat16"]),
+            bit_exact=rng.random() < 0.9,
             max_num_batched_tokens=rng.choice([0, 256, 512]),
             embedding_size=rng.choice([0, 8]),
         )
@@ -51,6 +52,7 @@ def some_candidate(rng: Random, node: NodeDescription) -> Candidate:
         uncomputed_tokens=rng.choice([0, 0, 1, 600]),
         context_tokens=rng.choice([0, 5000]),
         attached_at=rng.choice([0.0, NOW, NOW - 1.0]),
+        is_left_out=rng.random() < 0.2,
     )
 
 
@@ -101,11 +103,14 @@ class Fleet:
         rng, candidates = self._rng, self.candidates
         tokens, embeds = rng.choice([1, 40, 700, 3000]), rng.random() < 0.2
         demand = Demand(MODEL, tokens, rng.choice([1, 20, 500]), embeds, EMBEDS if embeds else GENERATES)
+        if candidates and rng.random() < 0.3:
+            demand = replace(demand, origin=Origin.of(rng.choice(candidates).node))
         exclude, rooms = self.sample(rng.choice([0.0, 0.3])), rng.random() < 0.5
         self.table.set_candidates(candidates)
         able = self.table.fitting_rows(demand, exclude, with_room=rooms)
         try:
-            fitting = fitting_nodes(with_room(candidates) if rooms else candidates, demand, exclude)
+            may = may_serve(candidates, demand.origin)
+            fitting = fitting_nodes(with_room(may) if rooms else may, demand, exclude)
         except (InvalidRequest, NoCapacity):
             assert not candidates or (able is not None and not able.any())
             return

@@ -49,7 +49,7 @@ from router.flight.flight_table import (
     StopStringFound,
     SubmitLeg,
 )
-from router.placement.placement import Placement
+from router.placement.placement import Origin, Placement
 from tests.support.router_parts import decode, key, prefill, request
 
 CONVERSATIONS = sorted((Path(__file__).parent / "flight_conversations").glob("*.txt"))
@@ -362,6 +362,23 @@ def test_a_prefill_node_is_needed_for_the_log_probabilities_of_the_prompt_whatev
     flight.handle(Delta("p1.1", RequestDelta(key())))
     flight.handle(Delta("d1.1", RequestDelta(key(), 0, (10, 11))))
     assert isinstance(flight.handle(NodeGone("p1.1", "died"))[-1], Place)
+
+
+def test_a_stream_is_continued_by_its_version_once_its_client_has_anything_of_it() -> None:
+    asked = request(max_tokens=8)
+    wants_prompt = replace(asked, sampling_params=replace(asked.sampling_params, prompt_logprobs=0))
+    of_prompt = [TokenLogprobs(token, -1.0, 1, ()) for token in (6, 7)]
+    for flight, delta, has_begun in (
+        (Flight(asked), RequestDelta(key()), False),
+        (Flight(asked), RequestDelta(key(), 0, (10,)), True),
+        (Flight(wants_prompt), RequestDelta(key(), prompt_logprobs=of_prompt), True),
+    ):
+        flight.start()
+        flight.handle(Placed(Placement(None, decode("d1"), "because")))
+        flight.handle(Delta("d1.1", delta))
+        place = flight.handle(NodeGone("d1.1", "died"))[-1]
+        assert isinstance(place, Place)
+        assert place.origin == (Origin.of(decode("d1")) if has_begun else None)
 
 
 def lost_until_it_ends(tokens_between: int, *, unrelated: int = 0, taken: bool = True) -> tuple[Flight, int]:

@@ -19,7 +19,7 @@ from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from router.admission.request import ValidRequest
 from router.flight.flight_journal import FlightJournal
 from router.flight.flight_record import FlightRecord, read_record
-from router.placement.placement import Placement
+from router.placement.placement import Origin, Placement
 from tests.support.router_parts import decode, prefill
 
 CARD = ModelCard("m", 64, 300)
@@ -35,7 +35,8 @@ PARAMS = SamplingParams(
 REQUEST = ValidRequest(
     "r", "m", (), PARAMS, ("a\n", "é"), -3, "salt", 2, wants_logprobs=True, prompt_length=2, shown_tokens=(7,)
 )
-RECORD = FlightRecord(REQUEST, 2**64 - 1, 2, "p.1", "d.1", 3, "r.1", 1e9, f"00-{'a' * 32}-{'b' * 16}-01")
+ORIGIN = Origin("0123456789ab", "d.1")
+RECORD = FlightRecord(REQUEST, 2**64 - 1, 2, "p.1", "d.1", 3, "r.1", 1e9, f"00-{'a' * 32}-{'b' * 16}-01", ORIGIN)
 
 
 def paths(value: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -1,0 +1,176 @@
+"""Which nodes get new requests where several versions of a model are up, and which of them may continue a stream."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import NoCapacity
+from baton.messages.node import LoadReport, NodeDescription, Role
+from baton.messages.sampling import SamplingDefaults
+from baton.registry import DesiredState
+from router.cards import card_of_nodes
+from router.placement.placement import Demand, Origin, choose
+from router.placement.placer import PlacementSettings, Placer, Policy
+from router.placement.versions import Registered, left_out
+from router.placement.view import ClusterView
+from tests.support.router_parts import MODEL, decode, description, prefill, record_of, request
+
+DEMAND = Demand(MODEL, num_prompt_tokens=10, max_tokens=8)
+
+
+def names_left_out(*nodes: tuple[NodeDescription, int]) -> set[str]:
+    return {incarnation.partition(".")[0] for incarnation in left_out([Registered(*one) for one in nodes])}
+
+
+def new(node: NodeDescription) -> NodeDescription:
+    return replace(node, model_fingerprint="new")
+
+
+def view_of(*nodes: NodeDescription) -> ClusterView:
+    """A view to which these nodes are attached, which were started one after the other."""
+    view = ClusterView()
+    view.registered([replace(record_of(node), start_number=1 + place) for place, node in enumerate(nodes)])
+    for node in nodes:
+        view.attached(node, now=0.0)
+    return view
+
+
+def statuses(view: ClusterView) -> dict[str, str]:
+    return {status.name: status.status for status in view.statuses(0.0, 0.0)}
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [{"model_fingerprint": "other"}, {"numerics": "cpu/kv-int8"}, {"dtype": "bfloat16"}, {"bit_exact": False}],
+    ids=lambda difference: next(iter(difference)),
+)
+def test_a_node_with_other_bits_than_most_gets_no_new_requests_and_is_shown_so(difference: dict[str, object]) -> None:
+    odd = decode("d3", **difference)
+    view = view_of(odd, prefill("p1"), decode("d1"), decode("d2"))
+    assert statuses(view) == {"d3": "Incompatible", "p1": "Ready", "d1": "Ready", "d2": "Ready"}
+    detail = next(status.detail for status in view.statuses(0.0, 0.0) if status.name == "d3")
+    name, value = next(iter(difference.items()))
+    assert f"computes other tokens than the 3 nodes that serve: d3 [{name}={value}], p1 [{name}=" in detail
+    assert odd.bits != decode("d3").bits
+    view.reported("d1.1", LoadReport(running=9))
+    view.reported("d2.1", LoadReport(running=9))
+    assert choose(view.candidates(), DEMAND).decode.node_id != "d3", "however idle it is"
+
+
+def test_the_version_with_a_pair_and_most_nodes_serves_and_of_equal_ones_the_oldest() -> None:
+    p1, d1, p2, d2 = prefill("p1"), decode("d1"), new(prefill("p2")), new(decode("d2"))
+    assert names_left_out((p1, 1), (d1, 4), (p2, 2), (d2, 3)) == {"p2", "d2"}
+    assert names_left_out((p1, 3), (d1, 4), (p2, 2), (d2, 5)) == {"p1", "d1"}
+    assert names_left_out((p1, 1), (d1, 1), (p2, 2), (d2, 3), (new(decode("d3")), 4)) == {"p1", "d1"}
+    # Three nodes without a decode node serve less than a pair.
+    assert names_left_out((p1, 1), (prefill("p3"), 1), (prefill("p4"), 1), (p2, 2), (d2, 3)) == {"p1", "p3", "p4"}
+    assert names_left_out((p1, 1), (p2, 2)) == {"p2"}
+    assert names_left_out((p1, 1), (replace(p2, model="another"), 2)) == set()
+
+
+def test_nodes_of_one_version_without_a_partner_get_requests_only_while_there_is_no_pair() -> None:
+    old = decode("d2", link_protocol=6)
+    assert names_left_out((prefill("p1"), 1), (decode("d1"), 1), (old, 1)) == {"d2"}
+    assert names_left_out((prefill("p1"), 1), (old, 1)) == set()
+    alone = view_of(prefill("p1"), old)
+    assert statuses(alone) == {"p1": "Ready", "d2": "Ready"}
+    assert all("on its KV" in status.detail for status in alone.statuses(0.0, 0.0))
+    assert choose(alone.candidates(), DEMAND).decode.node_id == "d2"
+
+
+def test_the_version_that_serves_changes_as_nodes_are_cordoned_drained_and_replaced() -> None:
+    p1, d1, p2, d2 = prefill("p1"), decode("d1"), new(prefill("p2")), new(decode("d2"))
+    view = view_of(p1, d1, p2, d2)
+    before = view.candidates()
+    assert {one.node.node_id for one in before if one.is_left_out} == {"p2", "d2"}
+    view.desired(DesiredState(cordoned=frozenset({"d1"})))
+    assert statuses(view) == {"p1": "Incompatible", "d1": "Cordoned", "p2": "Ready", "d2": "Ready"}
+    assert {one.node.node_id for one in view.candidates() if one.is_left_out} == {"p1"}
+    view.desired(DesiredState())
+    assert {one.node.node_id for one in view.candidates() if one.is_left_out} == {"p2", "d2"}
+    view.reported("p1.1", LoadReport(draining=True))
+    assert {one.node.node_id for one in view.candidates() if one.is_left_out} == {"d1"}
+    view.detached("d2.1", "reset", now=1.0)
+    assert {one.node.node_id for one in view.candidates() if one.is_left_out} == {"p2"}, "the older one"
+
+
+def test_a_begun_stream_is_continued_by_nodes_of_its_version_alone_even_if_they_get_no_new_requests() -> None:
+    p1, d1, p2, d2, d3 = prefill("p1"), decode("d1"), new(prefill("p2")), new(decode("d2")), new(decode("d3"))
+    view = view_of(p2, d2, d3, p1, d1)
+    begun = replace(DEMAND, origin=Origin.of(d1))
+    placement = choose(view.candidates(), begun)
+    assert placement.prefill is not None
+    assert (placement.prefill.node_id, placement.decode.node_id) == ("p1", "d1")
+    view.detached("p1.1", "reset", 1.0)
+    view.detached("d1.1", "reset", 1.0)
+    assert not view.may_continue(Origin.of(d1))
+    with pytest.raises(NoCapacity, match=f"only at nodes with the bits {d1.bits}, of which none takes work"):
+        choose(view.candidates(), begun)
+
+
+def test_a_stream_of_a_node_that_is_not_bit_exact_goes_on_at_that_node_alone() -> None:
+    p1, d1, d2 = (replace(node, bit_exact=False) for node in (prefill("p1"), decode("d1"), decode("d2")))
+    view = view_of(p1, d1, d2)
+    assert set(statuses(view).values()) == {"Ready"}
+    assert all("not bit-exact" in status.detail for status in view.statuses(0.0, 0.0))
+    first = choose(view.candidates(), DEMAND)
+    assert first.prefill is not None, "they serve as a pair"
+    origin = Origin.of(d1)
+    assert choose(view.candidates(), replace(DEMAND, origin=origin)).decode is d1
+    assert [origin.allows(node) for node in (p1, d1, d2, decode("d1"))] == [False, True, False, False]
+    assert card_of_nodes([p1, d1], 64, SamplingDefaults()).fingerprint == "", "equal names would promise equal tokens"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_every_policy_places_new_requests_on_nodes_that_are_ready_and_pairs_of_one_version(seed: int) -> None:
+    rng = Random(seed)
+    nodes = [
+        description(
+            f"n{number}",
+            rng.choice([Role.PREFILL, Role.DECODE]),
+            numerics=rng.choice(["cpu", "cpu", "cuda"]),
+            bit_exact=rng.random() < 0.8,
+            block_size=rng.choice([4, 4, 6]),
+        )
+        for number in range(rng.randint(1, 7))
+    ]
+    view = view_of(*nodes)
+    for node in nodes:
+        view.reported(node.incarnation, LoadReport(running=rng.randrange(20)))
+    placers = [Placer(PlacementSettings(policy)) for policy in Policy]
+    for placer in placers:
+        for node in nodes:
+            placer.on_attached(node)
+    origin = rng.choice([None, *(Origin.of(node) for node in nodes)])
+    shown = statuses(view)
+    assert "Ready" in shown.values()
+    exclude = frozenset(node.incarnation for node in nodes if rng.random() < 0.3)
+    for placer in placers:
+        for with_room in (False, True):
+            placement = placer.choose(
+                view.candidates(), request(), exclude, 1, 0.0, 0.0, with_room=with_room, origin=origin
+            ).placement
+            chosen = [node for node in (placement.prefill, placement.decode) if node is not None]
+            assert len({node.bits for node in chosen}) == 1
+            if origin is None:
+                assert all(shown[node.node_id] == "Ready" for node in chosen)
+            else:
+                assert all(origin.allows(node) for node in chosen)
+
+
+def test_the_card_and_the_sizes_are_those_of_the_version_that_serves() -> None:
+    large = new(decode("d2", max_model_len=4096))
+    view = view_of(prefill("p1"), decode("d1"), large)
+    assert [node.node_id for node in view.served_by()] == ["p1", "d1"]
+    assert {size.max_model_len for size in view.sizes(0.0)} == {64}
+    assert not view.could_hold(replace(DEMAND, max_tokens=1000), 0.0)
+    view.detached("p1.1", "reset", 1.0)
+    view.detached("d1.1", "reset", 1.0)
+    assert [node.node_id for node in view.served_by()] == ["d2"]
+    assert 4096 in {size.max_model_len for size in view.sizes(1.0)}

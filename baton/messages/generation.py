@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from baton.messages.adapters import AdapterSource
 from baton.messages.capabilities import Capability
@@ -24,6 +25,10 @@ class PromptEmbeds:
     start: int | None = None
     """The position of the first row in a prompt of token ids, whose ids there are ignored; None, for the only one of a
     request: the rows come before the prompt, which may be missing."""
+
+
+ReasoningBegin = Literal["none", "closed", "open"]
+"""Whether a text may begin with reasoning: not at all, behind a marker, or at once, where the prompt has opened it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,8 @@ class GenerateRequest:
     """Special tokens whose texts are part of the output's text. Like the next two, only the HTTP service sets it."""
     is_parsed: bool = False
     """Whether the output's text is parsed as a whole, so that a resumed stream begins with `KnownText`."""
+    reasoning: ReasoningBegin = "none"
+    """Whether the output may begin with reasoning, in which stop strings mean nothing."""
     prompt_embeds: Sequence[PromptEmbeds] = ()
     """Rows in place of parts of the prompt."""
     images: Sequence[bytes] = ()

@@ -79,6 +79,11 @@ class ReasoningSplitter:
         self.has_reasoning = False
         """Whether the text so far begins with reasoning, which may be empty."""
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is not known yet if the text begins with reasoning."""
+        return self._state is _State.BEGIN and not self._is_open
+
     def push(self, text: str) -> tuple[str, str]:
         """Take the next piece; returns what is certain of the reasoning, and of the rest."""
         if self._state is _State.ANSWER:
@@ -137,6 +142,32 @@ class ReasoningSplitter:
         sure = _without_spaces(before)
         text, self._held = self._held[:sure], self._held[sure:]
         return text
+
+
+class AnswerFinder:
+    """Finds where the answer begins in a text that may begin with reasoning; no text is left out."""
+
+    __slots__ = ("_held", "_splitter")
+
+    def __init__(self, *, is_open: bool) -> None:
+        """`is_open`: the prompt has opened the reasoning."""
+        self._splitter = ReasoningSplitter(is_open=is_open)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Take the next piece; returns what is certain of the text before the answer, and of the answer."""
+        return self._parted(text, self._splitter.push(text)[1])
+
+    def finish(self) -> tuple[str, str]:
+        """Return what was held, when no text follows. Idempotent."""
+        return self._parted("", self._splitter.finish()[1])
+
+    def _parted(self, text: str, answer: str) -> tuple[str, str]:
+        text, self._held = self._held + text, ""
+        if self._splitter.is_undecided:
+            self._held = text
+            return "", ""
+        return text[: len(text) - len(answer)], answer
 
 
 def _without_spaces(text: str) -> int:

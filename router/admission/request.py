@@ -10,6 +10,7 @@ from pydantic import PlainSerializer
 
 from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.encoder_contents import EncoderContent
+from baton.messages.generation import ReasoningBegin
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
@@ -45,6 +46,8 @@ class ValidRequest:
     """Special tokens whose texts are part of the text."""
     is_parsed: bool = False
     """Whether a resumed stream begins with `KnownText`."""
+    reasoning: ReasoningBegin = "none"
+    """Whether the text may begin with reasoning, in which stop strings mean nothing."""
     spans: Sequence[Span] = ()
     """The spans of the prompt, in order; without their rows if the prompt is missing."""
     contents: Sequence[EncoderContent] = ()

@@ -129,6 +129,7 @@ def validate(
         keeps_stop=bool(raw.include_stop_str_in_output),
         shown_tokens=tuple(raw.shown_tokens),
         is_parsed=raw.is_parsed,
+        reasoning=raw.reasoning,
         priority=raw.priority,
         cache_salt=scoped(raw.tenant, raw.cache_salt),
         num_returned=n,

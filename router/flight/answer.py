@@ -61,9 +61,17 @@ class Answer:
         self._is_parsed = request.is_parsed
         self.has_stop_strings = bool(request.stop)
         """Whether `stop_string_found` may return one."""
-        stop, keeps_stop, shown = request.stop, request.keeps_stop, request.shown_tokens
         self._sequences = [
-            _Sequence(TextStream(codec, stop, params.min_tokens, keeps_stop=keeps_stop, shown_tokens=shown))
+            _Sequence(
+                TextStream(
+                    codec,
+                    request.stop,
+                    params.min_tokens,
+                    keeps_stop=request.keeps_stop,
+                    shown_tokens=request.shown_tokens,
+                    reasoning=request.reasoning,
+                )
+            )
             for _ in range(params.n)
         ]
         self._ranked: Sequence[_Sequence] = self._sequences

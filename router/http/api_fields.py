@@ -65,7 +65,7 @@ FIELDS: Mapping[str, str] = {
     "defer_loading": _ONE_VALUE,
     "reasoning_content": "The reasoning before this message, for the chat template.",
     "reasoning_effort": "For the chat template, as reasoning_effort; none also sets enable_thinking to false.",
-    "reasoning": "What is wanted of the reasoning.",
+    "reasoning": "What is wanted of the reasoning. Of a message: the same as reasoning_content.",
     "effort": "As reasoning_effort.",
     "thinking": "Whether the model reasons first; left out, as its chat template has it. Of a block: the reasoning.",
     "budget_tokens": "Checked, but no bound of its own: max_tokens counts the reasoning, too.",

@@ -70,6 +70,7 @@ class ChatPlan:
             constraint_field=self.grammar_field or request.constraint_field,
             shown_tokens=self.shown_tokens,
             is_parsed=self.parsing.is_needed,
+            reasoning=("open" if self.parsing.is_open else "closed") if self.parsing.reasons else "none",
             schemas=self.schemas,
         )
 

@@ -75,7 +75,7 @@ def template_message(message: Message, place: int) -> Mapping[str, Any]:
         template_call(call.id, call.function.name, arguments_of(call.function.arguments))
         for call in message.tool_calls or ()
     ]
-    reasoning = [] if message.reasoning_content is None else [message.reasoning_content]
+    reasoning = [] if message.given_reasoning is None else [message.given_reasoning]
     content = message.content
     texts: list[str | ImagePart] = [content] if isinstance(content, str) else list(content)
     made = TemplateMessage(message.role, texts, reasoning, calls, message.tool_call_id, message.name)

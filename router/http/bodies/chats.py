@@ -44,14 +44,22 @@ class Message(Strict):
     tool_calls: Calls = None
     tool_call_id: CallId | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def given_reasoning(self) -> str | None:
+        """The reasoning before the message, which clients send under either name."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def check(self, place: int) -> None:
         """Raises InvalidRequest for a field that does not go with the role. `place`: of the message in the chat."""
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise InvalidRequest(f"messages[{place}].tool_call_id", "and the role tool need each other")
-        for field in ("tool_calls", "reasoning_content"):
+        for field in ("tool_calls", "reasoning_content", "reasoning"):
             if getattr(self, field) and self.role != "assistant":
                 raise InvalidRequest(f"messages[{place}].{field}", "needs the role assistant")
+        if self.reasoning is not None and self.reasoning != self.given_reasoning:
+            raise InvalidRequest(f"messages[{place}].reasoning", "is another than reasoning_content: send one of them")
 
 
 class ChatPrompt(Strict):

@@ -228,6 +228,7 @@ def test_parameters_are_those_of_a_client() -> None:
         "pooling",
         "shown_tokens",
         "is_parsed",
+        "reasoning",
         "schemas",
         "constraint_field",
         "audio",

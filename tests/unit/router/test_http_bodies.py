@@ -87,6 +87,7 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
         # Of chats with tools, or with reasoning, alone.
         "shown_tokens": (),
         "is_parsed": False,
+        "reasoning": "none",
         "schemas": {},
         "constraint_field": "",
     }

@@ -311,6 +311,12 @@ async def test_reasoning_may_come_before_a_demanded_call() -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "need each other"),
         ({"messages": [{"role": "user", "tool_call_id": "x"}]}, "messages[0].tool_call_id", "need each other"),
         ({"messages": [{"role": "user", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "assistant"),
+        ({"messages": [{"role": "user", "reasoning": "x"}]}, "messages[0].reasoning", "assistant"),
+        (
+            {"messages": [{"role": "assistant", "reasoning": "x", "reasoning_content": "y"}]},
+            "messages[0].reasoning",
+            "send one of them",
+        ),
         ({"chat_template_kwargs": {"tools": "x"}}, "chat_template_kwargs", "tools"),
         ({"reasoning_effort": "most"}, "reasoning_effort", "must be"),
     ],
@@ -353,6 +359,16 @@ async def test_reasoning_is_split_off(
     request, choice = await asked(rig, {"messages": HELLO, **fields}, text)
     assert prompt_of(request).endswith(end)
     assert (choice["message"].get("reasoning_content"), choice["message"]["content"]) == expected
+    is_open = end == "<think>\n"
+    assert request.reasoning == ("none" if "response_format" in fields else "open" if is_open else "closed")
+
+
+@pytest.mark.parametrize("names", [["reasoning"], ["reasoning_content"], ["reasoning", "reasoning_content"]])
+async def test_reasoning_of_earlier_turns_has_either_name(names: list[str]) -> None:
+    rig = HttpRig(template="{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}")
+    said = {"role": "assistant", "content": "y", **dict.fromkeys(names, "because ")}
+    request, _ = await asked(rig, {"messages": [said, *HELLO]})
+    assert prompt_of(request) == "because yhi"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.text.reasoning import MAX_SPACES, ReasoningCounter, ReasoningSplitter, opens_reasoning
+from baton.text.reasoning import MAX_SPACES, AnswerFinder, ReasoningCounter, ReasoningSplitter, opens_reasoning
 
 
 def split(pieces: list[str], *, is_open: bool) -> tuple[str, str]:
@@ -68,6 +68,15 @@ def test_reasoning_is_what_stands_before_the_end_marker(text: str, is_open: bool
 def test_any_cuts_give_the_parts_of_the_whole_text(pieces: list[str], is_open: bool) -> None:
     text = "".join(pieces)
     assert split(pieces, is_open=is_open) == split(list(text), is_open=is_open) == naive(text, is_open=is_open)
+
+
+@given(PIECES, st.booleans())
+def test_the_answer_is_found_and_nothing_before_it_is_left_out(pieces: list[str], is_open: bool) -> None:
+    finder = AnswerFinder(is_open=is_open)
+    parts = [*map(finder.push, pieces), finder.finish(), finder.finish()]
+    before, answer = ("".join(part[place] for part in parts) for place in (0, 1))
+    assert before + answer == "".join(before + answer for before, answer in parts) == "".join(pieces)
+    assert answer == naive("".join(pieces), is_open=is_open)[1]
 
 
 @given(PIECES, st.booleans())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from baton.errors import ConfigError
+from baton.messages.generation import ReasoningBegin
 from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.detokenizer import WindowDetokenizer
 from baton.text.model_files import read_model_files
@@ -254,6 +255,23 @@ def test_the_text_of_a_stop_token_is_kept_if_that_is_wanted() -> None:
         stream = TextStream(tokenizer, (), 0, keeps_stop=keeps_stop)
         assert stream.push(0, (97, 98, 99), ends_with_stop_token=True).text + stream.finish() == text
         assert stream.num_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "given", "text"),
+    [
+        ("none", "<think>a.</think>\nb.c", "<think>a"),
+        ("closed", "<think>a.</think>\nb.c", "<think>a.</think>\nb"),
+        ("closed", "a.</think>b", "a"),
+        ("closed", "<think>a.", "<think>a."),
+        ("closed", " <t", " <t"),
+        ("open", "a.</think>\n\nb.c", "a.</think>\n\nb"),
+    ],
+)
+def test_stop_strings_end_the_answer_and_not_the_reasoning(reasoning: ReasoningBegin, given: str, text: str) -> None:
+    stream = TextStream(FakeTokenizer(), (".", "\n\n", "</"), 0, reasoning=reasoning)
+    pieces = [stream.push(place, (ord(letter),)).text for place, letter in enumerate(given)]
+    assert "".join(pieces) + stream.finish() == text
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])

@@ -67,7 +67,10 @@ class Tokenizer:
         spec = json.loads(backend.to_str())
         self._added = {entry["id"]: entry for entry in spec.get("added_tokens", ())}
         self._special = frozenset(token for token, entry in self._added.items() if entry["special"])
-        self._byte_level = (spec.get("decoder") or {}).get("type") == "ByteLevel"
+        decoder = spec.get("decoder") or {}
+        self._byte_level = decoder.get("type") == "ByteLevel"
+        self._spells_bytes = any(one["type"] == "ByteLevel" for one in decoder.get("decoders", (decoder,)) if one)
+        """Whether the characters of tokens stand for bytes, also where the text is decoded in further steps."""
         self._byte_tokens: dict[int, bytes] = {}
         self._whole_texts: dict[int, str | None] = {}
         self._showing: dict[tuple[int, ...], Tokenizer] = {}
@@ -190,7 +193,7 @@ class Tokenizer:
             return b""
         if token_id in self._special:
             return str(token).encode()
-        if self._byte_level:
+        if self._byte_level or (self._spells_bytes and _BYTE_OF_CHARACTER.keys() >= set(token)):
             return self.token_bytes(token_id)
         if token in _BYTE_FALLBACK_TOKENS:
             return bytes([int(token[3:5], 16)])

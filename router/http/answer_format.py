@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.messages.sampling import TokenLogprobs
-from router.http.logprobs import ChatLogprobs, CompletionLogprobs, Spelling
+from router.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 
 quote: Callable[[str], str] = json.JSONEncoder(ensure_ascii=False).encode
 """A string as JSON; much quicker than `json.dumps` with the same setting."""
@@ -36,7 +36,8 @@ class AnswerFormat:
     """JSON before (`text_head`) and after the text in an event's choice."""
     opening: str
     """What the first event of a sequence has in its choice, before any text; empty: there is no such event."""
-    logprobs: Callable[[Spelling], LogprobWriter]
+    logprobs: Callable[[TokenTexts, int, int], LogprobWriter]
+    """Its arguments: how tokens are shown, and how many tokens and characters of the prompt come first."""
     choice_of: Callable[[str], dict[str, Any]]
     """The fields with the text, in a choice of an answer that is no stream."""
 
@@ -63,6 +64,6 @@ CHAT = AnswerFormat(
     text_head='"delta":{"content":',
     text_tail="}",
     opening='"delta":{"role":"assistant","content":""}',
-    logprobs=ChatLogprobs,
+    logprobs=lambda texts, _num_echoed, _echoed_chars: ChatLogprobs(texts.spelling),
     choice_of=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
 )

@@ -27,7 +27,7 @@ from router.http.answer_format import AnswerFormat, LogprobWriter
 from router.http.client import Client
 from router.http.errors import Headers
 from router.http.events import AnswerOptions, Label, final_usage
-from router.http.logprobs import Spelling, prompt_entries, unknown
+from router.http.logprobs import Spelling, TokenTexts, prompt_entries, unknown
 from router.http.parsed_text import ParsedMessage, ParsedSequence
 
 _log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class Collected:
         self,
         answer_format: AnswerFormat,
         options: AnswerOptions,
-        spelling: Spelling,
+        texts: TokenTexts,
         place: int,
         index: int,
         echo: EchoedPrompt | None = None,
@@ -192,10 +192,11 @@ class Collected:
                 most = echo.num_logprobs
                 of_prompt_tokens = [replace(position, top=position.top[:most]) for position in self.prompt_logprobs]
                 before_output = [unknown(echo.token_ids[0]), *of_prompt_tokens]
-            logprobs = await _logprobs_json(answer_format.logprobs(spelling), chunks, before_output)
+            writer = answer_format.logprobs(texts, len(before_output), 0 if echo is None else len(echo.text))
+            logprobs = await _logprobs_json(writer, chunks, before_output)
         of_prompt = ""
         if options.prompt_logprobs and place == 0 and not answer_format.has_one_prompt:
-            of_prompt = f'"prompt_logprobs": {await self.prompt_logprobs_json(spelling)}, '
+            of_prompt = f'"prompt_logprobs": {await self.prompt_logprobs_json(texts.spelling)}, '
         return f'{_json(before)[:-1]}, "logprobs": {logprobs}, {of_prompt}{_json(after)[1:]}'
 
     async def prompt_logprobs_json(self, spelling: Spelling) -> str:
@@ -253,7 +254,7 @@ async def whole_answer(
     label: Label,
     answers: Sequence[Collected],
     options: AnswerOptions,
-    spelling: Spelling,
+    texts: TokenTexts,
     prompts: Sequence[Sequence[int]] = (),
     echoed: Sequence[EchoedPrompt] = (),
     parser: Callable[[int], ParsedSequence] | None = None,
@@ -273,7 +274,7 @@ async def whole_answer(
             more = {"prompt_token_ids": prompt} if prompt and place == 0 and not answer_format.has_one_prompt else {}
             index = len(choices)
             parsed = parser(index) if parser is not None else None
-            choices.append(await answer.choice(answer_format, options, spelling, place, index, echo, parsed, **more))
+            choices.append(await answer.choice(answer_format, options, texts, place, index, echo, parsed, **more))
             num_reasoning_tokens += parsed.num_reasoning_tokens if parsed is not None else 0
     ends = [answer.finished for answer in answers]
     usage = final_usage(ends, num_reasoning_tokens, has_output=options.output)
@@ -284,7 +285,7 @@ async def whole_answer(
         tail["prompt_token_ids"] = prompts[0]
     of_prompt = ""
     if options.prompt_logprobs and answer_format.has_one_prompt:
-        of_prompt = f'"prompt_logprobs": {await answers[0].prompt_logprobs_json(spelling)}, '
+        of_prompt = f'"prompt_logprobs": {await answers[0].prompt_logprobs_json(texts.spelling)}, '
     return f'{_json(head)[:-1]}, "choices": [{", ".join(choices)}], {of_prompt}{_json(tail)[1:]}'.encode()
 
 

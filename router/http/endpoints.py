@@ -49,7 +49,7 @@ from router.http.errors import Headers
 from router.http.event_id import parse_event_id
 from router.http.events import COMMENT, AnswerOptions, EventWriter, Label
 from router.http.json_body import MAX_BODY_BYTES, LargeBodies, LargeBody, base64_bytes, is_small, parse_json, read_body
-from router.http.logprobs import Spelling, as_token_id
+from router.http.logprobs import TokenTexts, as_token_id
 from router.http.model import ServedModel
 from router.http.parsed_events import ParsedEventWriter
 from router.http.parsed_text import TextParsing
@@ -267,31 +267,31 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
     can_resume = True
 
     def _writer(self, parsed: OptionsRequest, accepted: Accepted, positions: Sequence[int]) -> StreamWriter:
-        label, spelling = self._label(accepted.request_id, parsed), self._spelling(parsed)
+        label, texts = self._label(accepted.request_id, parsed), self._texts(parsed)
         is_new = not any(positions)
         prompt = next(iter(parsed.prompts), ()) if parsed.options.token_ids and is_new else ()
         parsing = parsed.parsing
         if parsing.is_needed:
             sequences = [parsing.sequence(accepted.request_id, index) for index in range(len(positions))]
-            return ParsedEventWriter(
-                sequences, label, parsed.options, positions, accepted.prompt_tokens, spelling, prompt
-            )
+            return ParsedEventWriter(sequences, label, parsed.options, positions, accepted.prompt_tokens, texts, prompt)
         echo = parsed.echoed[0].text if parsed.echoed else ""
         return EventWriter(
-            self.answer_format, label, parsed.options, positions, accepted.prompt_tokens, spelling, prompt, echo
+            self.answer_format, label, parsed.options, positions, accepted.prompt_tokens, texts, prompt, echo
         )
 
     async def _whole_answer(self, parsed: OptionsRequest, answers: Sequence[Collected]) -> bytes:
         prompts = parsed.prompts if parsed.options.token_ids else ()
         label = self._label(parsed.request_id, parsed)
-        parsing, spelling = parsed.parsing, self._spelling(parsed)
+        parsing, texts = parsed.parsing, self._texts(parsed)
         parser = partial(parsing.sequence, parsed.request_id) if parsing.is_needed else None
         return await whole_answer(
-            self.answer_format, label, answers, parsed.options, spelling, prompts, parsed.echoed, parser
+            self.answer_format, label, answers, parsed.options, texts, prompts, parsed.echoed, parser
         )
 
-    def _spelling(self, parsed: OptionsRequest) -> Spelling:
-        return as_token_id if parsed.options.tokens_as_ids else self._model.spelling
+    def _texts(self, parsed: OptionsRequest) -> TokenTexts:
+        model = self._model
+        spelling = as_token_id if parsed.options.tokens_as_ids else model.spelling
+        return TokenTexts(spelling, model.spelling, model.detokenizer)
 
     def _label(self, request_id: str, parsed: OptionsRequest) -> Label:
         card, model = self._model.card, parsed.requests[0].model

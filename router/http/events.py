@@ -11,7 +11,7 @@ from baton.messages.generation import Chunk, Finished
 from router.http.answer_format import AnswerFormat, quote
 from router.http.errors import error_event
 from router.http.event_id import event_id
-from router.http.logprobs import Spelling
+from router.http.logprobs import TokenTexts
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
@@ -94,7 +94,7 @@ class EventWriter:
         options: AnswerOptions,
         positions: Sequence[int],
         prompt_tokens: int,
-        spelling: Spelling,
+        texts: TokenTexts,
         prompt_token_ids: Sequence[int] = (),
         echo: str = "",
     ) -> None:
@@ -117,7 +117,7 @@ class EventWriter:
             f'{answer_format.text_tail},"logprobs":null,"finish_reason":null}}{self._plain_after_choices}'
         )
         self._is_plain = not (options.logprobs or options.token_ids or options.usage_in_all)
-        self._logprobs = [answer_format.logprobs(spelling) for _ in positions]
+        self._logprobs = [answer_format.logprobs(texts, 0, 0) for _ in positions]
         self._held_texts = [""] * len(positions)
         """Text without tokens, which is sent with the event that ends its sequence."""
         self._prompt_ids = f',"prompt_token_ids":{json.dumps(list(prompt_token_ids))}' if prompt_token_ids else ""

@@ -3,15 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from baton.messages.sampling import TokenLogprobs
+from baton.text.detokenizer import Detokenizer
 
 LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON does not have; as in vLLM."""
 
 Spelling = Callable[[int], bytes]
 """The bytes that a token stands for, or a name of the token."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTexts:
+    """How the tokens of a model are shown, and what text they make."""
+
+    spelling: Spelling
+    """How a token is shown."""
+    bytes_of: Spelling
+    """The bytes that it stands for."""
+    detokenizer: Callable[[], Detokenizer | None]
+    """Makes the detokenizer of a text; None: the model is served without a tokenizer, and its text is empty."""
+
+
+class TextOffsets:
+    """Where each token begins in the text, in characters; one that continues a character begins where that does."""
+
+    def __init__(self, texts: TokenTexts, begin: int = 0) -> None:
+        """`begin`: where the first token begins."""
+        self._texts = texts
+        self._detokenizer = texts.detokenizer()
+        self._begin = begin
+        """The length of the text so far, without what its detokenizer holds back."""
+        self._held = b""
+
+    def next(self, token_id: int) -> int:
+        """The offset of the next token. Those that are no part of the text have the one of what follows them."""
+        offset = self._begin + len(self._held.decode(errors="ignore"))
+        piece = self._detokenizer.push(token_id) if self._detokenizer is not None else ""
+        if piece:
+            self._begin += len(piece)
+            self._held = b""
+        elif len(raw := self._texts.bytes_of(token_id)) == 1:
+            # Tokens of one byte may be held back until the end of their run, with characters that are whole.
+            self._held += raw
+        return offset
 
 
 def as_token_id(token_id: int) -> bytes:
@@ -43,23 +81,32 @@ def prompt_entries(positions: Sequence[TokenLogprobs], spelling: Spelling) -> li
 class CompletionLogprobs:
     """The log-probabilities of one sequence of /v1/completions, piece by piece, as parallel lists."""
 
-    def __init__(self, spelling: Spelling) -> None:
-        self._spelling = spelling
-        self._offset = 0
+    def __init__(self, texts: TokenTexts, num_echoed: int = 0, echoed_chars: int = 0) -> None:
+        """The first `num_echoed` positions are those of a prompt, whose text has `echoed_chars`."""
+        self._texts = texts
+        self._spelling = texts.spelling
+        self._num_echoed, self._echoed_chars = num_echoed, echoed_chars
+        self._offsets = TextOffsets(texts)
 
     def take(self, positions: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        """The lists for the next positions; some may be `unknown`. Offsets count characters of the spellings."""
-        tokens = [_text(self._spelling(position.token_id)) for position in positions]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(token)
+        """The lists for the next positions; some may be `unknown`."""
+        offsets = [self._offset(position.token_id) for position in positions]
         return {
-            "tokens": tokens,
+            "tokens": [_text(self._spelling(position.token_id)) for position in positions],
             "token_logprobs": [_finite(position.logprob) if position.rank else None for position in positions],
             "top_logprobs": [self._top(position) if position.rank else None for position in positions],
             "text_offset": offsets,
         }
+
+    def _offset(self, token_id: int) -> int:
+        if self._num_echoed == 0:
+            return self._offsets.next(token_id)
+        offset = min(self._offsets.next(token_id), self._echoed_chars)
+        self._num_echoed -= 1
+        if self._num_echoed == 0:
+            # The output's text is made by itself.
+            self._offsets = TextOffsets(self._texts, self._echoed_chars)
+        return offset
 
     def _top(self, position: TokenLogprobs) -> dict[str, float]:
         found: dict[str, float] = {}

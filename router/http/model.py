@@ -10,6 +10,7 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import ModelCard
 from baton.messages.request_limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_VARIABLE_BYTES
 from baton.text.chat_template import FIELD, MAX_RENDERED_BYTES, ChatTemplate
+from baton.text.detokenizer import Detokenizer
 from baton.text.image_prompts import PromptImage
 from baton.text.prompt_template import PromptTemplate, with_parts
 from baton.text.tool_calls.formats import FORMATS
@@ -41,6 +42,8 @@ class Vocabulary(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def spelling(self, token_id: int) -> bytes: ...
+
+    def detokenizer(self) -> Detokenizer: ...
 
     def special_ids(self, texts: Iterable[str]) -> list[int]: ...
 
@@ -104,6 +107,10 @@ class ServedModel:
         if self._vocabulary is None:
             return as_token_id(token_id)
         return self._vocabulary.spelling(token_id)
+
+    def detokenizer(self) -> Detokenizer | None:
+        """A fresh detokenizer for one text; None: the model is served without a tokenizer."""
+        return None if self._vocabulary is None else self._vocabulary.detokenizer()
 
     def encode(self, text: str, *, special: bool, field: str = "prompt") -> list[int]:
         """The token ids of a text; raises InvalidRequest. May be called in a thread.

@@ -9,7 +9,7 @@ from baton.messages.generation import Chunk, KnownText
 from router.http.answer_format import CHAT
 from router.http.event_id import event_id
 from router.http.events import AnswerOptions, EventWriter, Label
-from router.http.logprobs import Spelling
+from router.http.logprobs import TokenTexts
 from router.http.parsed_text import Delta, ParsedSequence
 
 _json: Callable[[object], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -30,10 +30,10 @@ class ParsedEventWriter(EventWriter):
         options: AnswerOptions,
         positions: Sequence[int],
         prompt_tokens: int,
-        spelling: Spelling,
+        texts: TokenTexts,
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        super().__init__(CHAT, label, options, positions, prompt_tokens, spelling, prompt_token_ids)
+        super().__init__(CHAT, label, options, positions, prompt_tokens, texts, prompt_token_ids)
         self._sequences = sequences
         self._begin = positions
         self._reached = [0] * len(positions)

@@ -21,6 +21,7 @@ from baton.text.model_files import read_model_files
 from baton.text.stop_strings import StopStrings
 from baton.text.tokenizer import Tokenizer
 from router.flight.text_stream import TextStream
+from router.http.logprobs import CompletionLogprobs, TokenTexts, as_token_id, unknown
 
 CORPUS = ["def fibonacci(n): return n", "naïve café – 中文 字 😀👩‍👩‍👧 ≠", "  indented\n\ttabs", "wordpiece words"] * 4
 
@@ -288,6 +289,43 @@ def test_special_tokens_have_a_text_where_they_are_asked_for(make: Callable[[], 
         assert whole.count("中") == 2
         assert whole.replace("</s>", "").replace(" ", "") == "é中é中"
         assert "<s>" not in whole
+
+
+def encoded(kind: str, text: str) -> list[int]:
+    return TOKENIZERS[kind].encode_rendered(text.replace(" ", "▁") if kind == "byte_fallback" else text)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_level_in_sequence", "byte_fallback"])
+def test_the_spellings_of_tokens_are_the_bytes_of_their_text(kind: str) -> None:
+    tokenizer, text = TOKENIZERS[kind], "é 中😀 the"
+    spelled = b"".join(map(tokenizer.spelling, encoded(kind, text)))
+    assert spelled.decode() == text
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_level_in_sequence", "byte_fallback"])
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_offsets_are_the_places_of_tokens_in_the_text(kind: str, as_ids: bool) -> None:
+    tokenizer = TOKENIZERS[kind]
+    special = tokenizer.special_ids(["<s>"])
+    prompt = [*special, *encoded(kind, "é 😀中x 字")]
+    output = [*encoded(kind, "a😀 the"), *special]
+    texts = TokenTexts(as_token_id if as_ids else tokenizer.spelling, tokenizer.spelling, tokenizer.detokenizer)
+    echoed = tokenizer.decode(prompt)
+    text = echoed + tokenizer.decode(output)
+    writer = CompletionLogprobs(texts, len(prompt), len(echoed))
+    found = [writer.take([unknown(token)])["text_offset"][0] for token in (*prompt, *output)]
+    assert found == writer_of_all(CompletionLogprobs(texts, len(prompt), len(echoed)), [*prompt, *output])
+    for token, at in zip((*prompt, *output), found, strict=True):
+        spelled = b"" if token in special else tokenizer.spelling(token)
+        assert text[at:].encode().startswith(spelled) or "\ufffd" in spelled.decode(errors="replace")
+    assert found[:2] == [0, 0]
+    assert found[len(prompt)] == len(echoed)
+    assert found[-1] == len(text)
+
+
+def writer_of_all(writer: CompletionLogprobs, tokens: list[int]) -> list[int]:
+    offsets: list[int] = writer.take(list(map(unknown, tokens)))["text_offset"]
+    return offsets
 
 
 def test_only_a_possible_beginning_of_a_stop_string_is_held_back() -> None:

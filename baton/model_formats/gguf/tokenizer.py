@@ -97,8 +97,8 @@ def tokenizer_config_json(facts: Facts) -> dict[str, Any]:
         f"{name}_token": texts[token] for name, token in tokens.items() if token is not None and token < len(texts)
     }
     found["model_max_length"] = facts.whole(".context_length")
-    names = facts.texts(_TEMPLATE_NAMES) if facts.has(_TEMPLATE_NAMES) else ()
-    templates = {name: facts.text(f"{_TEMPLATE}.{name}") for name in names}
+    named = facts.texts(_TEMPLATE_NAMES) if facts.has(_TEMPLATE_NAMES) else ()
+    templates = {name: facts.text(f"{_TEMPLATE}.{name}") for name in named}
     if facts.has(_TEMPLATE):
         templates["default"] = facts.text(_TEMPLATE)
     if templates:

@@ -21,6 +21,7 @@ from baton.models.named_models import (
     run_pip,
     source_of,
 )
+from baton.text.tool_calls.formats import FORMATS
 from tests.support.named_models import CONTENT, MODEL, entries
 
 
@@ -221,3 +222,7 @@ def test_a_model_directory_with_another_file_is_refused(tmp_path: Path) -> None:
 def test_every_known_model_directory_has_digests() -> None:
     for model in NAMED_MODELS.values():
         assert all(len(digest) == 64 for digest in (model.sha256, *model.beside.values()))
+
+
+def test_the_chat_model_by_name_takes_tools() -> None:
+    assert NAMED_MODELS["smollm2"].tool_call_parser in FORMATS

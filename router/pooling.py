@@ -86,6 +86,8 @@ class PoolingInput:
     """The client's field, for refusals."""
     second_field: str = ""
     """The client's field of the second text, which is also blamed if both together are too long; empty: `field`."""
+    most_tokens: int | None = None
+    """The last text is cut to its first tokens, at most so many; None: it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class PoolingCall:
     refused. The first tokens of an encoder's input stay, and the last ones of others."""
     most_inputs: int = MAX_INPUTS
     """The most inputs that are taken: scores by cosine have two for each pair."""
+    most_second_tokens: int | None = None
+    """Of scores: the second texts of pairs are cut to their first tokens, at most so many; None: they are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +251,7 @@ def tokenize(
         if isinstance(one.first, str):
             assert vocabulary is not None
             texts = [ids_of[one.first]] + ([] if one.second is None else [ids_of[one.second]])
+            texts[-1] = texts[-1][: one.most_tokens]
             num_special = vocabulary.num_special_tokens(pair=one.second is not None)
             if most is not None and most <= num_special:
                 reason = f"is {most}, and {num_special} tokens are put around the text: there is no room for it"

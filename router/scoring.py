@@ -60,7 +60,10 @@ async def score_pairs(
         if len(card.pooling.labels) > 1:
             message = f"{card.name} gives {len(card.pooling.labels)} labels, and a score is one number: use /classify"
             raise InvalidRequest("model", message)
-        inputs = [PoolingInput(pair.first, pair.second, pair.first_field, pair.second_field) for pair in pairs]
+        inputs = [
+            PoolingInput(pair.first, pair.second, pair.first_field, pair.second_field, call.most_second_tokens)
+            for pair in pairs
+        ]
         pooling = PoolingRequest(Pooling.CLASSIFY, activate=call.pooling.activate)
         results = await pool_all(replace(call, inputs=inputs, pooling=pooling), handler, vocabulary, card, timeout_s)
         return Scores([numbers_of(one.embedding)[0] for one in results], results)
@@ -68,18 +71,18 @@ async def score_pairs(
         raise InvalidRequest("activate", f"is for classifiers alone: of {card.name} a score is a cosine")
     if call.pooling.normalize is False:
         raise InvalidRequest("normalize", "must not be false: a score is the cosine of the embeddings")
-    places: dict[str, int] = {}
-    inputs = []
+    places: dict[tuple[str, int | None], int] = {}
+    inputs, most = [], call.most_second_tokens
     for pair in pairs:
-        for text, field in ((pair.first, pair.first_field), (pair.second, pair.second_field)):
-            if places.setdefault(text, len(places)) == len(inputs):
-                inputs.append(PoolingInput(text, field=field))
+        for text, field, cut in ((pair.first, pair.first_field, None), (pair.second, pair.second_field, most)):
+            if places.setdefault((text, cut), len(places)) == len(inputs):
+                inputs.append(PoolingInput(text, field=field, most_tokens=cut))
     pooling = replace(call.pooling, normalize=True)
     # A call of so many pairs has up to twice as many texts.
     call = replace(call, inputs=inputs, pooling=pooling, most_inputs=2 * MAX_INPUTS)
     results = await pool_all(call, handler, vocabulary, card, timeout_s)
     vectors = [one.embedding for one in results]
-    compared = [(places[pair.first], places[pair.second]) for pair in pairs]
+    compared = [(places[pair.first, None], places[pair.second, most]) for pair in pairs]
     num_bytes = sum(map(len, vectors)) + len(pairs) * len(vectors[0])
     if num_bytes <= SMALL_VECTORS:
         return Scores(cosines(vectors, compared), results)

@@ -467,10 +467,11 @@ def _integer(field: str, value: int, low: int, high: int) -> int:
 
 
 def _top_k(top_k: int | None, vocab_size: int) -> int:
-    if top_k is None or top_k == -1:
+    # 0 is what other servers' clients send for all.
+    if top_k in (None, -1, 0):
         return -1
     if not 1 <= top_k <= vocab_size:
-        raise InvalidRequest("top_k", f"must be -1 or 1 to {vocab_size}, not {top_k}")
+        raise InvalidRequest("top_k", f"must be -1 or 0 for all, or 1 to {vocab_size}, not {top_k}")
     return top_k
 
 

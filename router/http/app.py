@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from random import Random
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from baton.clock import Clock
 from baton.errors import BatonError
@@ -18,6 +18,7 @@ from baton.security.callers import current_caller
 from baton.security.matrix import is_page
 from baton.security.pages import PageAuthenticator
 from router.http.audio.endpoint import AudioBodies, SpeechEndpoint, SpeechRules
+from router.http.bodies.ignored import HEADER, collect_ignored
 from router.http.embeddings import Embeddings
 from router.http.endpoints import ChatCompletions, Completions, Handler, request_id_of
 from router.http.errors import Headers, HttpError, Kind, error_body, error_headers, kind_of
@@ -102,6 +103,7 @@ class HttpFront:
         """Serve one exchange. Never raises."""
         request_id = ""
         scope["state"] = {}
+        send = _naming(collect_ignored(), send)
         try:
             check_headers(scope)
             current_caller.set(self._authenticator.check(scope["path"], scope["headers"]))
@@ -150,6 +152,18 @@ def _refusal(path: str, error: BatonError, request_id: str) -> tuple[int, bytes,
     if path == _MESSAGES or path.startswith(f"{_MESSAGES}/"):
         return status_of(error), error_object(error, request_id), id_headers(request_id)
     return kind_of(error).status, error_body(error), [(b"x-request-id", request_id.encode())]
+
+
+def _naming(ignored: Collection[str], send: Send) -> Send:
+    """Sends an answer with a header that names the request's fields without effect, as far as they are read then."""
+
+    async def send_named(message: Message) -> None:
+        if ignored and message["type"] == "http.response.start":
+            header = HEADER, ", ".join(sorted(ignored)).encode()
+            message = {**message, "headers": [*message["headers"], header]}
+        await send(message)
+
+    return send_named
 
 
 async def _no_such_path(scope: Scope, _receive: Receive, _send: Send) -> None:

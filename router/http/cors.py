@@ -17,6 +17,7 @@ METHODS = ("DELETE", "GET", "HEAD", "POST")
 EXPOSED = (
     *("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry", "baton-seed"),
     *("baton-prefill-node", "baton-decode-node", "baton-attempts", "baton-path-reason", "baton-kv-bytes"),
+    "x-baton-ignored-fields",
 )
 """The headers of answers that pages may read."""
 _PREFLIGHT_VALID_S = 600

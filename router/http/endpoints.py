@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -422,7 +423,9 @@ async def in_thread_if_large(
     handler: Handler, content: bytes, work: Callable[..., T], *args: object, more_bytes: int = 0
 ) -> T:
     """The result of `work` on a body, in a thread if body and `more_bytes` are so large that it may take long."""
-    return work(*args) if is_small(content, more_bytes) else await handler.in_thread(work, *args)
+    if is_small(content, more_bytes):
+        return work(*args)
+    return await handler.in_thread(copy_context().run, work, *args)
 
 
 async def make_prompts(
@@ -439,7 +442,7 @@ async def make_prompts(
     rendered in a child process, for which a thread waits.
     """
     if found.get(TEMPLATE_FIELD):
-        return await handler.in_waiting_thread(work, *args)
+        return await handler.in_waiting_thread(copy_context().run, work, *args)
     return await in_thread_if_large(handler, content, work, *args, more_bytes=more_bytes)
 
 

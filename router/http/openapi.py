@@ -347,7 +347,8 @@ OPERATIONS: Sequence[Operation] = (
 _ABOUT = """Baton serves a language model from a cluster whose nodes either compute prompts or generate from them.
 
 Fields are OpenAI's, and vLLM's for what OpenAI lacks. A field that is null counts as not sent. An unknown field is
-refused by its name, and so is one that is known but not served: nothing is ignored silently.
+refused by its name, and so is one that is known but not served. A field that can't change what the answer means has no
+effect, and the header x-baton-ignored-fields of the answer names it: nothing is ignored silently.
 
 Before the first token an error is a status with an error object. Later it is the last event of the stream. The header
 x-should-retry says whether trying again makes sense, and retry-after when."""
@@ -507,6 +508,6 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
         if name in NUMBER_RANGES and "maximum" not in known:
             allowed = NUMBER_RANGES[name]
             known |= {"exclusiveMinimum" if allowed.above_low else "minimum": allowed.low, "maximum": allowed.high}
-        properties[name] = known | {"description": FIELDS.get(name, "")}
+        properties[name] = {"description": FIELDS.get(name, ""), **known}
     kept = {key: value for key, value in schema.items() if key not in ("title", "properties")}
     return {**kept, "properties": properties}

@@ -15,8 +15,6 @@ from router.pooling import PoolingCall, numbers_of
 from router.scoring import Scores, TextPair, score_pairs
 
 S = TypeVar("S", bound=ScoringBody)
-_SCORE_BYTES = 64
-"""A score in an answer, beside the text that it may repeat."""
 
 
 class Classify(PoolingEndpoint[ClassifyBody]):
@@ -59,9 +57,7 @@ class _ScoringEndpoint(PoolingEndpoint[S]):
     async def _respond(self, body: S, call: PoolingCall, timeout_s: float | None) -> Response:
         pairs = body.pairs()
         scored = await score_pairs(pairs, call, self._handler, self._model.vocabulary, self._model.card, timeout_s)
-        # An answer may repeat the texts of the pairs.
-        num_bytes = sum(_SCORE_BYTES + len(pair.second) for pair in pairs)
-        answer = await self._written(num_bytes, self._write, body, call, pairs, scored)
+        answer = await self._written(body.num_answer_bytes(pairs), self._write, body, call, pairs, scored)
         return Response(answer, scored.results[0])
 
     def _write(self, body: S, call: PoolingCall, pairs: Sequence[TextPair], scored: Scores) -> bytes:
@@ -101,7 +97,8 @@ class Rerank(_ScoringEndpoint[RerankBody]):
         results: list[dict[str, Any]] = [{"index": place, "relevance_score": scored.scores[place]} for place in order]
         if body.return_documents is not False:
             for result in results:
-                result["document"] = {"text": pairs[result["index"]].second}
+                document = body.documents[result["index"]]
+                result["document"] = {"text": document} if isinstance(document, str) else document
         return as_json(
             {
                 "id": f"rerank-{call.request_id}",

@@ -76,7 +76,7 @@ def _wrong_ids(pb: GenerateRequest, present: dict[str, Any], served: Served) -> 
     wrong = set()
     if any(token not in vocab for token in pb.token_ids.ids):
         wrong.add("prompt")
-    if present.get("top_k", -1) not in (-1, *range(1, served.vocab_size + 1)):
+    if present.get("top_k", -1) not in range(-1, served.vocab_size + 1):
         wrong.add("top_k")
     stops = pb.sampling_params.stop_token_ids
     if len(stops) > 256 or any(token not in vocab for token in stops):

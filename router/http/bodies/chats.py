@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_MESSAGES, MAX_TEMPLATE_BYTES, MAX_TEMPLATE_VARIABLES, MAX_WORDS
 from router.http.bodies.content_parts import Content, content_of, images_in
-from router.http.bodies.fields import NotServed
+from router.http.bodies.fields import Ignored, NotServed, OnlyFalse, OnlyTrue
 from router.http.bodies.generation import GenerationBody
 from router.http.bodies.strict import Bounded, Strict
 from router.http.bodies.tools import CallId, Calls, ToolChoice, Tools
@@ -38,13 +38,20 @@ class Message(Strict):
     content: MessageContent = ""
     name: str | None = None
     refusal: NotServed = None
-    annotations: NotServed = None
     audio: NotServed = None
     function_call: NotServed = None
     tool_calls: Calls = None
     tool_call_id: CallId | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+
+    # What clients keep with a message: of other servers' answers, and of their own.
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    parsed: Ignored = None
+    provider_specific_fields: Ignored = None
+    reasoning_details: Ignored = None
+    thinking_blocks: Ignored = None
 
     @property
     def given_reasoning(self) -> str | None:
@@ -68,8 +75,8 @@ class ChatPrompt(Strict):
     messages: Annotated[list[Message], Field(min_length=1), Bounded(MAX_MESSAGES, "messages")]
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_variables)] = None
     add_generation_prompt: bool | None = None
-    continue_final_message: Literal[False] | None = None
-    add_special_tokens: Literal[False] | None = None
+    continue_final_message: OnlyFalse = None
+    add_special_tokens: OnlyFalse = None
     chat_template: Annotated[str | None, BeforeValidator(_template)] = None
     documents: NotServed = None
     mm_processor_kwargs: NotServed = None
@@ -88,16 +95,19 @@ class ChatBody(ChatPrompt, GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     modalities: Annotated[list[Literal["text"]], Bounded(MAX_WORDS)] | None = None
-    echo: Literal[False] | None = None
+    echo: OnlyFalse = None
     parallel_tool_calls: bool | None = None
     tool_choice: ToolChoice = None
     audio: NotServed = None
     function_call: NotServed = None
     functions: NotServed = None
-    prediction: NotServed = None
     reasoning_effort: ReasoningEffort | None = None
-    verbosity: NotServed = None
+    include_reasoning: OnlyTrue = None
     web_search_options: NotServed = None
+
+    # Hints: what an answer will probably be, and how long it is to be.
+    prediction: Ignored = None
+    verbosity: Ignored = None
 
     @property
     def num_logprobs(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
@@ -12,7 +12,7 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import PromptEmbeds
 from baton.messages.request_limits import MAX_PROMPTS
 from router.admission.prompt_embeds import NOT_TAKEN
-from router.http.bodies.fields import NotServed, TextsOrIds, is_ids
+from router.http.bodies.fields import NotServed, OnlyTrue, TextsOrIds, is_ids
 from router.http.bodies.generation import GenerationBody
 from router.http.json_body import base64_bytes
 
@@ -37,7 +37,7 @@ class CompletionBody(GenerationBody):
     prompt_embeds: str | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    add_special_tokens: Literal[True] | None = None
+    add_special_tokens: OnlyTrue = None
     suffix: NotServed = None
 
     def read_prompt_embeds(self, most_bytes: int) -> PromptEmbeds:

@@ -12,7 +12,7 @@ from pydantic import Field, PlainValidator
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_CHOICES
 from baton.text.structural_tags import lark_of_structural_tag
-from router.http.bodies.fields import NotServed
+from router.http.bodies.fields import Ignored, NotServed, OnlyFalse
 from router.http.bodies.strict import Bounded, Strict
 
 ANY_OBJECT = '{"type": "object"}'
@@ -98,9 +98,9 @@ class StructuredOutputs(Strict):
 
     json_: Schema = Field(None, alias="json")
     json_object: bool | None = None
-    disable_any_whitespace: Literal[False] | None = None
-    disable_additional_properties: Literal[False] | None = None
-    disable_fallback: bool | None = None
+    disable_any_whitespace: OnlyFalse = None
+    disable_additional_properties: OnlyFalse = None
+    disable_fallback: Ignored = None
     regex: Pattern = None
     choice: Choice = ()
     grammar: Pattern = None

@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from router.http.bodies.fields import Ignored
+from router.http.bodies.strict import Strict, read_part
 
 _DATA_URL = "data:image/"
 _ENCODING = ";base64,"
@@ -42,13 +45,29 @@ def content_of(value: Any) -> Content:
     return "\n".join(part for part in parts if isinstance(part, str))
 
 
+class TextPart(Strict):
+    """A text in the content of a chat's message."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Ignored = None
+
+
+class ImageUrlPart(Strict):
+    """An image in the content of a chat's message."""
+
+    type: Literal["image_url"]
+    image_url: Any
+    cache_control: Ignored = None
+
+
 def _part(part: Any, place: int) -> str | ImagePart:
+    name = f"part {place}"
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str) and len(part) == 2:
-        text: str = part["text"]
-        return text
-    if kind == "image_url" and len(part) == 2:
-        return _image_of(part.get("image_url"), f"part {place}")
+    if kind == "text":
+        return read_part(TextPart, part, name).text
+    if kind == "image_url":
+        return _image_of(read_part(ImageUrlPart, part, name).image_url, name)
     raise ValueError(
         f"part {place} must be {{'type': 'text', 'text': ...}} or {{'type': 'image_url', 'image_url': {{'url': ...}}}}"
     )

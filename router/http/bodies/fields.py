@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, WithJsonSchema
 
 from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -15,6 +15,7 @@ from baton.messages.request_limits import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOKEN_IDS,
 )
+from router.http.bodies.strict import Treatment
 
 
 def is_ids(value: Any) -> bool:
@@ -108,6 +109,13 @@ StopTokenIds = Annotated[Sequence[int], PlainValidator(_stop_token_ids, json_sch
 AllowedTokenIds = Annotated[Sequence[int], PlainValidator(_allowed_token_ids, json_schema_input_type=list[int])]
 BadWords = Annotated[Sequence[str], PlainValidator(_bad_words, json_schema_input_type=list[str])]
 LogitBias = Annotated[Mapping[int, float], PlainValidator(_logit_bias, json_schema_input_type=dict[str, float])]
-NotServed = Annotated[None, PlainValidator(_not_served, json_schema_input_type=None)]
+NotServed = Annotated[None, PlainValidator(_not_served, json_schema_input_type=None), Treatment.REFUSED]
+_NO_EFFECT = WithJsonSchema({"description": "Accepted; changes no answer."})
+Ignored = Annotated[Any, _NO_EFFECT, Treatment.IGNORED]
+"""A field that may have any value, and has no effect."""
+RepeatedText = Annotated[str | None, _NO_EFFECT, Treatment.IGNORED]
+"""A field that has no effect, but that the answer repeats."""
+OnlyFalse = Annotated[Literal[False] | None, Treatment.ONE_VALUE]
+OnlyTrue = Annotated[Literal[True] | None, Treatment.ONE_VALUE]
 Truncation = Annotated[int | None, PlainValidator(_truncation, json_schema_input_type=int)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

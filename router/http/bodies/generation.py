@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import Field
 
@@ -16,8 +16,10 @@ from router.http.bodies.constraints import Choice, Constrained, Pattern, Respons
 from router.http.bodies.fields import (
     AllowedTokenIds,
     BadWords,
+    Ignored,
     LogitBias,
     NotServed,
+    OnlyTrue,
     Positive,
     Stop,
     StopTokenIds,
@@ -33,7 +35,7 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Ignored = None
 
 
 class RepetitionBody(Strict):
@@ -96,19 +98,21 @@ class GenerationBody(Strict):
     truncate_prompt_tokens: Truncation = None
     return_tokens_as_token_ids: bool | None = None
 
-    # Only these values are served.
-    skip_special_tokens: Literal[True] | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    skip_special_tokens: OnlyTrue = None
+    spaces_between_special_tokens: OnlyTrue = None
 
-    # Ignored: they change no answer.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    # Of the client's own bookkeeping, or of speed and cost: every prefix is cached where it can be.
+    user: Ignored = None
+    metadata: Ignored = None
+    safety_identifier: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    cache_control: Ignored = None
+    cache_prompt: Ignored = None
 
-    # Known, but not served.
     kv_transfer_params: NotServed = None
     logits_processors: NotServed = None
     vllm_xargs: NotServed = None

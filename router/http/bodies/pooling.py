@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from baton.messages.pooling import PoolingRequest
-from router.http.bodies.fields import Truncation
+from router.http.bodies.fields import Ignored, OnlyTrue, Truncation
 from router.http.bodies.strict import Strict
 from router.pooling import PoolingCall, PoolingInput
 
@@ -20,11 +19,10 @@ class PoolingBody(Strict):
     cache_salt: str | None = None
     request_id: str | None = None
 
-    # Only this value is served.
-    add_special_tokens: Literal[True] | None = None
-
-    # Ignored: it changes no answer.
-    user: str | None = None
+    add_special_tokens: OnlyTrue = None
+    user: Ignored = None
+    # What the text is for, in Cohere's words: where a model wants a prefix for that, the client writes it.
+    input_type: Ignored = None
 
     def pooling_inputs(self) -> Sequence[PoolingInput]:
         """What vectors are made of."""

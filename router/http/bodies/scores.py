@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.pooling import Pooling, PoolingRequest
-from baton.messages.request_limits import MAX_INPUTS
+from baton.messages.request_limits import MAX_INPUTS, MAX_WORDS
 from router.http.bodies.embeddings import Inputs, inputs_of
 from router.http.bodies.fields import Texts
 from router.http.bodies.pooling import PoolingBody
-from router.pooling import PoolingInput
+from router.http.bodies.strict import Bounded
+from router.pooling import PoolingCall, PoolingInput
 from router.scoring import TextPair
+
+_SCORE_BYTES = 64
+"""A score in an answer, beside the text that it may repeat."""
 
 
 def _texts(value: Any) -> Sequence[str]:
@@ -29,14 +34,18 @@ def _texts(value: Any) -> Sequence[str]:
     return tuple(value)
 
 
-def _documents(value: Any) -> Sequence[str]:
-    if not isinstance(value, list):
-        raise ValueError("must be a list of texts")
-    return _texts([one["text"] if isinstance(one, dict) and set(one) == {"text"} else one for one in value])
+def _documents(value: Any) -> Sequence[Document]:
+    if not isinstance(value, list) or not all(isinstance(one, str | dict) for one in value):
+        raise ValueError("must be a list of texts, or of objects with texts")
+    if any(not isinstance(text, str) for one in value if isinstance(one, dict) for text in one.values()):
+        raise ValueError("has an object with something else than texts")
+    _texts([one if isinstance(one, str) else "" for one in value])
+    return tuple(value)
 
 
+Document = str | Mapping[str, str]
 TextList = Annotated[Sequence[str], PlainValidator(_texts, json_schema_input_type=Texts)]
-Documents = Annotated[Sequence[str], PlainValidator(_documents, json_schema_input_type=Texts)]
+Documents = Annotated[Sequence[Document], PlainValidator(_documents, json_schema_input_type=list[str | dict[str, str]])]
 
 
 class ClassifyBody(PoolingBody):
@@ -62,6 +71,10 @@ class ScoringBody(PoolingBody):
     def pairs(self) -> Sequence[TextPair]:
         """The pairs to score; raises InvalidRequest."""
         raise NotImplementedError
+
+    def num_answer_bytes(self, pairs: Sequence[TextPair]) -> int:
+        """About how long an answer is, which may repeat the texts of the pairs."""
+        return sum(_SCORE_BYTES + len(pair.second) for pair in pairs)
 
     def pooling_inputs(self) -> Sequence[PoolingInput]:
         return ()
@@ -96,12 +109,34 @@ class RerankBody(ScoringBody):
     top_n: int | None = Field(None, ge=0)
     return_documents: bool | None = None
 
+    # Cohere's.
+    max_tokens_per_doc: int | None = Field(None, ge=1)
+    rank_fields: Annotated[list[str], Field(min_length=1), Bounded(MAX_WORDS)] | None = None
+
     def pairs(self) -> Sequence[TextPair]:
         count = len(self.documents)
-        return [
-            TextPair(self.query, document, "query", _field("documents", place, count))
-            for place, document in enumerate(self.documents)
-        ]
+        pairs = []
+        for place, document in enumerate(self.documents):
+            field = _field("documents", place, count)
+            pairs.append(TextPair(self.query, self._text(document, field), "query", field))
+        return pairs
+
+    def num_answer_bytes(self, pairs: Sequence[TextPair]) -> int:
+        objects = [one for one in self.documents if not isinstance(one, str)]
+        return super().num_answer_bytes(pairs) + sum(len(text) for one in objects for text in one.values())
+
+    def _text(self, document: Document, field: str) -> str:
+        """The text by which a document is ranked; raises InvalidRequest if it has none."""
+        if isinstance(document, str):
+            return document
+        names = self.rank_fields or ["text"]
+        texts = [document[name] for name in names if name in document]
+        if not texts:
+            raise InvalidRequest(field, f"has none of the fields {', '.join(names)[:80]}: rank_fields names others")
+        return "\n".join(texts)
+
+    def call(self, request_id: str, traceparent: str = "") -> PoolingCall:
+        return replace(super().call(request_id, traceparent), most_second_tokens=self.max_tokens_per_doc)
 
 
 def _field(name: str, place: int, count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,10 +13,24 @@ from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_before_validator_function
 
 from baton.errors import InvalidRequest
+from router.http.bodies.ignored import note_ignored
 
 _MAX_NAME_CHARS = 80
 """Longer names of fields are cut in refusals, and not compared with known names, which would take seconds."""
 M = TypeVar("M", bound="Strict")
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+"""Values with which a field asks for nothing."""
+
+
+class Treatment(enum.Enum):
+    """Marks a field of a body that is not simply served. The table in docs/http.md is rendered from these marks."""
+
+    IGNORED = "ignored"
+    """It can't change what the answer means; the header of the answer names it."""
+    ONE_VALUE = "has one value"
+    """Only what is done anyway can be asked for."""
+    REFUSED = "refused"
+    """The answer would be another one than the client relies on."""
 
 
 class _UnknownField(ValueError):
@@ -36,17 +51,23 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
     _names: ClassVar[frozenset[str]] = frozenset()
     """The names of all fields, as clients write them."""
+    _ignored: ClassVar[frozenset[str]] = frozenset()
+    """Those that have no effect."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
-        cls._names = frozenset(field.alias or name for name, field in cls.model_fields.items())
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        cls._names = frozenset(fields)
+        cls._ignored = frozenset(name for name, field in fields.items() if Treatment.IGNORED in field.metadata)
 
     @model_validator(mode="before")
     @classmethod
     def _has_no_unknown_fields(cls, found: Any) -> Any:
         if isinstance(found, dict) and not found.keys() <= cls._names:
             raise _UnknownField(next(name for name in found if name not in cls._names), cls._names)
+        if isinstance(found, dict) and not cls._ignored.isdisjoint(found):
+            note_ignored(name for name in cls._ignored & found.keys() if found[name] not in _NOTHING)
         return found
 
 

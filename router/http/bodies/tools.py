@@ -13,6 +13,7 @@ from baton.messages.request_limits import MAX_TOOLS, MAX_TOOLS_BYTES
 from baton.text.schema_compiling import parse_schema
 from baton.text.tool_calls.call_parser import TOOL_NAME
 from baton.text.tool_calls.formats import Tool
+from router.http.bodies.fields import Ignored
 from router.http.bodies.strict import Bounded, Strict, read_part
 
 _MAX_ID_CHARS = 256
@@ -55,6 +56,7 @@ class FunctionBody(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: Ignored = None
 
 
 class ToolBody(Strict):
@@ -62,6 +64,7 @@ class ToolBody(Strict):
 
     type: Literal["function"]
     function: FunctionBody
+    cache_control: Ignored = None
 
     @classmethod
     def of(cls, name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None) -> Self:
@@ -76,7 +79,7 @@ class ToolBody(Strict):
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates get it."""
-        given = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        given = self.function.model_dump(exclude_none=True, include={"name", "description", "parameters"})
         return {"type": "function", "function": given}
 
 
@@ -85,6 +88,7 @@ class CalledFunction(Strict):
 
     name: ToolName
     arguments: str
+    parsed_arguments: Ignored = None
 
 
 class CallBody(Strict):
@@ -93,7 +97,7 @@ class CallBody(Strict):
     id: CallId | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
+    index: Ignored = None
 
 
 class NamedFunction(Strict):

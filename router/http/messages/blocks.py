@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, PlainValidator
 
 from router.http.bodies.content_parts import ImagePart, image_of_base64
-from router.http.bodies.fields import NotServed
+from router.http.bodies.fields import Ignored, NotServed
 from router.http.bodies.strict import Strict, read_part
 from router.http.bodies.tools import CallId, ToolName
 
@@ -17,7 +17,7 @@ from router.http.bodies.tools import CallId, ToolName
 class _CachedBlock(Strict):
     """A block that may end a cached prefix, which changes nothing: every prefix is cached."""
 
-    cache_control: dict[str, Any] | None = None
+    cache_control: Ignored = None
 
 
 class TextBlock(_CachedBlock):
@@ -25,7 +25,7 @@ class TextBlock(_CachedBlock):
 
     type: Literal["text"]
     text: str
-    citations: NotServed = None
+    citations: Ignored = None
 
 
 def _data(value: Any) -> bytes:

@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.messages.request_limits import MAX_MESSAGES
-from router.http.bodies.fields import NotServed, Stop
-from router.http.bodies.strict import Bounded, Strict
+from router.http.bodies.fields import Ignored, NotServed, Stop
+from router.http.bodies.strict import Bounded, Strict, Treatment
 from router.http.chat_plan import ToolOffer
 from router.http.messages.blocks import Content, ImageBlock, TextContent, check_role, text_of
 from router.http.messages.conversation import template_messages
@@ -71,13 +71,12 @@ class CountBody(Strict):
     output_config: OutputConfig | None = None
     tools: Tools = None
     tool_choice: ToolChoice | None = None
-    speed: Literal["standard"] | None = None
+    speed: Annotated[Literal["standard"] | None, Treatment.ONE_VALUE] = None
 
-    # Ignored: every prompt's prefix is cached where it can be.
-    cache_control: dict[str, Any] | None = None
+    # Every prompt's prefix is cached where it can be, and the whole conversation is read while it fits.
+    cache_control: Ignored = None
+    context_management: Ignored = None
 
-    # Known, but not served.
-    context_management: NotServed = None
     mcp_servers: NotServed = None
     thread: NotServed = None
 
@@ -144,12 +143,6 @@ class CountBody(Strict):
             )
 
 
-class Metadata(Strict):
-    """What a client says about a request."""
-
-    user_id: str | None = None
-
-
 class MessagesBody(CountBody):
     """POST /v1/messages"""
 
@@ -165,13 +158,9 @@ class MessagesBody(CountBody):
     priority: int | None = None
     cache_salt: str | None = None
 
-    # Only these values are served.
-    service_tier: Literal["auto", "standard_only"] | None = None
+    service_tier: Ignored = None
+    metadata: Ignored = None
 
-    # Ignored: it changes no answer.
-    metadata: Metadata | None = None
-
-    # Known, but not served.
     container: NotServed = None
     diagnostics: NotServed = None
     inference_geo: NotServed = None

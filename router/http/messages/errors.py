@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from baton.errors import BatonError, ContextLengthExceeded
+from baton.errors import BatonError, ContextLengthExceeded, InvalidRequest
 from router.http.errors import kind_of
 
 _TYPES = {
@@ -38,6 +39,9 @@ def error_object(error: BatonError, request_id: str) -> bytes:
     if isinstance(error, ContextLengthExceeded):
         # There is no code: clients know the error by these words.
         message = f"prompt is too long: {error.num_tokens} tokens > {error.longest} maximum ({message})"
-    found = {"type": _TYPES.get(status_of(error), "invalid_request_error"), "message": message}
+    found: dict[str, Any] = {"type": _TYPES.get(status_of(error), "invalid_request_error"), "message": message}
+    if isinstance(error, InvalidRequest) and error.field == "thread":
+        # With this Anthropic's client, whose tool_runner tries threads first, goes on without them.
+        found["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     # ASCII, since a message may quote text that is not valid Unicode.
     return json.dumps({"type": "error", "error": found, "request_id": request_id}).encode()

@@ -9,7 +9,7 @@ from pydantic import Field, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_TOOLS, MAX_WORDS
-from router.http.bodies.fields import NotServed
+from router.http.bodies.fields import Ignored, NotServed, OnlyFalse
 from router.http.bodies.strict import Bounded, Strict
 from router.http.bodies.tools import Distinct, NamedFunction, NamedTool, ToolBody, ToolFields, ToolName
 from router.http.chat_plan import reasoning_variables
@@ -34,10 +34,10 @@ class CustomTool(Strict):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: Ignored = None
     eager_input_streaming: bool | None = None
     allowed_callers: Annotated[list[Literal["direct"]], Bounded(MAX_WORDS)] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: OnlyFalse = None
     input_examples: NotServed = None
 
     def as_tool(self) -> ToolBody:

@@ -17,8 +17,8 @@ from baton.messages.request_limits import MAX_WORDS
 from baton.messages.sampling import SamplingDefaults
 from router.http.bodies.chats import ReasoningEffort
 from router.http.bodies.constraints import ANY_OBJECT
-from router.http.bodies.fields import NotServed
-from router.http.bodies.strict import Bounded, Strict
+from router.http.bodies.fields import Ignored, NotServed, OnlyFalse, RepeatedText
+from router.http.bodies.strict import Bounded, Strict, Treatment
 from router.http.chat_plan import ToolOffer
 from router.http.responses.input_items import read_input
 from router.http.responses.items import Item
@@ -83,22 +83,22 @@ class TextConfig(Strict):
     """What is wanted of the text of an answer."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Ignored = None
 
 
 class ResponseStreamOptions(Strict):
     """What a stream contains beside the events of every stream."""
 
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Ignored = None
 
 
 class ReasoningConfig(Strict):
-    """How much the model is to reason. `summary: auto` leaves it to the server whether there is one: there is none."""
+    """How much the model is to reason. Its text is given whole, and so there are no summaries."""
 
     effort: ReasoningEffort | None = None
-    summary: Literal["auto"] | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
     context: NotServed = None
-    generate_summary: NotServed = None
     mode: NotServed = None
 
 
@@ -131,25 +131,23 @@ class ResponsesBody(Strict):
     priority: int | None = None
     cache_salt: str | None = None
 
-    # Only these values are served.
-    background: Literal[False] | None = None
-    prompt_cache_retention: Literal["in_memory"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    truncation: Literal["disabled"] | None = None
+    background: OnlyFalse = None
+    truncation: Annotated[Literal["disabled"] | None, Treatment.ONE_VALUE] = None
 
-    # Ignored: they change no answer.
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    user: str | None = None
+    # Of the client's own bookkeeping, of speed and cost, or of hosted tools, which there are none.
+    context_management: Ignored = None
+    max_tool_calls: Ignored = None
+    prompt_cache_key: RepeatedText = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: RepeatedText = None
+    service_tier: Ignored = None
+    user: RepeatedText = None
 
-    # Known, but not served.
     background_options: NotServed = None
-    context_management: NotServed = None
     conversation: NotServed = None
-    max_tool_calls: NotServed = None
     moderation: NotServed = None
     prompt: NotServed = None
-    prompt_cache_options: NotServed = None
 
     @property
     def num_logprobs(self) -> int | None:

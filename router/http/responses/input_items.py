@@ -9,7 +9,8 @@ from pydantic import Field, PlainValidator
 
 from baton.messages.request_limits import MAX_MESSAGES
 from router.http.bodies.content_parts import ImagePart, check_detail, image_of_url
-from router.http.bodies.fields import NotServed
+from router.http.bodies.fields import NotServed, OnlyFalse
+from router.http.bodies.ignored import note_ignored
 from router.http.bodies.strict import Bounded, Strict, read_part
 from router.http.bodies.tools import CallId, ToolName
 from router.http.responses.items import CallItem, CallOutputItem, Item, MessageItem, ReasoningItem
@@ -30,7 +31,7 @@ class FunctionCall(Strict):
     name: ToolName
     arguments: str
     status: _Status | None = None
-    async_: Literal[False] | None = Field(None, alias="async")
+    async_: OnlyFalse = Field(None, alias="async")
     caller: NotServed = None
     namespace: NotServed = None
 
@@ -166,7 +167,7 @@ def _text(part: Any, name: str) -> str:
     if not isinstance(part.get("text"), str):
         raise ValueError(f"{name} needs a text")
     if part.get("annotations"):
-        raise ValueError(f"{name} has annotations, which are not served")
+        note_ignored(["annotations"])
     text: str = part["text"]
     return text
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, PlainValidator
 
 from baton.messages.request_limits import MAX_TOOLS
-from router.http.bodies.fields import NotServed
+from router.http.bodies.fields import NotServed, OnlyFalse
 from router.http.bodies.strict import Bounded, Strict
 from router.http.bodies.tools import (
     ChosenTools,
@@ -32,7 +32,7 @@ class FunctionTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: OnlyFalse = None
 
     # Known, but not served.
     allowed_callers: NotServed = None

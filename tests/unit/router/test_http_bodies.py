@@ -107,12 +107,6 @@ def test_null_means_not_set(kind: type[GenerationBody]) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["user", "metadata", "safety_identifier", "prompt_cache_key", "store", "service_tier"])
-def test_fields_without_effect_are_ignored(name: str) -> None:
-    value = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto"}.get(name, "x")
-    assert read_generation(ChatBody, HELLO | {name: value}).request("ab", "id", None) == GenerateRequest("ab", "id")
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -143,7 +137,6 @@ def test_fields_without_effect_are_ignored(name: str) -> None:
         ("echo", 1),
         ("prompt_logprobs", True),
         ("suffix", "x"),
-        ("store", True),
         ("skip_special_tokens", False),
         ("include_stop_str_in_output", 1),
         ("guided_json", ["x"]),

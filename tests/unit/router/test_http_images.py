@@ -58,7 +58,7 @@ def test_the_content_of_a_message_is_a_text_or_parts(content: Any, expected: Any
         (image_url(URL, detail="most"), "detail"),
         (image_url(URL, width=3), "image_url must be"),
         (image_url(3), "image_url must be"),
-        ({"type": "image_url"}, "part 0 must be"),
+        ({"type": "image_url"}, "part 0: image_url: is required"),
         ({"type": "image_url", "image_url": None}, "image_url must be"),
         ({"type": "input_audio", "input_audio": {}}, "part 0 must be"),
         (1, "part 0 must be"),

@@ -26,6 +26,7 @@ from tests.support.speech_rig import SpeechRig
 
 API = description()
 FORM = "multipart/form-data"
+IGNORED = {"description": "Accepted; changes no answer."}
 
 
 def served_routes() -> Iterator[Route]:
@@ -46,8 +47,8 @@ def test_every_served_path_is_described_and_no_other() -> None:
 def test_every_field_of_a_body_is_described_and_no_other() -> None:
     schemas = API["components"]["schemas"].items()
     named = {name: schema for name, schema in schemas if name not in ("Error", "AnthropicError")}
-    fields = {field for schema in named.values() for field in schema["properties"]}
-    assert fields == set(FIELDS)
+    fields = [item for schema in named.values() for item in schema["properties"].items()]
+    assert {name for name, field in fields if field != IGNORED} == set(FIELDS)
     for schema in named.values():
         assert all(field["description"] for field in schema["properties"].values())
 

@@ -77,12 +77,10 @@ def prompt_of(request: Any) -> str:
             "has g, which is none of the tools",
         ),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be"),
-        ({"max_tool_calls": 3}, "max_tool_calls", "is not served"),
         ({"include": ["message.output_text.logprobs"]}, "include", "does not go with tools that may be called"),
         # Reasoning
         ({"reasoning": 1}, "reasoning", "must be"),
         ({"reasoning": {"effort": "max"}}, "reasoning.effort", "must be"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "must be"),
         ({"reasoning": {"x": 1}}, "reasoning.x", "is unknown"),
         # Items
         ({"input": [ASKED | {"call_id": None}]}, "input", "item 0: call_id: must be a string"),

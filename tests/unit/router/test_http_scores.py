@@ -13,7 +13,7 @@ import pytest
 
 from baton.errors import EngineFault, InvalidRequest
 from baton.messages.adapters import AdapterSource
-from baton.messages.generation import Finished
+from baton.messages.generation import Finished, ModelCard
 from baton.messages.pooling import ModelPooling, Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_POOLED_TOKENS
 from baton.testing.fake_tokenizer import FakeTokenizer
@@ -138,7 +138,7 @@ async def test_documents_are_sorted_by_score_and_equal_ones_by_place(path: str) 
         ("/score", {"text_1": 5, "text_2": "a"}, "text_1", "must be"),
         ("/rerank", {"query": "a"}, "documents", "required"),
         ("/rerank", {"query": "a", "documents": "b"}, "documents", "must be a list"),
-        ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents", "must be"),
+        ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents", "has none of the fields text"),
         ("/rerank", {"query": "a", "documents": ["b"] * 2049}, "documents", "at most 2048"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "0"),
         ("/score", {"text_1": "a", "text_2": "b", "use_activation": False}, "use_activation", "is a cosine"),
@@ -261,3 +261,21 @@ async def test_a_client_that_leaves_ends_all_pairs() -> None:
     calls = [await rig.next_call() for _ in range(2)]
     exchange.disconnect()
     await asyncio.gather(*(call.is_closed.wait() for call in calls))
+
+
+@pytest.mark.parametrize("card", [CROSS, CARD])
+async def test_documents_are_cut_and_ranked_by_their_fields(card: ModelCard) -> None:
+    rig = HttpRig(card=card)
+    documents = [{"title": "abcd", "body": "x", "id": "7"}, "efgh"]
+    asked = {"query": "abcdef", "documents": documents, "rank_fields": ["title", "body"], "max_tokens_per_doc": 3}
+    exchange = rig.post("/rerank", asked)
+    prompts = []
+    for number in range(2 if card is CROSS else 3):
+        call = await rig.next_call()
+        assert call.request is not None
+        prompts.append("".join(map(chr, call.request.prompt or ())))  # type: ignore[arg-type]
+        call.tell(vector(0.75 - number / 4) if card is CROSS else vector(1, 0))
+    expected = ["abcdef\0abc", "abcdef\0efg"] if card is CROSS else ["abcdef", "abc", "efg"]
+    assert prompts == expected
+    results = (await exchange.end()).json["results"]
+    assert [result["document"] for result in results] == [documents[0], {"text": "efgh"}]

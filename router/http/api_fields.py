@@ -36,7 +36,7 @@ FIELDS: Mapping[str, str] = {
     "media_type": "The format of an image; it is found in the data.",
     "name": "A name, for the chat template, or of the schema.",
     "add_generation_prompt": "Whether the prompt ends with the beginning of an assistant's message. Default: true.",
-    "continue_final_message": _ONE_VALUE,
+    "continue_final_message": "Whether the answer continues the last message, which is its beginning. Default: false.",
     "add_special_tokens": "Whether the tokenizer adds its special tokens, such as a beginning of text.",
     "chat_template": "A template in Jinja to use instead of the model's, if the operator allows it.",
     "chat_template_kwargs": "Further variables for the chat template, such as enable_thinking.",

@@ -27,13 +27,13 @@ from router.http.json_body import CLOSE, ClientGone, check_headers, is_unread
 from router.http.messages.endpoint import CountTokens, MessagesEndpoint, id_headers
 from router.http.messages.errors import error_object, status_of
 from router.http.model import ServedModel
-from router.http.responses.endpoint import ResponsesEndpoint
+from router.http.responses.endpoint import InputTokens, ResponsesEndpoint
 from router.http.responses.store import ResponseStore
 from router.http.responses.stored import stored_routes
 from router.http.scores import Classify, Rerank, Score
 from router.http.status_routes import status_routes
 from router.http.tokens import Detokenize, Tokenize
-from router.http.unserved_paths import use_instead
+from router.http.unserved_paths import INSTEAD, use_instead
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class HttpFront:
         completions = Completions(handler, model, clock, keep_alive_s, prompt_embeds_bytes)
         chats = ChatCompletions(handler, model, clock, keep_alive_s)
         responses = ResponsesEndpoint(handler, model, clock, keep_alive_s, rng, store)
+        input_tokens = InputTokens(handler, model, clock, keep_alive_s, rng, store)
         audio = AudioBodies(speech)
 
         def speech_endpoint(*, translates: bool) -> SpeechEndpoint:
@@ -82,6 +83,7 @@ class HttpFront:
                 Route(_MESSAGES, MessagesEndpoint(handler, model, clock, keep_alive_s), methods=["POST"]),
                 Route(f"{_MESSAGES}/count_tokens", CountTokens(handler, model), methods=["POST"]),
                 Route("/v1/responses", responses, methods=["POST"]),
+                Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
                 *stored_routes(store),
                 Route("/v1/audio/transcriptions", speech_endpoint(translates=False), methods=["POST"]),
                 Route("/v1/audio/translations", speech_endpoint(translates=True), methods=["POST"]),
@@ -126,6 +128,9 @@ class HttpFront:
     def _translated(self, scope: Scope, error: HTTPException) -> HttpError:
         if error.status_code != 405:
             return HttpError(Kind(error.status_code, "invalid_request_error"), error.detail)
+        if scope["path"] in INSTEAD:
+            # It only looks like a path that is served: like the name of a response.
+            return _unknown(scope["path"])
         message = f"{scope['method'][:20]} is not for {scope['path'][:200]!r}"
         # Starlette names the methods of one route alone, and a path may have several (RFC 9110, section 15.5.6).
         routes = [route for route in self._routes.routes if route.matches(scope)[0] is not Match.NONE]
@@ -167,7 +172,10 @@ def _naming(ignored: Collection[str], send: Send) -> Send:
 
 
 async def _no_such_path(scope: Scope, _receive: Receive, _send: Send) -> None:
-    path = scope["path"]
+    raise _unknown(scope["path"])
+
+
+def _unknown(path: str) -> HttpError:
     instead = use_instead(path)
     message = f"{path[:200]!r} is not served here: {instead}" if instead else f"there is no {path[:200]!r}"
-    raise HttpError(Kind(404, "invalid_request_error", "unknown_url"), message)
+    return HttpError(Kind(404, "invalid_request_error", "unknown_url"), message)

@@ -140,6 +140,7 @@ class ServedModel:
 
         `tools`: those that the model gets to know. `variables`: for the template, where the body has none of the name.
         """
+        body.check_continuation()
         # Before the template is rendered, so that nothing is done for images that are refused.
         images = self._read(body.images)
         text = self._render(
@@ -147,7 +148,8 @@ class ServedModel:
             {**(variables or {}), **_checked_variables(body.chat_template_kwargs)},
             [tool.for_template() for tool in tools],
             template=self._template_of(body.chat_template),
-            add_generation_prompt=body.add_generation_prompt is not False,
+            add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
         )
         return self._expanded(text, images)
 

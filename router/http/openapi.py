@@ -164,7 +164,7 @@ OPERATIONS: Sequence[Operation] = (
             "type": "message",
             "role": "assistant",
             "model": _MODEL,
-            "content": [{"type": "text", "text": "Hello, you.", "citations": None}],
+            "content": [{"type": "text", "text": "Hello, you."}],
             "stop_reason": "end_turn",
             "stop_sequence": None,
             "usage": {
@@ -200,6 +200,12 @@ OPERATIONS: Sequence[Operation] = (
             "delta": "Hello",
             "logprobs": [],
         },
+    ),
+    Operation(
+        *("POST", "/v1/responses/input_tokens", _TOKENS, "Counts the tokens of a response's input, as in OpenAI's API"),
+        {"object": "response.input_tokens", "input_tokens": 10},
+        (ResponsesBody,),
+        {"input": "Hello"},
     ),
     Operation("GET", _STORED, _GENERATING, "Returns a stored response", _RESPONSE),
     Operation(

@@ -36,6 +36,7 @@ INSTEAD: Mapping[str, str] = {
     "/v1/images": _TEXT_ONLY,
     "/v1/moderations": "no model for moderation is served here; ask the served one with a response_format",
     "/v1/realtime": _TEXT_ONLY,
+    "/v1/responses/compact": "conversations are not compacted here: ask the model for a summary, and go on from that",
     "/v1/threads": _NO_AGENTS,
     "/v1/uploads": _NO_STORE,
     "/v1/vector_stores": _NO_STORE,

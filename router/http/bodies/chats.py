@@ -75,12 +75,24 @@ class ChatPrompt(Strict):
     messages: Annotated[list[Message], Field(min_length=1), Bounded(MAX_MESSAGES, "messages")]
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_variables)] = None
     add_generation_prompt: bool | None = None
-    continue_final_message: OnlyFalse = None
+    continue_final_message: bool | None = None
     add_special_tokens: OnlyFalse = None
     chat_template: Annotated[str | None, BeforeValidator(_template)] = None
     documents: NotServed = None
     mm_processor_kwargs: NotServed = None
     tools: Tools = None
+
+    def check_continuation(self) -> None:
+        """Raises InvalidRequest for a last message that the answer can't continue, where it is to."""
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            raise InvalidRequest("add_generation_prompt", "must be false with continue_final_message")
+        last, field = self.messages[-1], f"messages[{len(self.messages) - 1}]"
+        if last.tool_calls:
+            raise InvalidRequest(f"{field}.tool_calls", "can't be continued: their results come first")
+        if not last.content:
+            raise InvalidRequest(f"{field}.content", "is empty, so the answer can't continue it")
 
     @property
     def images(self) -> list[bytes]:

@@ -18,7 +18,7 @@ _CALL_PREFIX, _PREFIX = "call_", "toolu_"
 
 def text_block(text: str) -> str:
     """A block of text."""
-    return f'{{"type":"text","text":{quote(text)},"citations":null}}'
+    return f'{{"type":"text","text":{quote(text)}}}'
 
 
 def thinking_block(text: str, signature: str) -> str:

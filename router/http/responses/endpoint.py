@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected, in_turns, logprob_lists
 from router.http.bodies.strict import read_as
 from router.http.chat_plan import plan_offer, reasoning_variables
+from router.http.client import Client
 from router.http.endpoints import BodyParser, Endpoint, EndpointRequest, Handler
 from router.http.errors import HttpError, Kind
 from router.http.json_body import MAX_BODY_BYTES
@@ -142,6 +144,19 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
             stored = StoredResponse.of(parsed.draft.id, content, parsed.items, own)
             self._store.put(current_caller.get().tenant, stored)
         return content
+
+
+class InputTokens(ResponsesEndpoint):
+    """POST /v1/responses/input_tokens: counts the tokens of the prompt that a response would have; makes none."""
+
+    async def _whole(self, client: Client, parsed: ResponsesRequest) -> None:
+        count = len(parsed.requests[0].prompt or ())
+        headers = [(b"content-type", b"application/json"), *self._id_headers(parsed.request_id)]
+        answer = {"object": "response.input_tokens", "input_tokens": count}
+        await client.answer(200, headers, json.dumps(answer).encode())
+
+    async def _stream(self, client: Client, parsed: ResponsesRequest) -> None:
+        await self._whole(client, parsed)
 
 
 def encoded(json_text: str) -> bytes:

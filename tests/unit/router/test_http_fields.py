@@ -239,3 +239,30 @@ async def test_a_call_is_refused_before_it_begins_if_its_output_may_be_too_large
 async def test_a_chat_of_many_sequences_has_a_default_length_within_the_bound() -> None:
     request = await asked(CHATS, {**HELLO, "n": 128})
     assert request.max_tokens == min(CARD.max_model_len - len(request.prompt or ()), (1 << 21) // 128)
+
+
+@pytest.mark.parametrize("path", [CHATS, "/tokenize"])
+async def test_an_answer_may_continue_the_last_message(path: str) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, I"}]
+    body: dict[str, object] = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    if path == CHATS:
+        found = (await asked(path, body)).prompt
+    else:
+        found = (await HttpRig().post(path, body).end()).json["tokens"]
+    assert "".join(map(chr, found or ())) == "user: hi\nassistant: Well, I"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]},
+            "messages[0].tool_calls",
+        ),
+    ],
+)
+async def test_what_has_no_text_is_not_continued(fields: dict[str, Any], param: str) -> None:
+    exchange = await HttpRig().post(CHATS, {**HELLO, "continue_final_message": True, **fields}).end()
+    assert (exchange.status, exchange.error["param"]) == (400, param)

@@ -69,7 +69,7 @@ async def test_a_message_is_returned_whole() -> None:
         "type": "message",
         "role": "assistant",
         "model": MODEL,
-        "content": [{"type": "text", "text": "cde", "citations": None}],
+        "content": [{"type": "text", "text": "cde"}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
         "usage": {
@@ -106,7 +106,7 @@ async def test_text_blocks_and_the_system_prompt_become_one_conversation() -> No
     rig = HttpRig()
     blocks = [
         {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
-        {"type": "text", "text": "b", "citations": None},
+        {"type": "text", "text": "b"},
     ]
     turns = [
         {"role": "user", "content": blocks},

@@ -39,6 +39,8 @@ async def test_no_path_that_is_served_lacks_a_method_in_allow() -> None:
         methods.setdefault(route.path.replace("{id}", "x").replace("{name:path}", "x"), set()).update(
             route.methods or ()
         )
+    # A stored response might have this name.
+    methods["/v1/responses/input_tokens"] |= methods["/v1/responses/x"]
     for path, named in methods.items():
         exchange = await rig.request("PATCH", path, b"", {}).end()
         assert (exchange.status, set(exchange.headers["allow"].split(", "))) == (405, named), path

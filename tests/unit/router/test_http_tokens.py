@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import baton
@@ -126,3 +128,22 @@ def test_batches_of_messages_and_experts_that_scale_have_advice_of_their_own() -
     assert "send each message to /v1/messages" in use_instead("/v1/messages/batches/msgbatch_1/results")
     assert "baton node" in use_instead("/scale_elastic_ep")
     assert use_instead("/v1/messages/none") == ""
+
+
+@pytest.mark.parametrize("size", [0, 20_000])
+async def test_the_input_of_a_response_is_counted(size: int) -> None:
+    rig = HttpRig()
+    sent = json.dumps({"input": "hi", "instructions": "be brief", "stream": True}).encode() + b" " * size
+    exchange = rig.request("POST", "/v1/responses/input_tokens", sent, {"content-type": "application/json"})
+    await exchange.end()
+    rendered = "system: be brief\nuser: hi\nassistant:"
+    assert exchange.json == {"object": "response.input_tokens", "input_tokens": len(rendered)}
+    assert rig.handler.calls.empty()
+    refused = await rig.post("/v1/responses/input_tokens", {"inputs": "hi"}).end()
+    assert (refused.status, refused.error["param"]) == (400, "inputs")
+
+
+async def test_conversations_are_not_compacted() -> None:
+    exchange = await HttpRig().post("/v1/responses/compact", {"input": "hi"}).end()
+    assert (exchange.status, exchange.error["code"]) == (404, "unknown_url")
+    assert "summary" in exchange.error["message"]

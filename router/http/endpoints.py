@@ -51,6 +51,7 @@ from router.http.event_id import parse_event_id
 from router.http.events import COMMENT, AnswerOptions, EventWriter, Label
 from router.http.json_body import MAX_BODY_BYTES, LargeBodies, LargeBody, base64_bytes, is_small, parse_json, read_body
 from router.http.logprobs import TokenTexts, as_token_id
+from router.http.merged_streams import merged
 from router.http.model import ServedModel
 from router.http.parsed_events import ParsedEventWriter
 from router.http.parsed_text import TextParsing
@@ -209,12 +210,13 @@ class Endpoint(Generic[P]):
         return [(b"x-request-id", request_id.encode())]
 
     async def _stream(self, client: Client, parsed: P) -> None:
-        if len(parsed.requests) > 1:
-            raise InvalidRequest("prompt", f"has {len(parsed.requests)} prompts; a stream takes one")
-        events = self._handler.generate(parsed.requests[0], parsed.timeout_s)
+        streams = [self._handler.generate(request, parsed.timeout_s) for request in parsed.requests]
+        events = streams[0] if len(streams) == 1 else merged(parsed.request_id, streams, parsed.num_sequences)
         await self._send_events(client, parsed, events, None)
 
     async def _resume(self, client: Client, parsed: P, positions: Sequence[int]) -> None:
+        if len(parsed.requests) > 1:
+            raise InvalidRequest("last-event-id", "is of a stream of several prompts, which can't be continued")
         events = self._handler.resume(parsed.request_id, positions, parsed.timeout_s, repeat=parsed.requests[0])
         await self._send_events(client, parsed, events, positions)
 
@@ -223,7 +225,8 @@ class Endpoint(Generic[P]):
         async with aclosing(events):
             accepted = await accepted_of(events)
             client.will_stream([*self._id_headers(accepted.request_id), *seed_headers(accepted)])
-            writer = self._writer(parsed, accepted, [0] * parsed.num_sequences if positions is None else positions)
+            num_sequences = parsed.num_sequences * len(parsed.requests)
+            writer = self._writer(parsed, accepted, [0] * num_sequences if positions is None else positions)
             await stream(client, events, writer, writer.opening() if positions is None else b"")
 
     async def _whole(self, client: Client, parsed: P) -> None:
@@ -270,14 +273,18 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
     def _writer(self, parsed: OptionsRequest, accepted: Accepted, positions: Sequence[int]) -> StreamWriter:
         label, texts = self._label(accepted.request_id, parsed), self._texts(parsed)
         is_new = not any(positions)
-        prompt = next(iter(parsed.prompts), ()) if parsed.options.token_ids and is_new else ()
+        each = parsed.num_sequences
+        given = enumerate(parsed.prompts if parsed.options.token_ids and is_new else ())
+        prompts = {place * each: token_ids for place, token_ids in given if token_ids}
         parsing = parsed.parsing
         if parsing.is_needed:
             sequences = [parsing.sequence(accepted.request_id, index) for index in range(len(positions))]
-            return ParsedEventWriter(sequences, label, parsed.options, positions, accepted.prompt_tokens, texts, prompt)
-        echo = parsed.echoed[0].text if parsed.echoed else ""
+            return ParsedEventWriter(
+                sequences, label, parsed.options, positions, accepted.prompt_tokens, texts, prompts
+            )
+        echoes = [echoed.text for echoed in parsed.echoed for _ in range(each)]
         return EventWriter(
-            self.answer_format, label, parsed.options, positions, accepted.prompt_tokens, texts, prompt, echo
+            self.answer_format, label, parsed.options, positions, accepted.prompt_tokens, texts, prompts, echoes
         )
 
     async def _whole_answer(self, parsed: OptionsRequest, answers: Sequence[Collected]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.errors import BatonError
@@ -13,6 +13,7 @@ from router.http.errors import error_event
 from router.http.event_id import event_id
 from router.http.logprobs import TokenTexts
 
+NO_PROMPTS: Mapping[int, Sequence[int]] = {}
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
 """Sent while there is nothing else to send, so that proxies and clients see a live connection."""
@@ -95,18 +96,18 @@ class EventWriter:
         positions: Sequence[int],
         prompt_tokens: int,
         texts: TokenTexts,
-        prompt_token_ids: Sequence[int] = (),
-        echo: str = "",
+        prompts: Mapping[int, Sequence[int]] = NO_PROMPTS,
+        echoes: Sequence[str] = (),
     ) -> None:
         """`positions`: where each sequence of the stream begins, not 0 for one that the client continues.
-        `prompt_token_ids`: those that the stream returns, once; empty if it returns none. `echo`: the text with which
-        each sequence begins.
+        `prompts`: the token ids of prompts, which the stream returns once, by the first sequence of each; empty if it
+        returns none. `echoes`: the text with which each sequence begins; empty: with none.
         """
         self._format = answer_format
         self._options = options
         self._ids = [event_id([position]) for position in positions]
         """The parts of the next event's id: each sequence's position. They are kept as text, since they may be many."""
-        self._echo = echo
+        self._echoes = echoes
         self._prompt_tokens = prompt_tokens
         self._num_tokens = sum(positions)
         head = label.head(answer_format.event_name)
@@ -120,7 +121,9 @@ class EventWriter:
         self._logprobs = [answer_format.logprobs(texts, 0, 0) for _ in positions]
         self._held_texts = [""] * len(positions)
         """Text without tokens, which is sent with the event that ends its sequence."""
-        self._prompt_ids = f',"prompt_token_ids":{json.dumps(list(prompt_token_ids))}' if prompt_token_ids else ""
+        self._prompt_ids = {
+            index: f',"prompt_token_ids":{json.dumps(list(token_ids))}' for index, token_ids in prompts.items()
+        }
 
     @property
     def num_sequences(self) -> int:
@@ -134,13 +137,13 @@ class EventWriter:
     def opening(self) -> bytes:
         """The events before all generated text: in chats they have the role, else the prompt if it is repeated."""
         if not self._format.opening:
-            if not self._echo:
+            if not self._echoes:
                 return b""
-            text = f"{self._format.text_head}{quote(self._echo)}{self._format.text_tail}"
-            after_text = f'{text},"logprobs":null,"finish_reason":null}}{self._after_choices()}'
-            return b"".join(self._event(f"{head}{after_text}") for head in self._heads)
+            after_text = f'{self._format.text_tail},"logprobs":null,"finish_reason":null}}{self._after_choices()}'
+            texts = [f"{self._format.text_head}{quote(echo)}{after_text}" for echo in self._echoes]
+            return b"".join(self._event(f"{head}{text}") for head, text in zip(self._heads, texts, strict=True))
         after_text = f'{self._format.opening},"logprobs":null,"finish_reason":null}}]'
-        ids, self._prompt_ids = self._prompt_ids, ""
+        ids = self._prompt_ids.pop(0, "")
         # The prompt's ids are in the first event alone, since a prompt may be long and the sequences many.
         ends = [ids + self._after_choices()[1:], *[self._after_choices()[1:]] * (len(self._heads) - 1)]
         return b"".join(self._event(f"{head}{after_text}{end}") for head, end in zip(self._heads, ends, strict=True))
@@ -191,9 +194,7 @@ class EventWriter:
         parts.append(f',"logprobs":{json.dumps(logprobs)},"finish_reason":null')
         if self._options.token_ids:
             parts.append(f',"token_ids":{json.dumps(list(chunk.token_ids))}')
-            if chunk.sequence_index == 0:
-                parts.append(self._prompt_ids)
-                self._prompt_ids = ""
+            parts.append(self._prompt_ids.pop(chunk.sequence_index, ""))
         parts.append(f"}}{self._after_choices()}")
         return "".join(parts)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from baton.messages.generation import Chunk, KnownText
 from router.http.answer_format import CHAT
 from router.http.event_id import event_id
-from router.http.events import AnswerOptions, EventWriter, Label
+from router.http.events import NO_PROMPTS, AnswerOptions, EventWriter, Label
 from router.http.logprobs import TokenTexts
 from router.http.parsed_text import Delta, ParsedSequence
 
@@ -31,9 +31,9 @@ class ParsedEventWriter(EventWriter):
         positions: Sequence[int],
         prompt_tokens: int,
         texts: TokenTexts,
-        prompt_token_ids: Sequence[int] = (),
+        prompts: Mapping[int, Sequence[int]] = NO_PROMPTS,
     ) -> None:
-        super().__init__(CHAT, label, options, positions, prompt_tokens, texts, prompt_token_ids)
+        super().__init__(CHAT, label, options, positions, prompt_tokens, texts, prompts)
         self._sequences = sequences
         self._begin = positions
         self._reached = [0] * len(positions)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from baton.errors import EngineFault
 from baton.messages.generation import Chunk, GenerateRequest, SequenceFinished
 from baton.messages.sampling import TokenLogprobs
 from baton.text.structural_tags import lark_of_structural_tag
@@ -266,3 +267,69 @@ async def test_an_answer_may_continue_the_last_message(path: str) -> None:
 async def test_what_has_no_text_is_not_continued(fields: dict[str, Any], param: str) -> None:
     exchange = await HttpRig().post(CHATS, {**HELLO, "continue_final_message": True, **fields}).end()
     assert (exchange.status, exchange.error["param"]) == (400, param)
+
+
+async def test_several_prompts_are_streamed_as_one() -> None:
+    rig = HttpRig()
+    options = {"stream": True, "n": 2, "echo": True, "return_token_ids": True}
+    exchange = rig.post(COMPLETIONS, {"prompt": ["ab", "c"], **options, "stream_options": {"include_usage": True}})
+    calls = [await rig.next_call() for _ in range(2)]
+    for call in reversed(calls):
+        for place in range(2):
+            call.tell(chunk(0, call.request_id[-1] + "xy"[place], place), SequenceFinished(place, "stop", None, 2))
+        call.tell(finished("stop", 4))
+    *events, usage, done = (await exchange.end()).events
+    texts, reasons = dict.fromkeys(range(4), ""), {}
+    for event in events:
+        texts[event.choice["index"]] += event.text
+        reasons[event.choice["index"]] = event.choice["finish_reason"]
+    name = exchange.headers["x-request-id"]
+    assert [call.request_id for call in calls] == [f"{name}-0", f"{name}-1"]
+    assert texts == {0: "ab0x", 1: "ab0y", 2: "c1x", 3: "c1y"}
+    assert reasons == dict.fromkeys(range(4), "stop")
+    told = {one.choice["index"]: ids for one in events if (ids := one.choice.get("prompt_token_ids"))}
+    assert told == {0: [97, 98], 2: [99]}
+    assert (usage.json["usage"]["completion_tokens"], usage.json["usage"]["prompt_tokens"]) == (8, 6)
+    assert done.is_done
+
+
+async def test_the_ends_of_single_sequences_of_several_prompts_are_told() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, {"prompt": ["a", "b"], "stream": True})
+    for place in range(2):
+        (await rig.next_call()).tell(chunk(0, "xy"[place]), finished("length"))
+    *events, _ = (await exchange.end()).events
+    ends = {event.choice["index"]: event.choice["finish_reason"] for event in events if event.choice["finish_reason"]}
+    assert ends == {0: "length", 1: "length"}
+
+
+@pytest.mark.parametrize("end", [EngineFault("broken"), None])
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_one_failed_prompt_ends_the_stream_of_several(has_begun: bool, end: EngineFault | None) -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, {"prompt": ["a", "b"], "stream": True})
+    calls = [await rig.next_call() for _ in range(2)]
+    if has_begun:
+        calls[0].tell(chunk(0, "x"))
+        await exchange.wait_for_events(1)
+    calls[1].tell(end)
+    await exchange.end()
+    found = exchange.events[-1].json["error"] if has_begun else exchange.error
+    assert found["message"] == ("the stream ended before its request did" if end is None else "broken")
+    assert exchange.status == (200 if has_begun else 500)
+    await calls[0].is_closed.wait()
+
+
+async def test_a_client_that_leaves_ends_all_prompts_of_a_stream() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, {"prompt": ["a", "b"], "stream": True})
+    calls = [await rig.next_call() for _ in range(2)]
+    exchange.disconnect()
+    for call in calls:
+        await call.is_closed.wait()
+
+
+async def test_a_stream_of_several_prompts_is_not_continued() -> None:
+    headers = {"x-request-id": "mine", "last-event-id": "1"}
+    exchange = await HttpRig().post(COMPLETIONS, {"prompt": ["a", "b"], "stream": True}, headers).end()
+    assert (exchange.status, exchange.error["param"]) == (400, "last-event-id")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from baton.messages.request_limits import MAX_IMAGE_SPANS
 from baton.messages.spans import PLACEHOLDER, Span
 from baton.model_formats.images import ImageFamily, ImageLayout, UnusableImage, image_family
 from baton.model_formats.images.encoded import ImageLimits, image_size
+from baton.model_formats.json_files import read_object
 
 FIELD = "images"
 
@@ -39,7 +39,7 @@ class ImagePrompts:
         family = image_family(model_dir)
         if family is None:
             return None
-        token_id = json.loads((model_dir / "config.json").read_text(encoding="utf-8")).get("image_token_id")
+        token_id = read_object(model_dir / "config.json").get("image_token_id")
         if type(token_id) is not int or token_id < 0:
             raise ConfigError(f"{model_dir} has no image_token_id in its config.json; copy it again")
         return cls(family, token_id)

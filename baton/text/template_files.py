@@ -9,12 +9,12 @@ A checkpoint has its templates in one of these places, the first that it has:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
+from baton.model_formats.json_files import read_object
 
 DEFAULT = "default"
 """The name of the template for chats, which one without a name has."""
@@ -60,13 +60,7 @@ def find_tool_call_parser(model_dir: Path) -> str:
 
 def read_json(path: Path) -> Mapping[str, Any]:
     """The object in a JSON file, empty where there is no such file; raises ConfigError for one that can't be read."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(_text(path))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return read_object(path) if path.is_file() else {}
 
 
 def _named(value: Any, path: Path) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,10 @@ _READ_BYTES = 1 << 22
 _PREFIX = "base_model.model."
 _WRAPPED = ".base_layer"
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_HALF_ENDS = bytes(byte for byte in range(256) if byte & 0x7C == 0x7C)
+"""The last bytes of those float16 that are NaN or infinite."""
+_ONES_OF_EXPONENT = bytes(0x80 if byte & 0x7F == 0x7F else 0 for byte in range(256))
+"""For the last byte of a float32 or bfloat16: 0x80 if the bits of its exponent are ones, otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +157,13 @@ class AdapterFiles:
         )
 
     def digest(self) -> str:
-        """SHA-256 over the file's bytes and the settings that change results. Raises AdapterRefused."""
+        """SHA-256 over the file's bytes and the settings that change results.
+
+        Raises AdapterRefused, also for a tensor with NaN or infinity.
+        """
         state = self._begin_digest()
-        whole, rest = divmod(self.num_bytes, _READ_BYTES)
-        for piece in self._pieces((*[_READ_BYTES] * whole, rest)):
-            state.update(piece)
+        for piece in self._read({place.name for place in self.tensors}):
+            state.update(piece.content)
         return str(state.hexdigest())
 
     def check_digest(self, digest: str) -> None:
@@ -167,15 +173,24 @@ class AdapterFiles:
     def read(self, digest: str, by_rows: Container[str] = ()) -> Iterator[TensorPiece]:
         """The tensors in the order of the file, read once; those named in `by_rows` in pieces of some rows each.
 
-        Raises AdapterRefused at the end for files that are not those of this digest.
+        Raises AdapterRefused for a tensor with NaN or infinity, and at the end for files that are not those of this
+        digest.
         """
         state = self._begin_digest()
+        for piece in self._read(by_rows):
+            state.update(piece.content)
+            yield piece
+        self._compare(str(state.hexdigest()), digest)
+
+    def _read(self, by_rows: Container[str]) -> Iterator[TensorPiece]:
         parts = [part for place in self.tensors for part in _rows_at_a_time(place, place.name in by_rows)]
         pieces = self._pieces(size for _, _, size in parts)
         for (place, first_row, _), piece in zip(parts, pieces, strict=True):
-            state.update(piece)
+            if not is_finite(place.dtype, piece):
+                raise AdapterRefused(
+                    f"{self.weights_path}: {place.name} has NaN or infinity; the adapter is broken, take another one"
+                )
             yield TensorPiece(place, first_row, piece)
-        self._compare(str(state.hexdigest()), digest)
 
     def _begin_digest(self) -> Any:
         state = hashlib.sha256(b"baton adapter 1")
@@ -206,6 +221,17 @@ class AdapterFiles:
                     yield piece
         except OSError as error:
             raise AdapterRefused(f"{self.weights_path} can't be read ({error}); copy it again") from error
+
+
+def is_finite(dtype: str, content: bytes) -> bool:
+    """Whether these numbers have no NaN and no infinity among them, whose exponents are all ones."""
+    size = _ELEMENT_BYTES[dtype]
+    last = content[size - 1 :: size]
+    if dtype == "F16":
+        return len(last.translate(None, _HALF_ENDS)) == len(last)
+    # Of 8 bits of exponent, 7 are in the last byte of a number, and one is the highest of the byte before.
+    found = int.from_bytes(last.translate(_ONES_OF_EXPONENT)) & int.from_bytes(content[size - 2 :: size])
+    return found == 0
 
 
 def _rows_at_a_time(place: TensorPlace, is_cut: bool) -> Iterator[tuple[TensorPlace, int, int]]:

@@ -6,7 +6,6 @@ encoder of a node makes must fill the positions that a router gave an image.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from baton.errors import ConfigError
+from baton.model_formats.json_files import read_object
 
 _LARGEST_SIDE = 1 << 16
 """The most pixels or patches in a row that a processor's configuration may name."""
@@ -218,7 +218,7 @@ def image_family(directory: Path) -> ImageFamily | None:
 
     Reads config.json, and preprocessor_config.json or processor_config.json. Raises ConfigError.
     """
-    config = _read(directory / "config.json")
+    config = read_object(directory / "config.json")
     make = IMAGE_FAMILIES.get(str(config.get("model_type")))
     return None if make is None else make(_Numbers(config, read_processor(directory), directory))
 
@@ -229,20 +229,8 @@ def read_processor(directory: Path) -> Mapping[str, Any]:
     Raises ConfigError for a directory without one.
     """
     if (path := directory / "preprocessor_config.json").is_file():
-        return _read(path)
-    found = _read(directory / "processor_config.json").get("image_processor")
+        return read_object(path)
+    found = read_object(directory / "processor_config.json").get("image_processor")
     if not isinstance(found, dict):
         raise ConfigError(f"{directory} lacks its image processor's configuration; copy preprocessor_config.json there")
     return found
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read ({error.strerror}); copy it there") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} can't be read as JSON ({error}); copy it again") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is not a JSON object; copy it again")
-    return value

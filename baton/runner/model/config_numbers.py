@@ -57,6 +57,13 @@ _SIZES = (
 )
 """Sizes, counts and steps of at least 1, which some models lack, or name differently."""
 _LARGEST_SIZE = 1 << 27
+_MOST_ENTRIES = {
+    **dict.fromkeys(
+        ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "depth"), 1 << 14
+    ),
+    "num_labels": 1 << 20,
+}
+"""Numbers of entries of lists that transformers makes of a configuration, or of a part of it, before it is checked."""
 _DIVISORS = ("query_pre_attn_scalar", "final_logit_softcapping", "logits_scaling", "rope_theta", "rope_local_base_freq")
 """Numbers that need not be whole, and that something is divided by."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -95,10 +102,22 @@ def check_file_numbers(checkpoint: Checkpoint) -> None:
     parts = [part for part in map(checkpoint.config.get, _PARTS) if isinstance(part, Mapping)]
     for part in (checkpoint.config, *parts):
         _check_part(checkpoint, part)
+    for part in _all_parts(checkpoint.config):
+        for name, most in _MOST_ENTRIES.items():
+            if type(count := part.get(name)) is int and count > most:
+                raise _wrong_number(checkpoint, name, count)
     longest_context(checkpoint.directory, checkpoint.config, 1)
     for part in parts:
         for name in _IMAGE_SIZES:
             _check_count(checkpoint, name, part.get(name))
+
+
+def _all_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A configuration and those inside of it, of which a reader bounds how deep they are."""
+    yield config
+    for value in config.values():
+        if isinstance(value, Mapping):
+            yield from _all_parts(value)
 
 
 def _check_part(checkpoint: Checkpoint, part: Mapping[str, Any]) -> None:

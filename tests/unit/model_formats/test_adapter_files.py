@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from baton.errors import AdapterRefused
 from baton.model_formats.adapters import AdapterFiles, open_adapter
 from baton.model_formats.adapters.config import read_config
+from baton.model_formats.adapters.files import is_finite
 from tests.support.adapter_files import PREFIX, lora_tensors, safetensors_bytes, write_adapter
 
 MODULES = {"model.layers.0.self_attn.q_proj": (8, 6), "model.layers.1.mlp.down_proj": (6, 10)}
@@ -222,6 +224,27 @@ def test_unsound_weights_are_refused(tmp_path: Path, content: bytes, message: st
     (tmp_path / "adapter_model.safetensors").write_bytes(content)
     with pytest.raises(AdapterRefused, match=message):
         open_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, value: str) -> None:
+    tensors = lora_tensors(MODULES)
+    tensors[A][3, 5] = float(value)
+    files = open_adapter(write_adapter(tmp_path, tensors))
+    for read in (files.info, lambda: list(files.read(""))):
+        with pytest.raises(AdapterRefused, match=r"lora_A\.weight has NaN or infinity"):
+            read()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
+def test_each_number_is_finite_or_not_as_torch_has_it(name: str, dtype: torch.dtype) -> None:
+    upper = np.arange(1 << 16, dtype="<u2")
+    bits = np.stack([np.full_like(upper, 0xFFFF), upper], axis=1) if name == "F32" else upper[:, None]
+    expected = torch.frombuffer(bytearray(bits.tobytes()), dtype=dtype).isfinite()
+    assert [is_finite(name, number.tobytes()) for number in bits] == expected.tolist()
+    finite = bits[expected.numpy()].tobytes()
+    assert is_finite(name, finite)
+    assert not is_finite(name, finite + bits[~expected.numpy()][0].tobytes() + finite)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_base_weight_beside_the_adapter_must_be_that_of_the_model(base: Path, 
 
 def test_base_weights_of_other_modules_are_refused_before_they_are_read(base: Path, tmp_path: Path) -> None:
     tensors: dict[str, Any] = lora_tensors({Q_PROJ: (64, 64)})
-    tensors[f"{PREFIX}{Q_PROJ}.base_layer.weight"] = np.full((64, 64), np.nan, np.float32)
+    tensors[f"{PREFIX}{Q_PROJ}.base_layer.weight"] = np.full((64, 64), 0, np.float32)
     with pytest.raises(AdapterRefused, match="compared for the embedding and the head alone"):
         load(runner_of(base), write_adapter(tmp_path, tensors, target_modules=["q_proj"]))
 

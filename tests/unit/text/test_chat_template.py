@@ -171,7 +171,7 @@ def test_the_template_is_found_in_its_places(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("jinja")
     assert rendered() == "jinja"
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not JSON"):
+    with pytest.raises(ConfigError, match="as JSON"):
         rendered()
 
 

@@ -218,6 +218,10 @@ def test_the_facts_of_a_model_are_read_from_its_files(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "n_positions": 64, **changes}))
         assert read_model_files(tmp_path).max_model_len == longest
+    for depth in (200, 100_000):
+        (tmp_path / "config.json").write_text('{"x": ' * depth + "0" + "}" * depth)
+        with pytest.raises(ConfigError, match=r"config\.json (is nested more than 100 deep|can't be read as JSON)"):
+            read_model_files(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"n_positions": 64}))
     with pytest.raises(ConfigError, match="has no vocab_size"):
         read_model_files(tmp_path)

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from baton.cli.terminal_text import shown
+
 VERSION = 1
 """Version of the JSON and YAML that commands print. It changes when a field is removed or gets another meaning."""
 
@@ -41,14 +43,14 @@ NoHeadersOption = Annotated[bool, typer.Option("--no-headers", help="Print no he
 
 def print_json(value: Any) -> None:
     """Print one JSON document."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))  # noqa: T201
+    print(shown(json.dumps(value, indent=2, ensure_ascii=False, default=str)))  # noqa: T201
 
 
 def print_yaml(value: Any) -> None:
     """Print one YAML document."""
     from baton.cli.yaml_text import yaml_text
 
-    print(yaml_text(value), end="")  # noqa: T201
+    print(shown(yaml_text(value)), end="")  # noqa: T201
 
 
 def print_document(output: Format, document: Mapping[str, Any]) -> None:
@@ -90,7 +92,8 @@ def table_lines(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, headers: bool = True, gap: int = 3
 ) -> list[str]:
     """The lines that `print_table` prints."""
-    lines = [list(columns), *map(list, rows)] if headers else list(map(list, rows))
+    cells = [[shown(cell) for cell in row] for row in rows]
+    lines = [list(columns), *cells] if headers else cells
     widths = [max((len(line[i]) for line in lines), default=0) for i in range(len(columns))]
     return [
         (" " * gap).join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -98,14 +101,24 @@ def table_lines(
 
 
 def print_text(text: str = "", *, end: str = "\n") -> None:
-    """Print a result as text on stdout, at once."""
+    """Print a result as text on stdout, at once. It may be of others: see `shown`."""
+    print_as_is(shown(text), end=end)
+
+
+def print_answer(text: str = "", *, end: str = "\n") -> None:
+    """Print what a model has written: for a file or a program as it is."""
+    (print_text if sys.stdout.isatty() else print_as_is)(text, end=end)
+
+
+def print_as_is(text: str, *, end: str = "\n") -> None:
+    """Print a text that no terminal obeys, or that has Baton's own colours, on stdout, at once."""
     sys.stdout.write(text + end)
     sys.stdout.flush()
 
 
 def print_note(text: str) -> None:
     """Print a message that is not part of the result on stderr, at once."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(shown(text) + "\n")
     sys.stderr.flush()
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from baton.cli.output import print_note
+from baton.cli.terminal_text import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +70,7 @@ class ProgressLine:
             print_note(text)
         else:
             self.clear()
-            self._console.print(text, end="", markup=False, highlight=False, no_wrap=True, overflow="ellipsis")
+            self._console.print(shown(text), end="", markup=False, highlight=False, no_wrap=True, overflow="ellipsis")
 
     def clear(self) -> None:
         """Remove the line from a terminal before the result is printed."""

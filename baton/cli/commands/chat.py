@@ -15,7 +15,7 @@ import typer
 
 from baton.cli.commands.generate import cluster_end_check
 from baton.cli.interrupts import closing_line
-from baton.cli.output import print_note, print_text
+from baton.cli.output import print_answer, print_note, print_text
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
 from baton.cli.target import RunDirOption, local_cluster, run_dir_of
 from baton.errors import BatonError, InvalidRequest, PermissionDenied, Unauthenticated, Unreachable
@@ -197,7 +197,7 @@ class Session:
                 for event in events:
                     if isinstance(event, Chunk) and event.text:
                         pieces.append(event.text)
-                        print_text(event.text, end="")
+                        print_answer(event.text, end="")
                         tail = (tail + event.text)[-MAX_READ_CHARS:]
                         if loops := not self._allows_repetition and bool(repeated_end(tail)):
                             break

@@ -35,6 +35,7 @@ from baton.cli.cluster.run_dir import RunDir
 from baton.cli.commands.generate import Answer, tokens_per_second
 from baton.cli.interrupts import interrupts_deferred
 from baton.cli.output import print_table, size
+from baton.cli.terminal_text import shown
 from baton.client import GenerationClient
 from baton.errors import BatonError, ExitCode
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest
@@ -280,7 +281,7 @@ def _receive(
 def _show_processes(state: dict[str, Any], seconds: float, console: Console) -> None:
     rows = [[found["name"], str(found["pid"]), found["address"] or "(private socket)"] for found in state["processes"]]
     print_table(["PROCESS", "PID", "ADDRESS"], rows)
-    console.print(f"Ready after {seconds:.1f} s, serving {state['model']}.\n")
+    console.print(f"Ready after {seconds:.1f} s, serving {shown(state['model'])}.\n")
 
 
 def _screen(runs: Sequence[DemoRequest], console: Console) -> Group:
@@ -290,17 +291,17 @@ def _screen(runs: Sequence[DemoRequest], console: Console) -> Group:
 
 def _panel(run: DemoRequest, lines: int) -> Panel:
     body = Text(_tail(run.prompt, lines // 2), style="dim")
-    body.append(run.answer.text, style="bold" if not run.done else "")
+    body.append(shown(run.answer.text), style="bold" if not run.done else "")
     if run.error:
-        body.append(run.error, style="red")
-    shown = Text("\n").join(body.split("\n")[-lines:])
-    return Panel(shown, title=run.title, title_align="left", border_style="green" if run.done else "yellow")
+        body.append(shown(run.error), style="red")
+    seen = Text("\n").join(body.split("\n")[-lines:])
+    return Panel(seen, title=run.title, title_align="left", border_style="green" if run.done else "yellow")
 
 
 def _plain(run: DemoRequest) -> str:
     if run.error:
-        return f"--- {run.title}: {run.error}"
-    return f"--- {run.title}\n{_tail(run.prompt, 3)}{run.answer.text}\n"
+        return f"--- {run.title}: {shown(run.error)}"
+    return f"--- {run.title}\n{_tail(run.prompt, 3)}{shown(run.answer.text)}\n"
 
 
 def _tail(prompt: str, lines: int) -> str:

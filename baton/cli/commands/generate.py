@@ -18,7 +18,7 @@ from baton.cli.constraint_options import (
     RegexOption,
     constraint_fields,
 )
-from baton.cli.output import Format, OutputOption, print_document, print_note, print_text, size
+from baton.cli.output import Format, OutputOption, print_answer, print_document, print_note, size
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
 from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses, local_cluster, run_dir_of
 from baton.errors import BatonError, Unreachable, UsageError
@@ -204,7 +204,7 @@ def generate(
     if output is not Format.TEXT:
         print_document(output, result)
     else:
-        print_text("" if shows else answer.text)
+        print_answer("" if shows else answer.text)
         if answer.finished is not None and sys.stderr.isatty():
             print_note(summary(answer.finished))
 
@@ -254,5 +254,5 @@ def _collect(events: Iterator[GenerateEvent], *, show: bool) -> Answer:
     for event in events:
         text = answer.add(event)
         if show and text:
-            print_text(text, end="")
+            print_answer(text, end="")
     return answer

@@ -18,8 +18,9 @@ import typer
 from baton.cli.cluster.directory_watch import DirectoryWatch
 from baton.cli.cluster.log_files import LogFile, LogLine, merged
 from baton.cli.cluster.run_dir import RunDir
-from baton.cli.output import OUTPUT_OPTION, print_text
+from baton.cli.output import OUTPUT_OPTION, print_as_is, print_text
 from baton.cli.target import RunDirOption, run_dir_of
+from baton.cli.terminal_text import shown
 from baton.did_you_mean import did_you_mean
 from baton.errors import NodeNotFound, Unreachable
 
@@ -124,13 +125,14 @@ def format_line(line: LogLine, width: int, *, coloured: bool) -> str:
     """A line as text: local time, process, level, event and fields."""
     at = datetime.fromtimestamp(line.at)
     clock = f"{at:%H:%M:%S}.{at.microsecond // 1000:03d}" if line.at else " " * 12
-    level = f"{line.level:8}"
+    level = f"{shown(line.level):8}"
     if coloured and line.level in _STYLES:
         level = typer.style(level, **_STYLES[line.level])
     fields = " ".join(f"{key}={_value(value)}" for key, value in line.fields.items() if key != "exception")
-    text = f"{clock}  {line.process:{width}}  {level} {line.event}" + (f"  {fields}" if fields else "")
+    said = shown(f"{line.event}" + (f"  {fields}" if fields else ""))
+    text = f"{clock}  {shown(line.process):{width}}  {level} {said}"
     exception = line.fields.get("exception")
-    return f"{text}\n{exception}" if exception else text
+    return f"{text}\n{shown(str(exception))}" if exception else text
 
 
 def _value(value: Any) -> str:
@@ -164,4 +166,4 @@ def _print(lines: Sequence[LogLine], tail: int | None, write: Callable[[LogLine]
 def _writer(form: LogForm, width: int, coloured: bool) -> Callable[[LogLine], None]:
     if form is LogForm.JSON:
         return lambda line: print_text(json.dumps(line.to_json(), ensure_ascii=False, default=str))
-    return lambda line: print_text(format_line(line, width, coloured=coloured))
+    return lambda line: print_as_is(format_line(line, width, coloured=coloured))

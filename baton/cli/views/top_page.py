@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from baton.cli.output import duration, fine_duration
+from baton.cli.terminal_text import shown_in_place
 from baton.cli.views.cluster_view import ClusterView
 from baton.cli.views.request_rows import ENDED_STATES, brief_ms
 from baton.cli.views.status_page import bar
@@ -58,6 +59,7 @@ def top_lines(
         recent = _first(recent, max(0, room - len(requests)), "")
     lines = [*health, Text(), *nodes, Text(), *requests, Text(), *recent][: screen.height]
     for line in lines:
+        line.plain = shown_in_place(line.plain)
         line.truncate(screen.width)
     return lines
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,9 +14,21 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.cli.cluster.log_files import LogLine
 from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.cli.commands.generate import Answer, summary
-from baton.cli.output import Format, duration, print_document, print_table, print_yaml, size
+from baton.cli.commands.logs import format_line
+from baton.cli.output import (
+    Format,
+    duration,
+    print_answer,
+    print_document,
+    print_note,
+    print_table,
+    print_text,
+    print_yaml,
+    size,
+)
 from baton.cli.steering import ProgressLine
 from baton.cli.views.cluster_view import combine
 from baton.cli.yaml_text import yaml_text
@@ -28,6 +42,49 @@ FINISHED = Finished(
     *("length", None, 5, 2, 1, 0.5, 2.0, 1.5, 3.0, 13.0, 2048, Path("p0", "d0", 1, "disaggregated")),
     draft_counts=DraftCounts(4, 1),
 )
+
+
+HOSTILE = "a\x1b]52;c;aGk=\x07\x1b[2J\r\x9b1m\x7f\u202eb\u2066"
+HARMLESS = r"a\u001b]52;c;aGk=\u0007\u001b[2J\u000d\u009b1m\u007f\u202eb\u2066"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_text_of_others_is_obeyed_by_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print_text(f"{HOSTILE}\n\té")
+    print_note(HOSTILE)
+    print_table(["NAME", "X"], [[HOSTILE, "y"]], gap=1)
+    print_answer(HOSTILE)
+    found = capsys.readouterr()
+    table = [f"{'NAME':{len(HARMLESS)}} X", f"{HARMLESS} y"]
+    assert found.out == "\n".join([HARMLESS, "\té", *table, f"{HOSTILE}\n"])  # an answer in a pipe is as it was
+    assert found.err == f"{HARMLESS}\n"
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    print_answer(HOSTILE, end="")
+    assert terminal.getvalue() == HARMLESS
+
+
+@pytest.mark.parametrize(("output", "read"), [(Format.JSON, json.loads), (Format.YAML, yaml.safe_load)])
+@pytest.mark.parametrize("text", [HOSTILE, f"{HOSTILE}\n: second"])
+def test_documents_mean_the_same_without_what_a_terminal_obeys(
+    capsys: pytest.CaptureFixture[str], output: Format, read: Callable[[str], dict[str, str]], text: str
+) -> None:
+    print_document(output, {"text": text, text: "key"})
+    found = capsys.readouterr().out
+    assert not set(HOSTILE) - set(HARMLESS) & set(found)
+    assert read(found) == {"version": 1, "text": text, text: "key"}
+
+
+def test_logs_keep_their_colours_alone() -> None:
+    line = LogLine(1.0, HOSTILE, "error", HOSTILE, {"name": HOSTILE, "exception": HOSTILE})
+    text = format_line(line, 5, coloured=True)
+    assert not set(HOSTILE) - set(HARMLESS) & set(re.sub(r"\x1b\[[0-9;]*m", "", text))
 
 
 def test_generate_json_has_exactly_the_documented_keys() -> None:

@@ -5,22 +5,35 @@ Needs no torch and no transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import numpy.typing as npt
+from cachetools import LRUCache
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.errors import ConfigError, EngineFault, InvalidRequest
 from baton.messages.sampling import ConstraintKind
-from baton.text.schema_compiling import compile_constraint, shortened
+from baton.text.grammar_cost import GrammarCost
+from baton.text.grammar_tokens import GrammarTokens
+from baton.text.schema_compiling import NOTHING_FITS, compile_constraint, shortened
 from baton.text.tokenizer import TOKENIZER_FILE
 
 Mask = npt.NDArray[np.int32]
 
 _MAX_FORCED_BYTES = 256
 """The most forced bytes that become tokens at a time: 64 KB, as in a constant, would take 50 ms at every token."""
+_MAX_COSTS = 1024
+_TRIAL_TOKENS = 16
+_MAX_TRIAL_S = 0.15
+"""The most CPU time for the first tokens of an output. Large schemas take 10 ms, a constant of 64 KB takes 40."""
+_TOO_COSTLY = "takes too much work for each token: make it simpler, with rules that match a text in one way only"
 _NOT_ALLOWED = "doesn't satisfy the grammar"
 """Part of llguidance's message for a token that is not allowed; its errors differ only in their text."""
 
@@ -29,7 +42,7 @@ class Grammars:
     """Compiles schemas for one model. Its methods may be called from any thread, and release the interpreter lock."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """Prepare the tokenizer, which takes 20 ms for 4,000 tokens and 1 s for 150,000 and blocks all other threads.
+        """Prepare the tokenizer, which takes 50 ms for 4,000 tokens and 2 s for 150,000 and blocks all other threads.
 
         Raises ConfigError for a tokenizer that llguidance can't use.
         """
@@ -37,13 +50,14 @@ class Grammars:
         if not eos:
             raise ConfigError("the model has no end-of-sequence token, so no answer could end")
         try:
-            self._tokenizer = LLTokenizer(
-                tokenizer_json, n_vocab=vocab_size, eos_token=eos, slices=LLTokenizer.json_slices()
-            )
+            self._tokenizer = GrammarTokens(tokenizer_json, vocab_size, eos).library
         except Exception as error:  # the library's own are ValueError and whatever its Rust panics with
             raise ConfigError(f"the tokenizer can't be used for grammars: {shortened(error)}") from error
         bits = np.zeros(num_mask_words(vocab_size) * 32, dtype=np.uint8)
         bits[eos] = 1
+        self._costs: LRUCache[bytes, GrammarCost] = LRUCache(_MAX_COSTS)
+        """By a constraint's digest, what its tokens cost."""
+        self._lock = threading.Lock()
         self._all_but_eos = ~np.packbits(bits, bitorder="little").view(np.int32)
 
     @classmethod
@@ -61,9 +75,43 @@ class Grammars:
 
         The schema must have passed `ConstraintChecker.check`: another one may use up this process's memory. Each
         matcher is compiled anew, since copies would share the automaton that they extend while they match, and its
-        limits.
+        limits. A new constraint is tried first, so that one whose tokens take too long reaches no engine.
         """
-        return GrammarMatcher(compile_constraint(text, self._tokenizer, kind), self._tokenizer, self._all_but_eos, kind)
+        cost = self._cost(text, kind)
+        if not cost.is_tried:
+            with cost.trial:
+                if not cost.is_tried:
+                    matcher = compile_constraint(text, self._tokenizer, kind)
+                    self._try(GrammarMatcher(matcher, self._tokenizer, self._all_but_eos, kind, cost), cost)
+                    cost.is_tried = True
+        if not cost.is_served:
+            raise InvalidRequest(kind, _TOO_COSTLY)
+        library = compile_constraint(text, self._tokenizer, kind)
+        return GrammarMatcher(library, self._tokenizer, self._all_but_eos, kind, cost)
+
+    def _cost(self, text: str, kind: ConstraintKind) -> GrammarCost:
+        digest = hashlib.sha256((kind + text).encode()).digest()
+        with self._lock:
+            found = self._costs.get(digest)
+            if found is None:
+                found = self._costs[digest] = GrammarCost()
+            return found
+
+    def _try(self, matcher: GrammarMatcher, cost: GrammarCost) -> None:
+        """Generate the first tokens of some output, and note whether that takes too much work."""
+        mask, rng, left = np.zeros(self._all_but_eos.shape, dtype=np.int32), Random(0), _MAX_TRIAL_S
+        try:
+            for _ in range(_TRIAL_TOKENS):
+                matcher.fill(mask)
+                tokens = np.flatnonzero(np.unpackbits((mask & self._all_but_eos).view(np.uint8), bitorder="little"))
+                left -= matcher.take_seconds()
+                if left < 0 or not tokens.size:
+                    break
+                matcher.advance([int(rng.choice(tokens))])
+        except InvalidRequest:
+            # A limit, which other outputs need not reach.
+            left -= matcher.take_seconds()
+        cost.is_served = left >= 0
 
 
 class GrammarMatcher:
@@ -73,11 +121,24 @@ class GrammarMatcher:
     limits are reached at the same token.
     """
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, all_but_eos: Mask, kind: ConstraintKind) -> None:
-        """`all_but_eos`: a mask with the bits of all tokens that don't end the output. `kind`: what errors name."""
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        tokenizer: LLTokenizer,
+        all_but_eos: Mask,
+        kind: ConstraintKind,
+        cost: GrammarCost,
+    ) -> None:
+        """`all_but_eos`: a mask with the bits of all tokens that don't end the output. `kind`: what errors name.
+
+        `cost`: the cost of the constraint, over all of its matchers.
+        """
+        self.kind: ConstraintKind = kind
         self._matcher = matcher
         self._tokenizer = tokenizer
-        self._kind = kind
+        self._cost = cost
+        self._token_s = self._untaken_s = 0.0
+        """The CPU time since the last mask, and since the last `take_seconds`."""
         self._all_but_eos = all_but_eos
         self._num_tokens = 0
         self._last_token_ids: list[int] = []
@@ -89,11 +150,20 @@ class GrammarMatcher:
     def num_tokens(self) -> int:
         return self._num_tokens
 
+    @property
+    def mean_seconds(self) -> float:
+        return self._cost.mean_s
+
+    def take_seconds(self) -> float:
+        seconds, self._untaken_s = self._untaken_s, 0.0
+        return seconds
+
     def advance(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
-            if not self._is_masked:
-                self._matcher.compute_bitmask()
-            self._matcher.consume_token(int(token_id))
+            with self._counted():
+                if not self._is_masked:
+                    self._matcher.compute_bitmask()
+                self._matcher.consume_token(int(token_id))
             self._check()
             self._num_tokens += 1
             self._last_token_ids = [int(token_id)]
@@ -101,25 +171,42 @@ class GrammarMatcher:
 
     def forced_tokens(self) -> Sequence[int]:
         # Both calls walk along the forced bytes as the next mask would. If that reaches a limit, the mask reports it.
-        forced = self._matcher.compute_ff_bytes()
-        if len(forced) <= _MAX_FORCED_BYTES:
-            return self._matcher.compute_ff_tokens() if forced else ()
-        return self._tokenizer.tokenize_partial(forced[:_MAX_FORCED_BYTES], self._last_token_ids)[0]
+        with self._counted():
+            forced = self._matcher.compute_ff_bytes()
+            if len(forced) <= _MAX_FORCED_BYTES:
+                return self._matcher.compute_ff_tokens() if forced else ()
+            return self._tokenizer.tokenize_partial(forced[:_MAX_FORCED_BYTES], self._last_token_ids)[0]
 
     def fill(self, mask: Mask) -> None:
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        with self._counted():
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._cost.add(self._token_s)
+        self._token_s = 0.0
         self._check()
         self._is_masked = True
         if not self._matcher.is_accepting():
-            # Some vocabularies have an end token with a text that could be part of the output.
+            # A grammar may ask for an end token by its number.
             mask &= self._all_but_eos
+            if not mask.any():
+                raise InvalidRequest(self.kind, NOTHING_FITS)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the CPU time of the block, which is the same however many other threads and processes run."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            seconds = time.thread_time() - began
+            self._token_s += seconds
+            self._untaken_s += seconds
 
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = shortened(self._matcher.get_error())
             # All other errors are about limits that the schema exceeds, so the request is invalid.
             raise (
-                EngineFault(f"{self._kind}: {reason}") if _NOT_ALLOWED in reason else InvalidRequest(self._kind, reason)
+                EngineFault(f"{self.kind}: {reason}") if _NOT_ALLOWED in reason else InvalidRequest(self.kind, reason)
             )
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from baton.errors import InvalidRequest
 from baton.messages.sampling import ConstraintKind
@@ -29,6 +29,9 @@ JSON_OBJECT = '{"type": "object"}'
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_CHOICE_JSON_BYTES = 1 << 20
 """The largest choice as JSON: 64 KiB of texts, in which a character may be written with six, and 10,000 separators."""
+SPECIAL_MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+"""Markers of calls and reasoning that are special tokens of some models. A grammar asks for one by its name without
+quotes, and a node whose model has no such token refuses it."""
 MAX_SCHEMA_DEPTH = 32
 """The deepest nesting of arrays and objects in a schema."""
 FIELD = "json_schema"
@@ -37,8 +40,9 @@ _FIRST_BYTES = 16
 """Number of bytes of output for which masks are computed when a schema is checked."""
 _MAX_DIGITS = 400
 _MAX_ERROR_CHARS = 200
-_NOTHING_FITS = "NoExtensionBias"
+_NO_EXTENSION = "NoExtensionBias"
 """Part of llguidance's message for an output that can neither go on nor end."""
+NOTHING_FITS = "no text that the model can write fits"
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,32}"}
 """Permits a blank, or a new line and its indentation, between two tokens of JSON. The length is bounded, since models
 tend to generate blanks until the length limit ends them."""
@@ -64,9 +68,8 @@ def check_constraint(text: str, kind: ConstraintKind = "json_schema") -> None:
 def compile_constraint(text: str, tokenizer: LLTokenizer, kind: ConstraintKind = "json_schema") -> LLMatcher:
     """A matcher over the tokenizer's tokens; raises InvalidRequest. Releases the interpreter lock.
 
-    What the matcher builds while it matches is bounded by llguidance's own limits. They count work and not time, so
-    that a schema is too complex on every machine or on none: at most 25 ms of a core for a mask of 150,000 tokens, and
-    30 MB in all.
+    What the matcher builds while it matches, 30 MB in all, is bounded by llguidance's own limits. They count work and
+    not time, and permit a mask that takes a second: see `grammar_cost`.
     """
     try:
         grammar = _grammar_of(text, kind)
@@ -96,8 +99,8 @@ def _grammar_of(text: str, kind: ConstraintKind) -> str:
 def shortened(error: object) -> str:
     """The library's error message in one line of at most _MAX_ERROR_CHARS characters."""
     text = str(error)
-    if _NOTHING_FITS in text:
-        return "no text that the model can write fits"
+    if _NO_EXTENSION in text:
+        return NOTHING_FITS
     line = " ".join(text.replace("<non-verbose/>", "").split())
     return line if len(line) <= _MAX_ERROR_CHARS else f"{line[: _MAX_ERROR_CHARS - 3]}..."
 
@@ -111,7 +114,21 @@ def check_matcher(matcher: LLMatcher, kind: ConstraintKind) -> None:
 @lru_cache(maxsize=1)
 def _byte_tokenizer() -> LLTokenizer:
     # Uses the same slices as the nodes' tokenizers, so that compiling takes the same work as on a node.
-    return LLTokenizer("byte", slices=LLTokenizer.json_slices())
+    return LLTokenizer(TokenizerWrapper(_ByteTokens()), slices=LLTokenizer.json_slices())
+
+
+class _ByteTokens:
+    """A token for each byte, an end token, and the special tokens that grammars made here ask for."""
+
+    bos_token_id = None
+    eos_token_id = 256
+
+    def __init__(self) -> None:
+        self.tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", *(name.encode() for name in SPECIAL_MARKERS)]
+        self.special_token_ids = range(256, len(self.tokens))
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
 
 
 def parse_schema(text: str, field: str = FIELD) -> dict[str, Any]:

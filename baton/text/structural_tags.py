@@ -6,7 +6,7 @@ is a tree of `const_string`, `json_schema`, `regex`, `any_text`, `sequence`, `or
 
 Free text (`any_text`, and what is between triggered tags) goes on until the first end of the tag around it, or until
 the output ends. So it has to be the last of its tag or of the output. Tags are matched as text: a model's special
-tokens can't be generated as a part of them.
+tokens, which have none, can't be generated as a part of them.
 """
 
 from __future__ import annotations

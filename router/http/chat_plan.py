@@ -9,7 +9,7 @@ The rules:
 3. An output that the request constrains otherwise has no reasoning, since the constraint holds from its first token on.
 4. Where no call is demanded and no other constraint is given, strict tools are a grammar of the output, too: of text in
    which their calls have arguments that fit. Not so in formats without a `trigger`, where a marker of calls or of
-   reasoning is a special token, which can't be generated under a grammar, where the model has no token that ends its
+   reasoning is a special token, which no text of a grammar is, where the model has no token that ends its
    text, and where the grammar of all tools would be larger than grammars may be: there `strict` changes nothing.
 5. Parameters of tools that may be called on demand, and of strict tools of such a grammar, are checked like the schemas
    of outputs, since they constrain one. Those of other tools may be any JSON schemas within the bounds of `tools_of`:
@@ -133,7 +133,8 @@ def plan_offer(
     )
     # Some models have the markers as special tokens, whose texts are left out otherwise.
     markers = [*(tool_format.markers if tool_format is not None else ()), *((BEGIN, END) if reasons else ())]
-    shown_tokens = model.special_ids(markers) if markers else ()
+    special = [text for text in markers if model.special_ids([text])]
+    shown_tokens = model.special_ids(special) if special else ()
     strict = _held_to_schemas(offer, callable_tools, parsing, shown_tokens, card)
     grammar, grammar_field, in_grammar = None, "", wanted
     if wanted and tool_format is not None:
@@ -141,7 +142,7 @@ def plan_offer(
             if parsing.is_open:
                 raise InvalidRequest("tool_choice", _OPEN_REASONING)
             parsing = replace(parsing, reasons=False)
-        demand = tool_format.demand(wanted, _surroundings(parsing, card))
+        demand = tool_format.demand(wanted, replace(_surroundings(parsing, card), special=special))
         text, grammar, grammar_field = text + demand.prompt_end, demand.grammar, "tool_choice"
         parsing = replace(parsing, prompt_end=demand.prompt_end)
     elif strict and tool_format is not None:

@@ -24,6 +24,15 @@ class TokenMatcher(Protocol):
         """How many tokens the matcher was given."""
         ...
 
+    @property
+    def mean_seconds(self) -> float:
+        """The CPU time of a token in the mean, over all sequences with this grammar, the last tokens before all."""
+        ...
+
+    def take_seconds(self) -> float:
+        """The CPU time that the matcher has used since the last call."""
+        ...
+
     def advance(self, token_ids: Sequence[int]) -> None:
         """Append the sequence's next tokens; raises EngineFault for a token that the grammar does not allow."""
         ...

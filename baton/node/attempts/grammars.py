@@ -71,6 +71,7 @@ class GrammarCompiler:
                 # This is done here and not in the engine, because the output of an earlier attempt may be long.
                 for matcher in matchers:
                     matcher.advance(output)
+                    matcher.take_seconds()  # those of this thread, which are none of a step
                 done(matchers)
             except BatonError as error:
                 failed(error)

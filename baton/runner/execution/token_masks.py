@@ -9,20 +9,24 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import BatonError, EngineFault
+from baton.errors import BatonError, EngineFault, InvalidRequest
 from baton.runner.execution.input_batch import RequestState
+from baton.runner.execution.mask_budget import MaskBudget
 
 Masks = dict[str, npt.NDArray[np.int32]]
 
 _LEAST_BESIDE = 8
 """Fewer masks take no longer than handing them to a second thread, within the variation of a step."""
 
+_TOO_COSTLY = "takes {:.1f} ms of work for a token, too much beside this node's other requests: make it simpler"
+
 
 class TokenMasks:
     """Fills masks from the requests' matchers. Requests without a grammar cost nothing."""
 
-    def __init__(self, vocab_size: int, least_beside: int = _LEAST_BESIDE) -> None:
+    def __init__(self, vocab_size: int, least_beside: int = _LEAST_BESIDE, budget: MaskBudget | None = None) -> None:
         """`least_beside`: the least number of masks for which another thread pays."""
+        self._budget = budget or MaskBudget()
         self._least_beside = least_beside
         self._rows = np.zeros((0, -(-vocab_size // 32)), dtype=np.int32)
         self._filled: tuple[Masks, dict[str, BatonError]] | None = None
@@ -62,20 +66,25 @@ class TokenMasks:
             self._rows = np.zeros((len(constrained), self._rows.shape[1]), dtype=np.int32)
         masks: Masks = {}
         faults: dict[str, BatonError] = {}
+        self._budget.begin_step()
         for row, state in zip(self._rows, constrained, strict=False):
             try:
-                _fill(state, row)
+                self._fill_one(state, row)
             except BatonError as fault:
                 faults[state.request_id] = fault
             else:
                 masks[state.request_id] = row
         return masks, faults
 
-
-def _fill(state: RequestState, row: npt.NDArray[np.int32]) -> None:
-    matcher = state.matcher
-    if matcher is None:
-        raise EngineFault(f"{state.sampling_params.constraint_kind}: the request has no compiled grammar")
-    # Usually this is one token, the one that was sampled last.
-    matcher.advance(state.token_ids[state.num_prompt_tokens + matcher.num_tokens :].tolist())
-    matcher.fill(row)
+    def _fill_one(self, state: RequestState, row: npt.NDArray[np.int32]) -> None:
+        matcher, kind = state.matcher, state.sampling_params.constraint_kind or ""
+        if matcher is None:
+            raise EngineFault(f"{kind}: the request has no compiled grammar")
+        if not self._budget.permits(matcher.mean_seconds):
+            raise InvalidRequest(kind, _TOO_COSTLY.format(matcher.mean_seconds * 1e3))
+        try:
+            # Usually this is one token, the one that was sampled last.
+            matcher.advance(state.token_ids[state.num_prompt_tokens + matcher.num_tokens :].tolist())
+            matcher.fill(row)
+        finally:
+            self._budget.spend(matcher.take_seconds(), matcher.mean_seconds)

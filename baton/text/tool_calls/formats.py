@@ -1,18 +1,20 @@
 """The formats in which models call tools: how each is recognised, read, and demanded of an answer.
 
-A demanded call is a grammar over bytes, which needs no special tokens: markers that are special tokens in a model's
-vocabulary stand at the end of the prompt instead, and the model's text goes on behind them.
+A demanded call is a grammar of text. Markers that are special tokens in a model's vocabulary are no text: the grammar
+asks for these tokens by name, and those of Mistral, which have no names that a grammar can have, stand at the end of
+the prompt instead, so that the model's text goes on behind them.
 
 Where calls may but need not come (tool_choice "auto"), a grammar of free text can hold the calls of strict tools to
-their schemas, if each call begins with a text that is no special token: behind that text nothing but a call follows.
+their schemas, if each call begins with a text and no special token: behind that text nothing but a call follows.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -29,7 +31,6 @@ from baton.text.tool_calls.mistral import ARGUMENTS, CALL_ID, CALLS, MistralPars
 
 _NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 _ANY_ARGUMENTS = '{"type": "object"}'
-_REASONING = 'reasoning[suffix="</think>"]: /(?s:.*)/\nspaces: /\\s{0,4}/\n'
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class CallGrammarOptions:
     """Whether the calls may follow reasoning."""
     is_open: bool
     """Whether the prompt has opened the reasoning."""
+    special: Collection[str] = ()
+    """The markers that are special tokens of the model; of `SPECIAL_MARKERS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,22 +110,23 @@ class ToolFormat:
 
         There is no reasoning with a `prompt_end`.
         """
-        rules = [f"start: {_prefix(surroundings.reasons, surroundings.is_open)}calls"]
-        more = f" ({_literal(self.between)} call)*" if surroundings.is_parallel and self.between else ""
-        rules.append(f"calls: {_literal(self.before)} call{more} {_literal(self.after)}")
+        written = partial(_literal, special=surroundings.special)
+        rules = [f"start: {_prefix(surroundings)}calls"]
+        more = f" ({written(self.between)} call)*" if surroundings.is_parallel and self.between else ""
+        rules.append(f"calls: {written(self.before)} call{more} {written(self.after)}")
         rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
         prompt_end, head = self.prompt_end, self.head
         if prompt_end and ARGUMENTS in head and len(tools) == 1:
             prompt_end, head = prompt_end + head.replace("NAME", tools[0].name), ""
         head = head.replace(ARGUMENTS, "")
         for place, tool in enumerate(tools):
-            before = _literal(head.replace("NAME", tool.name))
+            before = written(head.replace("NAME", tool.name))
             rules += [
-                f"call_{place}: {before} arguments_{place} {_literal(self.tail)}",
+                f"call_{place}: {before} arguments_{place} {written(self.tail)}",
                 f"arguments_{place}: %json {_guided(tool.parameters, closes_objects=surroundings.closes_objects)}",
             ]
         if surroundings.reasons:
-            rules.append(_REASONING)
+            rules += _reasoning(surroundings)
         return Demand(prompt_end, "\n".join(rules))
 
     def strict_calls(self, tools: Sequence[Tool], surroundings: CallGrammarOptions) -> str:
@@ -173,14 +177,25 @@ def _guided(schema: str, *, closes_objects: bool) -> str:
     return json.dumps({"x-guidance": JSON_OPTIONS, **json.loads(closed)})
 
 
-def _prefix(reasons: bool, is_open: bool) -> str:
-    if not reasons:
+def _prefix(surroundings: CallGrammarOptions) -> str:
+    if not surroundings.reasons:
         return ""
-    return "reasoning spaces " if is_open else '("<think>" reasoning spaces)? '
+    begin = _literal(REASONING_BEGIN, surroundings.special)
+    return "reasoning spaces " if surroundings.is_open else f"({begin} reasoning spaces)? "
 
 
-def _literal(text: str) -> str:
-    return json.dumps(text) if text else ""
+def _reasoning(surroundings: CallGrammarOptions) -> Sequence[str]:
+    """The rules of reasoning up to its end, and of the blanks behind it."""
+    blanks = r"spaces: /\s{0,4}/"
+    if REASONING_END in surroundings.special:
+        return [f"reasoning: THOUGHTS {REASONING_END}", "THOUGHTS: /(?s:.*)/", blanks]
+    return [f"reasoning[suffix={json.dumps(REASONING_END)}]: /(?s:.*)/", blanks]
+
+
+def _literal(text: str, special: Collection[str] = ()) -> str:
+    """A text in a rule, in which markers that are special tokens stand for these tokens."""
+    pieces = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+    return " ".join(piece if piece in special else json.dumps(piece) for piece in pieces if piece)
 
 
 _HERMES = ToolFormat(

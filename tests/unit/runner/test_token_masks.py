@@ -14,6 +14,7 @@ from baton.engine.batch import NewRequestData
 from baton.errors import InvalidRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.input_batch import RequestState
+from baton.runner.execution.mask_budget import BURST_S, COSTLY_S, SHARE, MaskBudget
 from baton.runner.execution.sampler import SamplingState, sample
 from baton.runner.execution.token_masks import TokenMasks
 from baton.testing.fake_grammar import FakeMatcher
@@ -116,6 +117,36 @@ def test_each_request_has_a_mask_of_its_own_and_fails_alone() -> None:
     assert set(faults) == {"complex", "foreign", "missing"}
     assert all(str(fault).startswith("json_schema:") for fault in faults.values())
     assert [name for name, fault in faults.items() if isinstance(fault, InvalidRequest)] == ["complex"]
+
+
+def test_costly_grammars_have_one_budget_and_no_other_request_is_harmed() -> None:
+    now = 0.0
+    masks = TokenMasks(VOCAB, least_beside=99, budget=MaskBudget(lambda: now))
+    costly = [state(f"costly {n}", FakeMatcher([{7}], EOS, mean_seconds=BURST_S / 2)) for n in range(4)]
+    cheap = [state(f"cheap {n}", FakeMatcher([{7}], EOS, mean_seconds=COSTLY_S)) for n in range(600)]
+
+    def ended() -> list[str]:
+        filled, faults = masks.fill([*costly, *cheap])
+        assert filled.keys() | faults.keys() == {one.request_id for one in (*costly, *cheap)}
+        assert all(isinstance(fault, InvalidRequest) and fault.field == "json_schema" for fault in faults.values())
+        return list(faults)
+
+    # Ordinary grammars take more than the burst, too, and are not counted.
+    assert ended() == ["costly 2", "costly 3"]
+    now += BURST_S / SHARE / 4
+    assert ended() == ["costly 1", "costly 2", "costly 3"]
+    now += 1000.0
+    assert ended() == ["costly 2", "costly 3"]
+
+
+def test_a_mask_that_takes_very_long_does_not_use_up_the_budget_for_ever() -> None:
+    now = 0.0
+    masks = TokenMasks(VOCAB, budget=MaskBudget(lambda: now))
+    request = state("costly", FakeMatcher([{7}], EOS, mean_seconds=100.0))
+    assert not masks.fill([request])[1]
+    assert masks.fill([request])[1]
+    now += 1.01 * BURST_S / SHARE
+    assert not masks.fill([request])[1]
 
 
 def test_without_constrained_requests_there_is_nothing_to_fill() -> None:

@@ -322,6 +322,36 @@ def test_the_budget_of_one_request_does_not_depend_on_another(grammars: Grammars
     assert allowed(third)
 
 
+AMBIGUOUS: dict[str, str] = {
+    "Lark": "start: s\ns: s s s s s | s s s s | s s s | s s | /[ -~\\n]/",
+    "GBNF": "root ::= s\ns ::= s s s | s s | [ -~\\n]",
+    "letters": 'start: s\ns: s s | "a" | "b" | " "',
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_a_grammar_whose_masks_take_seconds_is_refused_before_it_reaches_an_engine(
+    name: str, grammars: Grammars
+) -> None:
+    check_constraint(AMBIGUOUS[name], "grammar")
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="grammar: takes too much work for each token"):
+            grammars.matcher(AMBIGUOUS[name], "grammar")
+
+
+def test_a_matcher_counts_its_work_and_that_of_its_grammar(grammars: Grammars) -> None:
+    late = "start: /a{40}/ s\n" + AMBIGUOUS["Lark"].partition("\n")[2]
+    matcher, other = grammars.matcher(late, "grammar"), grammars.matcher(late, "grammar")
+    cheap = matcher.mean_seconds
+    rng, least = Random(0), 0.002
+    assert cheap < least / 4
+    while matcher.mean_seconds < least:
+        matcher.advance([rng.choice(allowed(matcher))])
+    assert other.mean_seconds == matcher.mean_seconds
+    assert matcher.take_seconds() > least
+    assert (matcher.take_seconds(), other.take_seconds()) == (0.0, 0.0)
+
+
 def test_a_token_that_is_not_allowed_is_an_error(grammars: Grammars, tokenizer: Tokenizer) -> None:
     matcher = grammars.matcher(JSON_OBJECT)
     with pytest.raises(EngineFault, match="json_schema"):
@@ -335,7 +365,8 @@ def test_all_end_tokens_are_allowed_at_the_end_even_one_with_text(tokenizer: Tok
     grammars = Grammars((DEMO_MODEL / TOKENIZER_FILE).read_text(), VOCAB, {EOS, letter})
     matcher = grammars.matcher('{"enum": ["abba"]}')
     matcher.advance(body(tokenizer, '"a')[:-1])
-    assert letter not in allowed(matcher)
+    with pytest.raises(InvalidRequest, match="no text that the model can write fits"):
+        allowed(matcher)  # no other token begins with the letter that follows
     end = Grammars((DEMO_MODEL / TOKENIZER_FILE).read_text(), VOCAB, {EOS, letter}).matcher('{"const": 1}')
     end.advance(body(tokenizer, "1")[:1])
     assert allowed(end) == sorted({EOS, letter})

@@ -26,7 +26,7 @@ from baton.observe.logs import log_to_standard_loggers
 from baton.offline.engine import OfflineEngine, at_prompt
 from baton.offline.outputs import EmbeddingOutput, RequestOutput, RequestsFailed
 from baton.offline.progress import progress_bar
-from baton.offline.prompts import Prompt, is_prompt, taken_apart
+from baton.offline.prompts import Prompt, is_prompt, taken_apart, text_of
 from baton.offline.running_request import RunningRequest
 from baton.offline.sampling_params import SamplingParams
 from baton.offline.settings import EngineSettings, node_config
@@ -260,7 +260,7 @@ def _generated(one: RunningRequest, prompt: object = None) -> RequestOutput:
     request, finish = one.request, one.finish
     return RequestOutput(
         request.request_id,
-        prompt if isinstance(prompt, str) else None,
+        text_of(prompt),
         request.prompt_token_ids,
         one.outputs(),
         request.sampling_params.seed,

@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from baton.errors import InvalidRequest
 from baton.messages.sampling import ConstraintKind
+from baton.text.described_formats import without_descriptions
 from baton.text.gbnf import is_gbnf, lark_of_gbnf
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ _MAX_ERROR_CHARS = 200
 _NO_EXTENSION = "NoExtensionBias"
 """Part of llguidance's message for an output that can neither go on nor end."""
 NOTHING_FITS = "no text that the model can write fits"
+_ONE_OF = "coerce_one_of"
+"""Part of llguidance's message, an option of the library, for schemas that a value might fit together."""
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,32}"}
 """Permits a blank, or a new line and its indentation, between two tokens of JSON. The length is bounded, since models
 tend to generate blanks until the length limit ends them."""
@@ -85,8 +88,7 @@ def _grammar_of(text: str, kind: ConstraintKind) -> str:
     """The constraint in llguidance's own format; raises ValueError, or InvalidRequest."""
     match kind:
         case "json_schema":
-            parse_schema(text)
-            return LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
+            return LLMatcher.grammar_from_json_schema(without_descriptions(parse_schema(text)), defaults=JSON_OPTIONS)
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case "choice":
@@ -101,6 +103,8 @@ def shortened(error: object) -> str:
     text = str(error)
     if _NO_EXTENSION in text:
         return NOTHING_FITS
+    if _ONE_OF in text:
+        return "has oneOf of which a value may fit several; use anyOf"
     line = " ".join(text.replace("<non-verbose/>", "").split())
     return line if len(line) <= _MAX_ERROR_CHARS else f"{line[: _MAX_ERROR_CHARS - 3]}..."
 

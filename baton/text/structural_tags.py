@@ -20,6 +20,7 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.text.closed_objects import without_extra_keys
+from baton.text.described_formats import without_descriptions
 from baton.text.lark_parts import ANY_TEXT, EMPTY, LarkGrammar, Part, literal, pattern
 from baton.text.schema_compiling import JSON_OPTIONS, parse_schema
 
@@ -283,7 +284,7 @@ def _closed_schema(schema: Any, place: str) -> str:
     text = schema if isinstance(schema, str) else json.dumps({} if schema is True else schema)
     compact = json.dumps(parse_schema(text, place), ensure_ascii=False, separators=(",", ":"))
     try:
-        closed = json.loads(without_extra_keys(compact))
+        closed = without_descriptions(json.loads(without_extra_keys(compact)))
     except InvalidRequest as error:
         raise InvalidRequest(place, error.reason) from None
     own = closed.get("x-guidance")

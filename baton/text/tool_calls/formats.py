@@ -19,6 +19,7 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.text.closed_objects import without_extra_keys
+from baton.text.described_formats import without_descriptions
 from baton.text.lark_parts import ANY_TEXT, EMPTY, LarkGrammar, Part, all_but, both, literal, pattern
 from baton.text.reasoning import BEGIN as REASONING_BEGIN
 from baton.text.reasoning import END as REASONING_END
@@ -174,7 +175,7 @@ def _texts_before(trigger: Part, grammar: LarkGrammar, surroundings: CallGrammar
 def _guided(schema: str, *, closes_objects: bool) -> str:
     """The schema of arguments as a grammar has it."""
     closed = without_extra_keys(schema) if closes_objects else schema
-    return json.dumps({"x-guidance": JSON_OPTIONS, **json.loads(closed)})
+    return json.dumps({"x-guidance": JSON_OPTIONS, **without_descriptions(json.loads(closed))})
 
 
 def _prefix(surroundings: CallGrammarOptions) -> str:

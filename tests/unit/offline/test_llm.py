@@ -313,6 +313,31 @@ def test_a_gguf_file_is_taken_as_the_command_line_takes_it(tmp_path: Path, monke
         LLM(tmp_path / "bad.gguf")
 
 
+def test_prompts_may_be_dictionaries_as_of_other_engines(shared: LLM) -> None:
+    text = "def fibonacci(n):"
+    plain = shared.generate(text, SHORT)[0]
+    ids = list(plain.prompt_token_ids)
+    given: list[Any] = [
+        {"prompt": text},
+        {"prompt": ids},
+        {"prompt_token_ids": ids, "prompt_embeds": None},
+        {"prompt_token_ids": ids, "prompt": text},
+    ]
+    found = [*shared.generate(given, SHORT), *shared.generate(given[2], SHORT)]
+    assert [one.outputs[0].token_ids for one in found] == [plain.outputs[0].token_ids] * 5
+    assert [list(one.prompt_token_ids) for one in found] == [ids] * 5
+    assert [one.prompt for one in found] == [text, None, None, text, None]
+    for wrong in (
+        {"prompt": None},
+        {"prompt_token_ids": []},
+        {"prompt_token_ids": "x"},
+        {"prompt_token_ids": ids, "x": 1},
+    ):
+        with pytest.raises(InvalidRequest) as refusal:
+            shared.generate(["good", wrong], SHORT)
+        assert refusal.value.field == "prompts[1]", wrong
+
+
 def test_rows_of_numbers_may_stand_in_place_of_tokens(shared: LLM) -> None:
     text = "def fibonacci(n):"
     plain = shared.generate(text, SHORT)[0]

@@ -6,9 +6,12 @@ Needs no torch and no transformers.
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -31,7 +34,7 @@ _MAX_FORCED_BYTES = 256
 """The most forced bytes that become tokens at a time: 64 KB, as in a constant, would take 50 ms at every token."""
 _MAX_COSTS = 1024
 _TRIAL_TOKENS = 16
-_MAX_TRIAL_S = 0.15
+_MAX_TRIAL_S = 0.1
 """The most CPU time for the first tokens of an output. Large schemas take 10 ms, a constant of 64 KB takes 40."""
 _TOO_COSTLY = "takes too much work for each token: make it simpler, with rules that match a text in one way only"
 _NOT_ALLOWED = "doesn't satisfy the grammar"
@@ -58,6 +61,8 @@ class Grammars:
         self._costs: LRUCache[bytes, GrammarCost] = LRUCache(_MAX_COSTS)
         """By a constraint's digest, what its tokens cost."""
         self._lock = threading.Lock()
+        self._trials = ThreadPoolExecutor(1, "baton-trials", _yield_to_others)
+        """Tries constraints, one at a time: each takes a core that an engine could use."""
         self._all_but_eos = ~np.packbits(bits, bitorder="little").view(np.int32)
 
     @classmethod
@@ -79,11 +84,7 @@ class Grammars:
         """
         cost = self._cost(text, kind)
         if not cost.is_tried:
-            with cost.trial:
-                if not cost.is_tried:
-                    matcher = compile_constraint(text, self._tokenizer, kind)
-                    self._try(GrammarMatcher(matcher, self._tokenizer, self._all_but_eos, kind, cost), cost)
-                    cost.is_tried = True
+            self._trials.submit(self._try, text, kind, cost).result()
         if not cost.is_served:
             raise InvalidRequest(kind, _TOO_COSTLY)
         library = compile_constraint(text, self._tokenizer, kind)
@@ -97,8 +98,15 @@ class Grammars:
                 found = self._costs[digest] = GrammarCost()
             return found
 
-    def _try(self, matcher: GrammarMatcher, cost: GrammarCost) -> None:
-        """Generate the first tokens of some output, and note whether that takes too much work."""
+    def _try(self, text: str, kind: ConstraintKind, cost: GrammarCost) -> None:
+        """Generate the first tokens of some output, and note whether that takes too much work; raises InvalidRequest.
+
+        Has no effect if that is known.
+        """
+        if cost.is_tried:
+            return
+        library = compile_constraint(text, self._tokenizer, kind)
+        matcher = GrammarMatcher(library, self._tokenizer, self._all_but_eos, kind, cost)
         mask, rng, left = np.zeros(self._all_but_eos.shape, dtype=np.int32), Random(0), _MAX_TRIAL_S
         try:
             for _ in range(_TRIAL_TOKENS):
@@ -112,6 +120,7 @@ class Grammars:
             # A limit, which other outputs need not reach.
             left -= matcher.take_seconds()
         cost.is_served = left >= 0
+        cost.is_tried = True
 
 
 class GrammarMatcher:
@@ -208,6 +217,12 @@ class GrammarMatcher:
             raise (
                 EngineFault(f"{self.kind}: {reason}") if _NOT_ALLOWED in reason else InvalidRequest(self.kind, reason)
             )
+
+
+def _yield_to_others() -> None:
+    """Let the calling thread run where no thread with work for an engine wants the core."""
+    if sys.platform.startswith("linux"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def num_mask_words(vocab_size: int) -> int:

@@ -6,8 +6,6 @@ llguidance counts its work, and stops at limits. But a mask of 50,000 items take
 
 from __future__ import annotations
 
-import threading
-
 _WEIGHT = 1 / 16
 """The weight of a token in the mean: a single mask that takes long, as the first ones may, does not decide."""
 
@@ -18,8 +16,6 @@ class GrammarCost:
     def __init__(self) -> None:
         self.mean_s = 0.0
         """The CPU time of a token, as a fading mean, in seconds."""
-        self.trial = threading.Lock()
-        """Held while the grammar is tried."""
         self.is_tried = False
         self.is_served = True
         """Whether the trial did not take too long."""

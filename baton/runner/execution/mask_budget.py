@@ -15,7 +15,7 @@ COSTLY_S = 0.0005
 """A grammar is costly if a token takes more CPU time than this, in the mean."""
 SHARE = 0.1
 """The share of the time that masks of costly grammars may take."""
-BURST_S = 0.25
+BURST_S = 0.1
 """What they may take at once: an ordinary grammar may be costly while its automaton is built."""
 
 

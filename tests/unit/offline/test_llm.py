@@ -327,12 +327,13 @@ def test_prompts_may_be_dictionaries_as_of_other_engines(shared: LLM) -> None:
     assert [one.outputs[0].token_ids for one in found] == [plain.outputs[0].token_ids] * 5
     assert [list(one.prompt_token_ids) for one in found] == [ids] * 5
     assert [one.prompt for one in found] == [text, None, None, text, None]
-    for wrong in (
+    refused: list[Any] = [
         {"prompt": None},
         {"prompt_token_ids": []},
         {"prompt_token_ids": "x"},
         {"prompt_token_ids": ids, "x": 1},
-    ):
+    ]
+    for wrong in refused:
         with pytest.raises(InvalidRequest) as refusal:
             shared.generate(["good", wrong], SHORT)
         assert refusal.value.field == "prompts[1]", wrong

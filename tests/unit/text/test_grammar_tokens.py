@@ -147,7 +147,7 @@ def test_demanded_calls_begin_with_the_marker_that_the_model_was_trained_on(
 
 @pytest.mark.parametrize("changes", ["prefix", "sequence", "pre-tokenizer"])
 def test_a_blank_before_each_text_is_no_part_of_what_must_follow(changes: str) -> None:
-    parts: dict[str, Any] = {
+    parts: Any = {
         "prefix": {"normalizer": BLANK},
         "sequence": {"normalizer": {"type": "Sequence", "normalizers": [BLANK, {"type": "NFC"}]}},
         "pre-tokenizer": {

@@ -219,7 +219,7 @@ class LiveRequests:
         active.admitted_at = self._timers.monotonic()
         begun = self._begun.pop(request.request_id, None)
         if begun is not None and takeover > 1:
-            active.start_flight = partial(active.flight.start, 1, begun)
+            active.start_flight = partial(active.flight.start, 0, begun)
         self.set_deadline(active, started, timeout_s)
         if self._spans is not None:
             active.span = self._spans.begin(request, traceparent, started)

@@ -112,7 +112,7 @@ class WaitingRoom:
         """
         model, needs = active.request.model, active.request.needs
         nodes = [one.node for one in may_serve(self._view.candidates(), None) if one.node.model == model]
-        if place.attempt > 1 or not nodes or any(needs <= node.can for node in nodes):
+        if place.is_retry or not nodes or any(needs <= node.can for node in nodes):
             return
         sizes = [size for size in self._view.sizes(self._timers.monotonic()) if size.model == model]
         if not any(needs <= size.can for size in sizes):
@@ -307,9 +307,8 @@ class WaitingRoom:
         )
 
     def _new_ticket(self, active: ActiveRequest, place: Place) -> Ticket[ActiveRequest]:
-        is_retry = place.attempt > 1
         return self._line(active).queue.ticket(
-            active, active.started, active.request.priority, active.targets(), is_retry=is_retry
+            active, active.started, active.request.priority, active.targets(), is_retry=place.is_retry
         )
 
     def _wait(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> None:

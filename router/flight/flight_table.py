@@ -166,6 +166,11 @@ class Place:
     origin: Origin | None = None
     """Where the stream began, if its client has tokens: only nodes that it allows may continue it."""
 
+    @property
+    def is_retry(self) -> bool:
+        """Whether nodes may have computed something of the request already, so that it waits until they are back."""
+        return self.attempt > 1 or self.origin is not None
+
 
 @value(frozen=True, slots=True)
 class SubmitLeg:

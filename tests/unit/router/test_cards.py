@@ -33,6 +33,21 @@ def test_the_card_is_the_known_one_until_a_node_of_the_model_is_attached() -> No
     assert restricted().capabilities == GENERATES, "what this router does not take is not offered"
 
 
+def test_the_card_is_that_of_the_version_that_gets_new_requests() -> None:
+    view = ClusterView()
+    card = CurrentCard(KNOWN, view, lambda: 0.0)
+    nodes = [prefill("p1"), decode("d1")]
+    odd = decode("d2", numerics="cuda", vocab_size=9, max_model_len=4096)
+    view.registered([record_of(node) for node in (*nodes, odd)])
+    for node in (*nodes, odd):
+        view.attached(node, 0.0)
+    assert (card().vocab_size, card().max_model_len) == (300, 64)
+    assert card().fingerprint == card_of_nodes(nodes, 64, DEFAULTS).fingerprint
+    for node in nodes:
+        view.detached(node.incarnation, "it left", 0.0)
+    assert card().vocab_size == 9
+
+
 def test_the_length_of_a_node_that_has_just_left_still_counts() -> None:
     view = ClusterView()
     card = CurrentCard(KNOWN, view, lambda: 0.0)

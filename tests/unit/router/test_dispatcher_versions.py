@@ -107,10 +107,9 @@ def record_lost_router(rig: RouterRig, node: NodeDescription) -> None:
 
 @pytest.mark.parametrize("position", [0, 1])
 async def test_another_router_continues_a_stream_at_its_version_if_its_client_has_tokens(position: int) -> None:
-    again = {"prompt": [5, 6, 7], "max_tokens": 6, "seed": 5}
     async with router_rig(NEW[0], limits=LIMITS) as rig:
         record_lost_router(rig, OLD[0])
-        reader = rig.resume("r", position, **again)
+        reader = rig.resume("r", position, prompt=[5, 6, 7], max_tokens=6, seed=5)
         if position:
             await until_waiting(rig)
             await come(rig, NEW[0], OLD[1])

@@ -174,3 +174,15 @@ def test_the_card_and_the_sizes_are_those_of_the_version_that_serves() -> None:
     view.detached("d1.1", "reset", 1.0)
     assert [node.node_id for node in view.served_by()] == ["d2"]
     assert 4096 in {size.max_model_len for size in view.sizes(1.0)}
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_room_on_a_node_that_gets_no_new_requests_is_no_room(policy: Policy) -> None:
+    p1, d1, d2 = prefill("p1"), decode("d1", max_num_seqs=2), new(decode("d2", max_num_seqs=2))
+    view = view_of(p1, d1, d2)
+    view.reported("d1.1", LoadReport(running=9))
+    choice = Placer(PlacementSettings(policy)).choose(
+        view.candidates(), request(), frozenset(), 1, 0.0, 0.0, with_room=True
+    )
+    assert choice.placement.prefill is p1
+    assert choice.placement.decode is d1, "all decode nodes that may serve it are full, so it waits for one of them"

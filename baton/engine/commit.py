@@ -11,8 +11,9 @@ from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.sequence_steps import process_beam
 from baton.engine.speculative_steps import Speculation
 from baton.engine.step_plan import StepPlan
-from baton.engine.stopping import check_stop, max_output_tokens
+from baton.engine.stopping import check_stop
 from baton.engine.waiting.admission import Admission
+from baton.engine.waiting.preemption import Preemption
 from baton.messages.node import Leg
 from baton.messages.sampling import TokenLogprobs
 
@@ -28,10 +29,13 @@ _new_output: Callable[[tuple[object, ...]], EngineCoreOutput] = partial(tuple.__
 class Commit:
     """Processes a runner's results. Results for a request that ended while its step was in flight are skipped."""
 
-    def __init__(self, state: SchedulerState, admission: Admission, speculation: Speculation) -> None:
+    def __init__(
+        self, state: SchedulerState, admission: Admission, speculation: Speculation, preemption: Preemption
+    ) -> None:
         self._state = state
         self._admission = admission
         self._speculation = speculation
+        self._preemption = preemption
         self._config = state.config
 
     def commit(
@@ -99,15 +103,15 @@ class Commit:
     def _append_only_until(self, request: Request) -> int:
         """The output length up to which a commit only appends a token (see `Request.append_only_until`).
 
-        The token at that length fills a block or reaches the request's length. 0: each token needs more, since it may
-        complete a repetition, since drafts follow it, or since its output still has counts of cached tokens.
+        The token at that length fills a block, or the request ends or starts over with it. 0: each token needs more,
+        since it may complete a repetition, since drafts follow it, or since its output still has counts of cached
+        tokens.
         """
         if request.repetition is not None or request.drafts is not None:
             return 0
         num_output_tokens, block_size = len(request.output_token_ids), self._config.block_size
         to_full_block = block_size - request.num_computed_tokens % block_size
-        most = max_output_tokens(request, self._state.max_num_tokens(request))
-        limit = min(most, num_output_tokens + to_full_block) - 1
+        limit = min(self._state.most_output_tokens(request), num_output_tokens + to_full_block) - 1
         return 0 if num_output_tokens - request.num_given_tokens < _NUM_OUTPUTS_WITH_CACHE_COUNTS else limit
 
     def _drop_unseen(self, request: Request, num_computed_tokens: int) -> None:
@@ -205,6 +209,8 @@ class Commit:
         if stop is None and request.leg is not Leg.PREFILL:
             state.emit(request, first_index, logprobs, outputs)
             self._speculation.follow(request)
+            if self._state.is_long(request) and not request.is_long:
+                self._preemption.start_over(request)
             return
         state.end(
             request,

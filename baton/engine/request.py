@@ -261,6 +261,8 @@ class Request:
 
         # Preemption.
         self.num_preemptions = 0
+        self.is_long = False
+        """Whether all its positions have the rotary angles of long sequences, of a model in which these have others."""
 
         # The KV cache manager.
         self.block_hashes: list[bytes] = []

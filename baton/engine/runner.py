@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
+from baton.engine.long_sequences import LongSequences
 from baton.errors import BatonError
 from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.encoder_contents import EncoderContent
@@ -46,6 +47,8 @@ class ModelInfo:
     most_source_rows: int = 0
     """The most positions that an input of the encoder takes, with which every prompt begins; 0: the model has no
     encoder beside its decoder."""
+    long_sequences: LongSequences | None = None
+    """Which sequences have the rotary angles of long ones; None: those of all are the same."""
     capabilities: frozenset[Capability] = GENERATES
     """What the model can be asked to do on this node."""
 

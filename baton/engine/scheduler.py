@@ -58,10 +58,9 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
-from baton.engine.sequence_steps import check_sequences, open_group
+from baton.engine.sequence_steps import check_beams_stay, check_sequences, open_group
 from baton.engine.speculative_steps import Speculation
 from baton.engine.step_plan import StepPlan
-from baton.engine.stopping import max_output_tokens
 from baton.engine.waiting.admission import Admission
 from baton.engine.waiting.preemption import Preemption
 from baton.engine.waiting.waiting_requests import WaitingRequests
@@ -95,7 +94,7 @@ class Scheduler:
         self._admission = Admission(self._state, self._waiting)
         self._preemption = Preemption(self._state, self._waiting)
         self._speculation = Speculation(config.speculation, self._state, self._preemption)
-        self._commit = Commit(self._state, self._admission, self._speculation)
+        self._commit = Commit(self._state, self._admission, self._speculation, self._preemption)
         self._step = 0
         self._in_flight: dict[int, StepPlan] = {}
         self._pending = OutputsByClient()
@@ -146,11 +145,13 @@ class Scheduler:
         """
         state = self._state
         check_sequences(request.sampling_params)
+        check_beams_stay(request, state)
         if request.priority < self.config.min_priority:
             least = self.config.min_priority
             raise InvalidRequest("priority", f"must be at least {least} here, not {request.priority}")
         if self._is_taken(request.request_id):
             raise DuplicateRequest(f"request {request.request_id} is here already")
+        request.is_long = state.is_long(request)
         open_group(request, state)
         state.requests[request.request_id] = request
         if request.arrival_time == math.inf:
@@ -484,7 +485,7 @@ class Scheduler:
                 or request.leg in (Leg.PREFILL, Leg.EMBED)
             ):
                 continue
-            num_to_come = max_output_tokens(request, state.max_num_tokens(request)) - len(request.output_token_ids) - 1
+            num_to_come = state.most_output_tokens(request) - len(request.output_token_ids) - 1
             if num_to_come > 0:
                 state.filling.remove(request)
                 state.speculating.pop(request.request_id, None)

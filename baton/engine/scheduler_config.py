@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from baton.engine.long_sequences import LongSequences
 from baton.errors import ConfigError
 from baton.messages.speculation import SpeculationConfig
 
@@ -56,6 +57,8 @@ class SchedulerConfig:
     """Requests with a smaller priority number are refused, so that no client can put itself before all others."""
     max_loras: int = 8
     """The most different adapters of requests that run at a time."""
+    long_sequences: LongSequences | None = None
+    """Which sequences the model computes with other rotary angles; None: none."""
     num_encoder_rows: int = 0
     """The most rows of encoded inputs (images) that the runner keeps; 0: the model has no encoder."""
     max_times_passed: int = 16

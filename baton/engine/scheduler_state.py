@@ -21,6 +21,7 @@ from baton.engine.request import Request, RequestEvent, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.sequences.beam_group import BeamGroup
 from baton.engine.sequences.sequence_group import SequenceGroup, split_sequence_id
+from baton.engine.stopping import max_output_tokens
 from baton.errors import TransferCause
 from baton.messages.encoder_contents import rows_key
 from baton.messages.kv_cache import BlockRemoved, BlockStored
@@ -243,6 +244,25 @@ class SchedulerState:
         """The most tokens that a request may have, prompt and output together."""
         params = request.sampling_params
         return self.max_model_len if params.n == 1 and not params.beam_width else self._max_shared_len
+
+    def is_long(self, request: Request) -> bool:
+        """Whether all positions of a request are to have the rotary angles of long sequences."""
+        rule = self.config.long_sequences
+        return rule is not None and rule.is_long(request.num_prompt_tokens, request.num_tokens)
+
+    def most_output_tokens(self, request: Request) -> int:
+        """The most output tokens of a request before it ends, or starts over as a long sequence."""
+        most, rule = max_output_tokens(request, self.max_num_tokens(request)), self.config.long_sequences
+        if rule is None or not rule.starts_over or request.is_long:
+            return most
+        return min(most, rule.most_short + 1 - request.num_prompt_tokens)
+
+    def forget_short(self, request: Request) -> None:
+        """Free the blocks of a request that starts over as a long sequence, and drop their keys."""
+        self.kv_cache_manager.free(request.request_id)
+        request.block_hashes = []
+        request.num_computed_tokens = 0
+        request.is_long = True
 
     def give_up_load(self, request: Request, lost: LostKV) -> int:
         """Take the blocks of a request whose load failed. Returns how many of its leading tokens are cached now.

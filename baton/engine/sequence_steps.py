@@ -9,6 +9,7 @@ from baton.engine.request import Request
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS, BeamGroup
 from baton.engine.sequences.sequence_group import SequenceGroup
+from baton.engine.stopping import max_output_tokens
 from baton.engine.waiting.admission import Admission
 from baton.errors import InvalidRequest
 from baton.messages.node import Leg
@@ -31,6 +32,23 @@ def check_sequences(params: SamplingParams) -> None:
             raise InvalidRequest("repetition_detection", "does not go with beam_width")
         if not params.repetition_detection.is_sound:
             raise InvalidRequest("repetition_detection", f"{params.repetition_detection} is out of bounds")
+
+
+def check_beams_stay(request: Request, state: SchedulerState) -> None:
+    """Raises InvalidRequest for a beam search that would outgrow the rotary angles of short sequences and start over:
+    its beams share the blocks of those before them.
+    """
+    rule = state.config.long_sequences
+    if rule is None or not rule.starts_over or not request.sampling_params.beam_width:
+        return
+    most = request.num_prompt_tokens + max_output_tokens(request, state.max_num_tokens(request))
+    if not state.is_long(request) and most > rule.most_short + 1:
+        raise InvalidRequest(
+            "beam_width",
+            f"does not go with a prompt of {request.num_prompt_tokens} tokens and an output up to {most} in all: this "
+            f"model computes sequences of more than {rule.most_short} tokens from the beginning again; set max_tokens "
+            f"to at most {rule.most_short + 1 - request.num_prompt_tokens}",
+        )
 
 
 def open_group(request: Request, state: SchedulerState) -> None:

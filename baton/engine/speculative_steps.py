@@ -28,7 +28,6 @@ from baton.engine.speculation.request_drafts import RequestDrafts
 from baton.engine.speculation.stats import SpecDecodingCounts
 from baton.engine.speculation.step_cost import FadingMean, Prices, StepCost
 from baton.engine.step_plan import StepPlan
-from baton.engine.stopping import max_output_tokens
 from baton.engine.waiting.preemption import Preemption
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Leg
@@ -158,8 +157,7 @@ class Speculation:
 
     def _room(self, request: Request) -> int:
         """How many drafts the request's next step may have: the step yields a token more than them."""
-        most = max_output_tokens(request, self._state.max_num_tokens(request))
-        return max(0, most - request.num_output_tokens - 1)
+        return max(0, self._state.most_output_tokens(request) - request.num_output_tokens - 1)
 
     def _may_draft(self, request: Request) -> bool:
         """Whether the request decodes, and all its tokens are committed."""

@@ -98,6 +98,9 @@ class NodeDescription:
     """What the node's model can be asked to do there; empty: a version that does not say it, see `can`."""
     row_width: int = 0
     """Numbers in a row of a span; 0: the node's model takes no spans."""
+    most_short_tokens: int = 0
+    """Tokens of the longest prompt with the rotary angles of short sequences; 0: those of all sequences are the same.
+    The keys of a longer prompt's blocks are others."""
 
     @property
     def can(self) -> frozenset[Capability]:

@@ -53,4 +53,5 @@ def describe(
         pp=config.num_stages,
         capabilities=model.capabilities if config.num_encoder_rows else model.capabilities - {Capability.IMAGE},
         row_width=model.row_width,
+        most_short_tokens=model.long_sequences.most_short if model.long_sequences is not None else 0,
     )

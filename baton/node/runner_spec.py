@@ -101,6 +101,7 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
         policy=config.scheduling_policy,
         num_host_blocks=runner.num_host_blocks,
         speculation=_speculation(config),
+        long_sequences=runner.model.long_sequences,
         **own,
     )
 

@@ -222,6 +222,7 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         bit_exact_reason=reason or "",
         embedding_size=transformer.embedding_size,
         row_width=transformer.row_width,
+        long_sequences=transformer.long_sequences,
         capabilities=_capabilities(transformer, pooling),
         pooling=pooling,
         compute_paths=compute_paths(operations, transformer, loaded.weights, loaded.dtype),

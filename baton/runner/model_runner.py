@@ -208,7 +208,10 @@ class TorchModelRunner:
         step.failed |= failed
         if not scheduled:
             return None
-        batch = flatten(scheduled, self.layout, self._transformer.row_quantum, self._adapters.slots)
+        transformer = self._transformer
+        batch = flatten(
+            scheduled, self.layout, transformer.row_quantum, self._adapters.slots, transformer.long_sequences
+        )
         if any(share.state.spans for share in scheduled):
             batch = with_given_rows(batch, scheduled, self._model.dtype, self._model.row_width, self._encoded)
             batch = with_grid_positions(batch, scheduled)

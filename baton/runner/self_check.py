@@ -19,8 +19,6 @@ from baton.runner.model.weights import LoadedModel
 _CHUNKS = (1, 9, 1, 6, 1, 1)
 _MATE_CHUNKS = (5, 1, 11, 1, 1, 1)
 """The tokens of both sequences in each step (see `_CHUNKS`); the last steps decode."""
-_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-"""Types of rotary embeddings that depend on the longest sequence of the batch."""
 
 
 def why_not_bit_exact(loaded: LoadedModel, transformer: Transformer) -> str | None:
@@ -30,21 +28,10 @@ def why_not_bit_exact(loaded: LoadedModel, transformer: Transformer) -> str | No
     """
     if transformer.missed_products:
         return f"computes {', '.join(sorted(transformer.missed_products))} outside of Baton's kernels"
-    rope = _rope_types(getattr(loaded.config, "rope_parameters", None))
-    if rope & _BATCH_DEPENDENT_ROPE:
-        return f"its rotary embedding ({', '.join(sorted(rope & _BATCH_DEPENDENT_ROPE))}) looks at the whole batch"
     return (
         _compare(transformer, loaded.config.vocab_size, loaded.config.max_position_embeddings)
         or transformer.why_adapters_not_bit_exact()
     )
-
-
-def _rope_types(parameters: object) -> set[str]:
-    """Every rope_type in a configuration's parameters, which may be one set or one per kind of layer."""
-    if not isinstance(parameters, dict):
-        return set()
-    nested = [_rope_types(value) for value in parameters.values()]
-    return set().union(*nested) | {str(parameters.get("rope_type", "default"))}
 
 
 def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> str | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Collection, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.messages.encoder_contents import EncoderContent, rows_key
@@ -29,13 +30,26 @@ looked up, the next lookup is for this many times as many blocks."""
 EXPECTED_BLOCKS = 64
 """How many of a prompt's first blocks a node is expected to have, so that similar prompts go there too."""
 
-KeyScheme = tuple[str, str, str, int]
-"""The parameters on which keys of blocks depend: model, dtype, layout and block size."""
+
+class KeyScheme(NamedTuple):
+    """The parameters on which keys of blocks depend."""
+
+    fields: CacheKeyFields
+    most_short_tokens: int
+    """See `NodeDescription`."""
+    block_size: int
+
+    @property
+    def hasher(self) -> BlockHasher:
+        return BlockHasher(self.fields, self.block_size)
 
 
 def key_scheme_of(node: NodeDescription) -> KeyScheme | None:
     """The key scheme of a node; None if it does not report its layout."""
-    return (node.model_fingerprint, node.dtype, node.kv_layout, node.block_size) if node.kv_layout else None
+    if not node.kv_layout:
+        return None
+    fields = CacheKeyFields(node.model_fingerprint, node.dtype, node.kv_layout)
+    return KeyScheme(fields, node.most_short_tokens, node.block_size)
 
 
 class PromptKeys:
@@ -52,27 +66,26 @@ class PromptKeys:
         self._keys: dict[KeyScheme, list[bytes]] = {}
         self._milestones: dict[KeyScheme, list[bytes]] = {}
 
-    def first(self, fields: KeyScheme, num_blocks: int) -> Sequence[bytes]:
+    def first(self, scheme: KeyScheme, num_blocks: int) -> Sequence[bytes]:
         """The keys of the first `num_blocks` full blocks, or of as many as there are, up to a bound."""
-        *words, block_size = fields
-        hasher = BlockHasher(CacheKeyFields(*words), block_size)
-        keys = self._keys.setdefault(fields, [])
+        block_size = scheme.block_size
+        keys = self._keys.setdefault(scheme, [])
         num_blocks = min(num_blocks, len(self._token_ids) // block_size, _MOST_BLOCKS)
         if len(keys) < num_blocks:
-            parent = keys[-1] if keys else self._root(hasher)
+            parent = keys[-1] if keys else self._root(scheme)
             start = len(keys) * block_size
-            hasher.extend(keys, parent, self._token_ids[start : num_blocks * block_size], self._spans, start)
+            scheme.hasher.extend(keys, parent, self._token_ids[start : num_blocks * block_size], self._spans, start)
         return keys[:num_blocks]
 
-    def milestones(self, fields: KeyScheme) -> Sequence[bytes]:
+    def milestones(self, scheme: KeyScheme) -> Sequence[bytes]:
         """Hashes of the first one, two, four, eight … full blocks: enough to know about how long a beginning the prompt
         has in common with another one. Cheaper than keys, since the key of a block takes those of all blocks before it.
         """
-        found = self._milestones.get(fields)
+        found = self._milestones.get(scheme)
         if found is None:
-            *words, block_size = fields
+            block_size = scheme.block_size
             num_blocks = min(EXPECTED_BLOCKS, len(self._token_ids) // block_size)
-            name = hashlib.sha256(self._root(BlockHasher(CacheKeyFields(*words), block_size)))
+            name = hashlib.sha256(self._root(scheme))
             found, done = [], 0
             for end in (block_size << power for power in range(num_blocks.bit_length())):
                 name.update(struct.pack(f"<{end - done}I", *self._token_ids[done:end]))
@@ -80,11 +93,12 @@ class PromptKeys:
                     name.update(" ".join(span_items(self._spans, done, end)).encode())
                 found.append(name.digest())
                 done = end
-            self._milestones[fields] = found
+            self._milestones[scheme] = found
         return found
 
-    def _root(self, hasher: BlockHasher) -> bytes:
-        return hasher.root(cache_salt=self._cache_salt, lora_id=self._adapter)
+    def _root(self, scheme: KeyScheme) -> bytes:
+        is_long = 0 < scheme.most_short_tokens < len(self._token_ids)
+        return scheme.hasher.root(cache_salt=self._cache_salt, lora_id=self._adapter, is_long=is_long)
 
 
 class CacheView:
@@ -152,23 +166,23 @@ class CacheView:
         Keys are computed only as far as a node has all of them.
         """
         return self.cached_by_scheme(
-            prompt, frozenset(keys for node in nodes if (keys := key_scheme_of(node)) is not None)
+            prompt, frozenset(scheme for node in nodes if (scheme := key_scheme_of(node)) is not None)
         )
 
-    def cached_by_scheme(self, prompt: PromptKeys, names: Set[KeyScheme]) -> Mapping[str, int]:
+    def cached_by_scheme(self, prompt: PromptKeys, schemes: Set[KeyScheme]) -> Mapping[str, int]:
         """`cached_tokens` of all nodes with these key schemes."""
         reported = [index for index in self._tiers.values() if not index.is_empty]
         has_expected = not self._expected.is_empty
         if not (reported or has_expected):
             return {}
         found: dict[str, int] = {}
-        for fields in names:
-            num_blocks = _leading(prompt, fields, reported)
-            on_their_way = self._expected.leading(prompt.milestones(fields)) if has_expected else {}
+        for scheme in schemes:
+            num_blocks = _leading(prompt, scheme, reported)
+            on_their_way = self._expected.leading(prompt.milestones(scheme)) if has_expected else {}
             for incarnation, passed in on_their_way.items():
                 num_blocks[incarnation] = max(1 << passed - 1, num_blocks.get(incarnation, 0))
             for incarnation, count in num_blocks.items():
-                found[incarnation] = count * fields[-1]
+                found[incarnation] = count * scheme.block_size
         return found
 
     def _forget_reported(self, incarnation: str) -> None:
@@ -189,12 +203,12 @@ class CacheView:
                     index.forget(incarnation)
 
 
-def _leading(prompt: PromptKeys, fields: KeyScheme, indices: Sequence[BlockIndex]) -> dict[str, int]:
+def _leading(prompt: PromptKeys, scheme: KeyScheme, indices: Sequence[BlockIndex]) -> dict[str, int]:
     if not indices:
         return {}
     num_blocks = 1
     while True:
-        keys = prompt.first(fields, num_blocks)
+        keys = prompt.first(scheme, num_blocks)
         found: dict[str, int] = {}
         for index in indices:
             for incarnation, count in index.leading(keys).items():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers
 from tests.support.meant_models import GGUF_FILES, write_gguf_model
 from tests.support.mini_cluster import mini_cluster
 from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model
+from tests.support.rotary_models import MOST_SHORT, PHI3_LONGROPE, ROPE_TYPES
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
@@ -45,6 +48,28 @@ async def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
         path = answer.end.path
         assert (path.prefill_node, path.decode_node, path.attempts) == ("prefill-0", "decode-0", 1)
         assert answer.end.kv_bytes > 0
+
+
+@pytest.mark.parametrize("config", [PHI3_LONGROPE, ROPE_TYPES["longrope"]], ids=["starts over", "goes on"])
+async def test_outputs_that_outgrow_short_angles_equal_generate(tmp_path: Path, config: Mapping[str, Any]) -> None:
+    write_random_model(tmp_path, config, seed=5)
+
+    def make_runner(node_id: str) -> TorchModelRunner:
+        return load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
+
+    text = make_prompts(256)["prompt-100"]
+    prompts = {f"prompt-{n}": text[:n] for n in (30, MOST_SHORT - 5, MOST_SHORT, MOST_SHORT + 1, 100)}
+    expected = generate_with_transformers(tmp_path, prompts)
+    async with mini_cluster(make_runner, tmp_path, max_num_batched_tokens=CHUNK, max_num_seqs=8) as cluster:
+        requests = [
+            GenerateRequest(prompt, request_id=key, temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+            for key, prompt in prompts.items()
+        ]
+        answers = await asyncio.gather(*(cluster.generate(request) for request in requests))
+        await cluster.wait_until_idle()
+    for key, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected[key], key
+        assert answer.end.path.prefill_node == "prefill-0"
 
 
 @pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])

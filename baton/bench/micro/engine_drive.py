@@ -35,6 +35,7 @@ class EngineDrive:
             max_num_seqs=max_batch,
             max_loras=max_batch,
             max_model_len=runner.model.max_model_len,
+            long_sequences=runner.model.long_sequences,
         )
         key_fields = CacheKeyFields.of(runner.model, runner.layout)
         self._core = EngineCore(Scheduler(config, key_fields, SystemClock()), runner, executor)

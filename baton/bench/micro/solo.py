@@ -47,6 +47,7 @@ class SoloEngine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=min(64, max_num_batched_tokens),
             max_model_len=self.runner.model.max_model_len,
+            long_sequences=self.runner.model.long_sequences,
         )
         key_fields = CacheKeyFields.of(self.runner.model, self.runner.layout)
         self._core = EngineCore(Scheduler(limits, key_fields, SystemClock()), self.runner)

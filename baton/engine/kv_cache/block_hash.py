@@ -58,9 +58,9 @@ class BlockHasher:
         self._parent_head = b"P" + _LENGTH.pack(KEY_BYTES)
         self._tokens_head = b"T" + _LENGTH.pack(block_size * _TOKEN_BYTES)
 
-    def root(self, *, cache_salt: str = "", lora_id: str = "") -> bytes:
+    def root(self, *, cache_salt: str = "", lora_id: str = "", is_long: bool = False) -> bytes:
         """The parent key of a request's first block. Requests with different `cache_salt` never share a block, nor do
-        those with different adapters (`lora_id`, a digest).
+        those with different adapters (`lora_id`, a digest) or rotary angles (`is_long`, see `LongSequences`).
         """
         return hashlib.sha256(
             b"".join(
@@ -72,6 +72,7 @@ class BlockHasher:
                     _field(b"B", _LENGTH.pack(self._block_size)),
                     _field(b"A", lora_id.encode()),
                     _field(b"S", cache_salt.encode()),
+                    _field(b"R", b"long") if is_long else b"",
                 )
             )
         ).digest()
@@ -114,12 +115,15 @@ class BlockHasher:
             parent = sha256(head + parent + middle + packed[place : place + width]).digest()
             keys.append(parent)
 
+    def _root_of(self, request: Request) -> bytes:
+        return self.root(cache_salt=request.cache_salt, lora_id=request.adapter, is_long=request.is_long)
+
     def extend_request(self, request: Request, num_tokens: int) -> None:
         """Bring `request.block_hashes` up to all full blocks of its first `num_tokens` tokens (prompt and output)."""
         keys = request.block_hashes
         full, done = num_tokens // self._block_size, len(keys)
         if full <= done:
             return
-        parent = keys[-1] if keys else self.root(cache_salt=request.cache_salt, lora_id=request.adapter)
+        parent = keys[-1] if keys else self._root_of(request)
         start, stop = done * self._block_size, full * self._block_size
         self.extend(keys, parent, request.token_ids(start, stop), request.spans, start)

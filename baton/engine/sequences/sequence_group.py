@@ -110,8 +110,15 @@ class SequenceGroup:
         self.held.pop(request.request_id, None)
 
     def running_sibling(self, request: Request, decoding: Collection[str]) -> Request | None:
-        """Another running sequence, preferably one of `decoding`: those have the KV of the whole prompt."""
-        running = [m for m in self.members if m is not request and m.status is RequestStatus.RUNNING]
+        """Another running sequence, preferably one of `decoding`: those have the KV of the whole prompt.
+
+        Its rotary angles are the same, which those of a sequence that has grown long are not.
+        """
+        running = [
+            m
+            for m in self.members
+            if m is not request and m.status is RequestStatus.RUNNING and m.is_long == request.is_long
+        ]
         return next((m for m in running if m.request_id in decoding), running[0] if running else None)
 
     @property

@@ -145,7 +145,9 @@ class Admission:
         self._waiting.for_seat.prepend_many(requests)
 
     def _register(self, requests: Sequence[Request]) -> None:
-        self._state.requests.update((request.request_id, request) for request in requests)
+        for request in requests:
+            request.is_long = self._state.is_long(request)
+            self._state.requests[request.request_id] = request
 
     def _queue_due(self) -> None:
         """Queue sequences that were held back, behind all that waits, as far as earlier ones of them have ended."""
@@ -204,6 +206,12 @@ class Admission:
         if not arrived.first_token_ids:
             error, cause = "the KV arrived without a first token", TransferCause.REFUSED
             state.end(request, RequestStatus.KV_LOST, outputs, error=error, transfer_cause=cause)
+            return
+        if state.is_long(request) and not request.is_long:
+            # Its first token makes it a long sequence, so the KV that arrived is only for others.
+            state.forget_short(request)
+            request.leg, request.kv_source = Leg.WHOLE, None
+            self._waiting.for_seat.prepend(request)
             return
         self._waiting.arrived.append(request)
 

@@ -51,17 +51,30 @@ class Preemption:
         elif self._mode == "auto":
             self._measure(plan, scheduler_output, runner_output)
 
-    def _preempt(self, request: Request, plan: StepPlan) -> None:
-        state, manager = self._state, self._state.kv_cache_manager
+    def start_over(self, request: Request) -> None:
+        """Let a running request, all of whose tokens are committed, be computed again as a long sequence."""
+        self._give_up_seat(request)
+        self.num_recomputed += 1
+        self._state.forget_short(request)
+        self._requeue(request, RequestEvent.PREEMPTED)
+
+    def _give_up_seat(self, request: Request) -> None:
+        state = self._state
         state.running.remove(request)
         if not state.decodes.leave(request.request_id):
-            state.filling.remove(request)
+            # A decoding request that starts over may have left when the step after its last one was decided.
+            if request in state.filling:
+                state.filling.remove(request)
             state.speculating.pop(request.request_id, None)
             request.spec_token_ids = []
         request.num_preemptions += 1
-        plan.preempted_req_ids.add(request.request_id)
         state.encoder_cache.release(request.request_id, request.encoder_inputs)
         state.events.record(EngineCoreEventType.PREEMPTED, request.request_id, request.num_preemptions)
+
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        manager = self._state.kv_cache_manager
+        self._give_up_seat(request)
+        plan.preempted_req_ids.add(request.request_id)
         if self._may_swap(request) and manager.swap_out(request):
             self.num_swapped += 1
             plan.swapped_out.append(request)

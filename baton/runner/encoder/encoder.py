@@ -34,6 +34,7 @@ from baton.runner.model.attention import (
     dense_rows,
 )
 from baton.runner.model.layers import ProductWatch, replace_products
+from baton.runner.model.long_angles import refuse_long_angles
 from baton.runner.model.mapped_files import MappedFiles
 from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.transformer import on_device, on_host, row_quantum, row_widths
@@ -128,6 +129,7 @@ class Encoder:
         self._takes_types = "token_type_ids" in taken and pooling.has_token_types
         if "position_ids" not in taken:
             raise UnsupportedAttention(f"{model.architecture} takes no positions, so texts can't be computed together")
+        refuse_long_angles(module, self.max_length)
         self._layers = _attention_layers(self._base)
         geometry = self._probe(model.architecture)
         self.layout = KVLayout(block_size, (geometry,), model.dtype)

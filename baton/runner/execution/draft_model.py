@@ -23,9 +23,10 @@ import numpy.typing as npt
 import xxhash
 
 from baton.engine.batch import SchedulerOutput
+from baton.engine.long_sequences import LongSequences
 from baton.engine.runner import KVLayout
 from baton.messages.sampling import SamplingParams
-from baton.runner.execution.input_batch import FlatBatch, RequestState, Rows, flatten_rows
+from baton.runner.execution.input_batch import NEVER_LONG, FlatBatch, RequestState, Rows, flatten_rows
 from baton.runner.execution.sampler import SamplingState, has_penalties, sample
 from baton.runner.execution.token_counts import TokenCounts
 
@@ -44,6 +45,7 @@ class DraftTransformer(Protocol):
 
     layout: KVLayout
     row_quantum: int
+    long_sequences: LongSequences | None
 
     def compute(self, batch: FlatBatch) -> npt.NDArray[np.float32]: ...
 
@@ -93,13 +95,16 @@ class _Drafting:
     counts: TokenCounts | None
     stops: frozenset[int]
     """The tokens at which the output may stop."""
+    long_from: int
+    """The first position with the angles of long sequences. It stays while the request is drafted: a draft model never
+    starts over, since its tokens are guesses."""
     drafts: list[int] = field(default_factory=list)
 
     @property
     def rows(self) -> Rows:
         """The rows of the next round: all tokens that are not computed, of which the last one gives logits."""
         stop = self.state.num_tokens + len(self.drafts)
-        return Rows(self.state.rows(self.start, stop), self.start, 1, self.block_table)
+        return Rows(self.state.rows(self.start, stop), self.start, 1, self.block_table, long_from=self.long_from)
 
 
 class DraftModel:
@@ -216,7 +221,9 @@ class DraftModel:
         self._count(followed, state)
         start = min(followed.num_computed, state.num_tokens - 1)
         stops = followed.params.stops(self._eos_token_ids)
-        return _Drafting(state, followed.params, table, most, start, followed.counts, stops)
+        long, num_prompt_tokens = self._transformer.long_sequences, state.num_prompt_tokens
+        long_from = NEVER_LONG if long is None else long.long_from(num_prompt_tokens, num_prompt_tokens)
+        return _Drafting(state, followed.params, table, most, start, followed.counts, stops, long_from)
 
     def _count(self, followed: _Followed, state: RequestState) -> None:
         if not has_penalties(followed.params):
@@ -251,7 +258,7 @@ class DraftModel:
         """Compute the keys and values of `count` tokens of a request, without logits."""
         if count:
             token_ids = one.state.rows(one.start, one.start + count)
-            self._compute([Rows(token_ids, one.start, 0, one.block_table)])
+            self._compute([Rows(token_ids, one.start, 0, one.block_table, long_from=one.long_from)])
             self._note_computed(one, one.start + count)
 
     def _note_computed(self, one: _Drafting, stop: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.batch import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.long_sequences import LongSequences
 from baton.engine.runner import KVLayout
 from baton.messages.encoder_contents import source_spans
 from baton.messages.sampling import SamplingParams, TokenLogprobs
@@ -35,6 +36,9 @@ NO_SLOT = -1
 
 NO_ADAPTER_SLOT = -1
 """In the place of an adapter's slot: the row has no adapter."""
+
+NEVER_LONG = 2**62
+"""A position behind all others: no row has the angles of long sequences."""
 
 
 class RequestState:
@@ -369,6 +373,7 @@ class FlatBatch:
     adapters int32 [padded]: the slot of the adapter of each row, or -1; None: no row has any.
     sources int32 [B, 2], for a model with an encoder and a decoder: the rows of each sequence's input, and the position
     of the decoder's first token.
+    is_long uint8 [padded]: 1 for rows with the angles of long sequences; None: no row has them.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -384,6 +389,7 @@ class FlatBatch:
     in_grids: npt.NDArray[np.int64] | None = None
     adapters: npt.NDArray[np.int32] | None = None
     sources: npt.NDArray[np.int32] | None = None
+    is_long: npt.NDArray[np.uint8] | None = None
 
     @property
     def rotary_positions(self) -> npt.NDArray[np.int64]:
@@ -401,10 +407,16 @@ class Rows(NamedTuple):
     """At least the blocks of all tokens up to the last row; see `RequestState.block_table`."""
     adapter: int = NO_ADAPTER_SLOT
     """The slot of its adapter."""
+    long_from: int = NEVER_LONG
+    """The first position with the angles of long sequences."""
 
 
 def flatten(
-    scheduled: Sequence[Scheduled], layout: KVLayout, row_quantum: int, adapters: Mapping[str, int] | None = None
+    scheduled: Sequence[Scheduled],
+    layout: KVLayout,
+    row_quantum: int,
+    adapters: Mapping[str, int] | None = None,
+    long_sequences: LongSequences | None = None,
 ) -> FlatBatch:
     """Concatenate the shares of a step and pad to a multiple of `row_quantum` rows. `adapters`: slots by digest."""
     return flatten_rows(
@@ -415,6 +427,9 @@ def flatten(
                 share.num_sampled_rows,
                 share.state.block_table,
                 adapters[share.state.adapter] if adapters and share.state.adapter else NO_ADAPTER_SLOT,
+                NEVER_LONG
+                if long_sequences is None
+                else long_sequences.long_from(share.state.num_prompt_tokens, share.state.num_tokens),
             )
             for share in scheduled
         ],
@@ -453,6 +468,10 @@ def flatten_rows(sequences: Sequence[Rows], layout: KVLayout, row_quantum: int) 
     if any(rows.adapter != NO_ADAPTER_SLOT for rows in sequences):
         adapters = np.full(padded, NO_ADAPTER_SLOT, dtype=np.int32)
         adapters[:num_rows] = np.repeat([rows.adapter for rows in sequences], counts)
+    is_long = None
+    if any(rows.long_from < end for rows, end in zip(sequences, seq_lens.tolist(), strict=True)):
+        is_long = np.zeros(padded, dtype=np.uint8)
+        is_long[:num_rows] = at >= np.array([rows.long_from for rows in sequences])[owners]
     sample_ends = np.repeat(query_start[1:].astype(np.int64) - sample_start[1:], sampling)
     logits_rows = sample_ends + np.arange(sample_ends.size)
     return FlatBatch(
@@ -465,4 +484,5 @@ def flatten_rows(sequences: Sequence[Rows], layout: KVLayout, row_quantum: int) 
         block_tables,
         logits_rows,
         adapters=adapters,
+        is_long=is_long,
     )

@@ -9,6 +9,7 @@ The loop of a stage begins with the rows of the stage before it, and ends with t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from baton.runner.model.attention import PagedAttention
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
 from baton.runner.model.given_rows import GivenRows
 from baton.runner.model.layers import PackedLinear
+from baton.runner.model.long_angles import LongAngles
 from baton.runner.model.stage_module import NoHead, OtherLayer
 
 _PIECE = 1024
@@ -36,13 +38,18 @@ _Part = TypeVar("_Part", bound=nn.Module)
 class RotaryTable:
     """Cosines and sines by position, computed once in pieces of _PIECE positions, so no row depends on its step."""
 
-    def __init__(self, rotary: nn.Module, like: torch.Tensor, half_angles: bool) -> None:
+    def __init__(self, rotary: nn.Module, like: torch.Tensor, half_angles: bool, longest: int) -> None:
+        """`longest`: the most tokens of a sequence; transformers changes some angles for good in a longer call."""
         self._rotary = rotary
         self._like = like
         self._half_angles = half_angles
+        self._longest = longest
         self._pieces: list[torch.Tensor] = []
         self._table = like
         """Cosines and sines of all pieces: [2, positions, R]."""
+        self._long_pieces: list[torch.Tensor] = []
+        self._long_table = like
+        """The same for long sequences, of a model in which they have others."""
         self._axes: torch.Tensor | None = None
         """For each angle, int64 [R], which of a position's three numbers it follows; None while nobody asked."""
 
@@ -55,19 +62,37 @@ class RotaryTable:
         """Cosines and sines [T, R] of positions [T], or of positions in three dimensions [3, T] (M-RoPE)."""
         needed = int(positions.max(initial=0)) // _PIECE + 1
         if needed > len(self._pieces):
-            for piece in range(len(self._pieces), needed):
-                at = torch.arange(piece * _PIECE, (piece + 1) * _PIECE, device=self._like.device)[None]
-                cos, sin = (whole_angles(angles[0], self._half_angles) for angles in self._rotary(self._like, at))
-                self._pieces.append(torch.stack((cos, sin)))
-            self._table = torch.cat(self._pieces, dim=1)
+            self._grow(needed)
+        is_long = self._rotary.is_long if isinstance(self._rotary, LongAngles) else None
         at = torch.from_numpy(positions).to(self._like.device)
-        if positions.ndim == 1:
+        if is_long is not None:
+            long, short = self._long_table.index_select(1, at), self._table.index_select(1, at)
+            cos, sin = torch.where(is_long[:, None], long, short).unbind()
+        elif positions.ndim == 1:
             cos, sin = self._table.index_select(1, at).unbind()
         else:
             if self._axes is None:
                 self._axes = self._find_axes()
             cos, sin = self._table.gather(1, at[self._axes].T.expand(2, -1, -1)).unbind()
         return cos, sin
+
+    def _grow(self, num_pieces: int) -> None:
+        """Compute further pieces, so that there are `num_pieces`."""
+        rotary = self._rotary
+        for piece in range(len(self._pieces), num_pieces):
+            at = torch.arange(piece * _PIECE, (piece + 1) * _PIECE, device=self._like.device)[None]
+            at = at.clamp(max=self._longest - 1)
+            if isinstance(rotary, LongAngles):
+                self._pieces.append(self._stacked(rotary.short(self._like, at)))
+                self._long_pieces.append(self._stacked(rotary.long(self._like, at)))
+                self._long_table = torch.cat(self._long_pieces, dim=1)
+            else:
+                self._pieces.append(self._stacked(rotary(self._like, at)))
+        self._table = torch.cat(self._pieces, dim=1)
+
+    def _stacked(self, angles: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Cosines and sines [2, T, R] of what a rotary module gives for positions [1, T]."""
+        return torch.stack([whole_angles(part[0], self._half_angles) for part in angles])
 
     def _find_axes(self) -> torch.Tensor:
         """Find out which angles change with which of a position's three numbers."""
@@ -116,8 +141,12 @@ class Decoder:
         device: torch.device,
         row_quantum: int,
         adapters: ModelAdapters,
+        longest: int,
     ) -> None:
-        """`row_quantum`: torch computes with multiples of this many rows. Raises NotAPlainDecoder for other parts."""
+        """`row_quantum`: torch computes with multiples of this many rows. `longest`: the most tokens of a sequence.
+
+        Raises NotAPlainDecoder for other parts.
+        """
         self._adapters = adapters
         base = _part(module, "model")
         self._dtype = dtype
@@ -136,6 +165,7 @@ class Decoder:
             _part(base, "rotary_emb"),
             torch.empty(1, dtype=dtype, device=device),
             all(layer.attention.half_angles for layer in self._layers),
+            longest,
         )
         self._programs: dict[_Wanted, Program] = {}
         self._paged: PagedAttention | None = None

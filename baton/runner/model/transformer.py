@@ -35,6 +35,7 @@ from baton.runner.model.decoder import Decoder, ModelOutput, NotAPlainDecoder
 from baton.runner.model.given_rows import GivenRows, given_to
 from baton.runner.model.layer_groups import group_layers
 from baton.runner.model.layers import ProductWatch, head_of, replace_products
+from baton.runner.model.long_angles import LongAngles, replace_rotary
 from baton.runner.model.mapped_files import MappedFiles
 from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.recognition import fuse
@@ -128,6 +129,10 @@ class Transformer:
         self._part = StageModule(model.module, model.config.num_hidden_layers, self.stage, self.dtype)
         # Only now, so that no GPU has to hold the layers of other stages.
         model.module.to(self.device)
+        self.max_model_len = model.max_model_len
+        self.long_sequences = replace_rotary(model.module, self.max_model_len)
+        """Which sequences have the angles of long ones; None: those of all are the same."""
+        self._long_angles = [part for part in model.module.modules() if isinstance(part, LongAngles)]
         mapped = MappedFiles(model.checkpoint.weight_files)
         self._why_not_recognised = fuse(model.module, operations, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
@@ -175,7 +180,6 @@ class Transformer:
             )
         self.cache_layout = self.layout.part(self.own_layers) if self.has_own_cache else self.layout
         """The layout of a block in this stage's cache."""
-        self.max_model_len = model.max_model_len
         if cache is not None:
             self.allocate_cache(cache.blocks(self.largest_block_bytes))
 
@@ -308,6 +312,7 @@ class Transformer:
         )
         rows = self._tensor(logits_rows)
         self.adapters.begin(batch.adapters)
+        self._set_long(batch)
         try:
             if self._decoder is None:
                 return self._forward(batch.token_ids, batch.rotary_positions, rows, received, self._given(batch))
@@ -316,6 +321,7 @@ class Transformer:
                 batch.token_ids, batch.rotary_positions, rows, sampling, received, num_logits, given
             )
         finally:
+            self._set_long(None)
             self._attention.layout = None
             self.adapters.begin(None)
 
@@ -326,8 +332,16 @@ class Transformer:
         graphs, decoder = self.decode_graphs, self._decoder
         if graphs is None or decoder is None or batch.adapters is not None or not graphs.fits(batch, logits_rows):
             return None
+        self._set_long(batch)
         embedded = decoder.embedded(batch.token_ids, batch.rotary_positions, received, self._given(batch))
+        self._set_long(None)
         return graphs.compute(*embedded, batch, self._sharing(batch))
+
+    def _set_long(self, batch: FlatBatch | None) -> None:
+        """Tell the rotary modules which rows of a step have the angles of long sequences; None: no step is computed."""
+        is_long = None if batch is None or batch.is_long is None else self._tensor(batch.is_long).bool()
+        for angles in self._long_angles:
+            angles.is_long = is_long
 
     def _given(self, batch: FlatBatch) -> GivenRows | None:
         """The rows of a step that replace those of the embedding, which is in the first stage."""
@@ -442,17 +456,15 @@ class Transformer:
         return rows.to(self.device, self.dtype)
 
     def _probe_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], torch.Tensor]:
-        positions = np.arange(_PROBE_ROWS * self.row_quantum)
-        return (
-            (positions * 7919) % self._module.config.vocab_size,
-            positions,
-            torch.arange(positions.size, device=self.device),
-        )
+        rows = np.arange(_PROBE_ROWS * self.row_quantum)
+        # Angles of transformers change for good behind the longest sequence.
+        positions = np.minimum(rows, self.max_model_len - 1)
+        return (rows * 7919) % self._module.config.vocab_size, positions, torch.arange(rows.size, device=self.device)
 
     def _own_loop(self, dtype: torch.dtype) -> Decoder | None:
         """Baton's loop over the layers, if the model has the right parts and transformers' loop gives the same bits."""
         try:
-            decoder = Decoder(self._module, dtype, self.device, self.row_quantum, self.adapters)
+            decoder = Decoder(self._module, dtype, self.device, self.row_quantum, self.adapters, self.max_model_len)
         except NotAPlainDecoder as reason:
             self._why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_recognised)))
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.events import KVEventLog, KVSnapshot
+from baton.engine.request import Request
 from baton.messages.encoder_contents import EncoderContent, rows_key
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import NodeDescription
+from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 from baton.node.reports.kv_cache_updates import kv_cache_updates
 from router.placement.cache_view import CacheView, PromptKeys, key_scheme_of
@@ -30,6 +33,18 @@ def keys_of(prompt: Sequence[int] = PROMPT, node: NodeDescription = NODE, salt: 
     keys: list[bytes] = []
     hasher.extend(keys, hasher.root(cache_salt=salt), prompt)
     return keys
+
+
+def test_keys_of_a_prompt_with_the_angles_of_long_sequences_are_those_of_the_engine() -> None:
+    node = replace(NODE, most_short_tokens=3 * SIZE)
+    scheme = key_scheme_of(node)
+    assert scheme is not None
+    for length, is_long in ((3 * SIZE, False), (3 * SIZE + 1, True)):
+        asked = Request("r", PROMPT[:length], SamplingParams())
+        asked.is_long = is_long
+        scheme.hasher.extend_request(asked, length)
+        assert PromptKeys(asked.prompt_token_ids, "").first(scheme, 9) == asked.block_hashes
+    assert not set(keys_of(PROMPT)) & set(asked.block_hashes)
 
 
 def milestones_of(prompt: Sequence[int] = PROMPT, node: NodeDescription = NODE, salt: str = "") -> Sequence[bytes]:

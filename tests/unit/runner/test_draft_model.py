@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from baton.engine.batch import NewRequestData, SchedulerOutput
+from baton.engine.long_sequences import LongSequences
 from baton.engine.runner import KVLayout
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.draft_model import MAX_ROWS_BEHIND, DraftModel
@@ -53,6 +54,7 @@ class FakeTransformer:
     """A `DraftTransformer` whose logits depend on all slots of a sequence's history, read through its block table."""
 
     row_quantum = 1
+    long_sequences: LongSequences | None = None
 
     def __init__(self, num_blocks: int) -> None:
         self.layout = KVLayout.uniform(BLOCK, 1, 1, 1, "float32")

@@ -164,6 +164,7 @@ def a_batch(rng: np.random.Generator) -> FlatBatch:
         given_at=rng.integers(0, 9, size=rows) if has_given else None,
         given=rng.integers(0, 255, size=(rows, 6), dtype=np.uint8) if has_given else None,
         adapters=rng.integers(-1, 9, size=rows).astype(np.int32) if has_given else None,
+        is_long=rng.integers(0, 2, size=rows, dtype=np.uint8) if has_given else None,
     )
 
 

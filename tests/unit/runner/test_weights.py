@@ -523,14 +523,6 @@ def test_a_product_that_was_missed_makes_the_model_inexact(pristine: Path, monke
     assert "outside of Baton's kernels" in model.bit_exact_reason
 
 
-def test_batch_dependent_rotary_embeddings_make_the_model_inexact(tmp_path: Path) -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    write_random_model(tmp_path, {**TINY_MODELS["llama"], "rope_parameters": rope}, seed=0)
-    model = load_runner(tmp_path, dtype="float32", num_blocks=16).model
-    assert not model.bit_exact
-    assert "dynamic" in model.bit_exact_reason
-
-
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [("qwen2", "float32"), ("qwen2", "bfloat16"), ("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16")],

@@ -53,6 +53,11 @@ class NodeSettings(ClusterSettings):
         False,
         description="Make the weights of a quantised checkpoint plain while it is loaded, in the node's dtype.",
     )
+    allow_unverified: bool = Field(
+        False,
+        description="Serve a model although its logits differ from those of transformers in the check at start. "
+        "`baton describe node` and a metric say so.",
+    )
     device: str = Field("auto", min_length=1, description="auto (a GPU if there is one), cpu, cuda or cuda:N.")
     threads: Count | None = Field(
         None,

@@ -36,6 +36,10 @@ class ModelInfo:
     bit_exact: bool
     bit_exact_reason: str = ""
     """Why the model is not bit-exact; empty if it is."""
+    is_verified: bool = False
+    """Whether its logits were those of transformers in a check at start."""
+    why_unverified: str = "models of this kind are not compared with transformers"
+    """Empty if it is verified."""
     embedding_size: int = 0
     """Numbers in an embedding; 0: the model gives none."""
     pooling: ModelPooling = NO_POOLING_FILES

@@ -47,6 +47,8 @@ class NodeStatus:
     """What the node's model can be asked to do there; empty for a router."""
     bits: str = ""
     """See `NodeDescription.bits`; empty for a router, and for a node to which the router was never attached."""
+    is_verified: bool = False
+    """Whether the logits of the node's model were those of transformers in a check at start."""
 
     @property
     def shape(self) -> NodeShape:

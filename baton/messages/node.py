@@ -101,6 +101,12 @@ class NodeDescription:
     most_short_tokens: int = 0
     """Tokens of the longest prompt with the rotary angles of short sequences; 0: those of all sequences are the same.
     The keys of a longer prompt's blocks are others."""
+    bit_exact_reason: str = ""
+    """Why it is not bit-exact; empty: it is, or a version that does not say it."""
+    is_verified: bool = False
+    """Whether the model's logits were those of transformers in a check at start."""
+    why_unverified: str = ""
+    """Why they were not, or were not compared; empty: they were, or a version that does not say it."""
 
     @property
     def can(self) -> frozenset[Capability]:

@@ -54,4 +54,7 @@ def describe(
         capabilities=model.capabilities if config.num_encoder_rows else model.capabilities - {Capability.IMAGE},
         row_width=model.row_width,
         most_short_tokens=model.long_sequences.most_short if model.long_sequences is not None else 0,
+        bit_exact_reason=model.bit_exact_reason,
+        is_verified=model.is_verified,
+        why_unverified=model.why_unverified,
     )

@@ -36,6 +36,7 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
             tensor_parallel=config.tp,
             pipeline_parallel=config.num_stages,
             max_lora_rank=config.max_lora_rank,
+            allow_unverified=config.allow_unverified,
             draft=draft_spec(_speculation(config), config.model),
         )
     if config.tp > 1 or config.num_stages > 1:

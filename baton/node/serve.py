@@ -34,7 +34,7 @@ from baton.node.lifecycle import NodeEvent, NodeState, node_lifecycle
 from baton.node.name_claim import Asks, require_first, start_number
 from baton.node.outbox import Outbox
 from baton.node.reports.event_log import EventLog
-from baton.node.reports.figures import ComputedTotals, engine_figures
+from baton.node.reports.figures import ComputedTotals, engine_figures, model_figures
 from baton.node.reports.ranks import rank_figures
 from baton.node.reports.reports import node_record
 from baton.node.role import NodeRole, RoleContext, Servicer
@@ -278,7 +278,10 @@ class Node:
         computed = self._computed.figures(self._latest.stats)
         ranks = rank_figures(self._runner.rank_reports())
         adapters = self._service.adapter_figures()
-        return render([*figures, *computed, *self.role.figures(), *adapters, *ranks, *process_figures()], labels)
+        model = model_figures(self._runner.model)
+        return render(
+            [*model, *figures, *computed, *self.role.figures(), *adapters, *ranks, *process_figures()], labels
+        )
 
     async def _drain(self, service: NodeService, stop: NodeStop) -> None:
         """Refuse new work and wait until the running work has ended.

@@ -21,6 +21,7 @@ class EngineSettings(TypedDict, total=False):
     dtype: Dtype
     quantization: Literal["off", "int8", "int4"]
     dequantize: bool
+    allow_unverified: bool
     device: str
     threads: int | None
     tp: int

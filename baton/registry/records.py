@@ -66,6 +66,8 @@ class NodeRecord:
     """Stages of consecutive layers, of `tp` ranks each; 0: a version that does not say it."""
     link_protocol: int = 0
     """Version of the protocol between nodes that hand KV over; 0: a version that does not say it."""
+    is_verified: bool = False
+    """Whether the model's logits were those of transformers in a check at start."""
     eos_token_ids: frozenset[int] = frozenset()
     start_number: int = 0
     """The number of this start, from a counter of all process starts in the cluster (`Membership.next_start`). Among
@@ -178,8 +180,9 @@ def _check(record: NodeRecord) -> None:
     for key in ("operator_address", "http_address"):
         if (address := getattr(record, key)) != "":
             _check_address(key, address)
-    if type(record.bit_exact) is not bool:
-        raise BadRecord("bit_exact: neither true nor false")
+    for key in ("bit_exact", "is_verified"):
+        if type(getattr(record, key)) is not bool:
+            raise BadRecord(f"{key}: neither true nor false")
     for key in ("started_at", "lease_s"):
         value = getattr(record, key)
         if type(value) not in (int, float) or not math.isfinite(value) or value < 0:

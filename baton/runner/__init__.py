@@ -56,5 +56,6 @@ def load(spec: RunnerSpec, stages: StageLeader | None = None) -> ModelRunner:
         tensor_parallel=spec.tensor_parallel,
         pipeline_parallel=spec.pipeline_parallel,
         max_lora_rank=spec.max_lora_rank,
+        allow_unverified=spec.allow_unverified,
         stages=stages,
     )

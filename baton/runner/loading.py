@@ -47,6 +47,7 @@ from baton.runner.remote_stages.stages_here import StartStages, start_stages_her
 from baton.runner.self_check import why_not_bit_exact
 from baton.runner.spec import CacheSpec, DraftSpec, check_hosts
 from baton.runner.torch_threads import elementwise_threads
+from baton.runner.verification import TransformersLogits, UnverifiedModel
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def load_runner(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     max_lora_rank: int = DEFAULT_MAX_RANK,
+    allow_unverified: bool = False,
     start_ranks: StartRanks = RankGroup,
     stages: StageLeader | None = None,
     start_stages: StartStages = start_stages_here,
@@ -78,9 +80,9 @@ def load_runner(
 
     `cache_dtype` is auto, int8 or fp8; `device` is auto, cpu, cuda or cuda:N. `num_threads` is set for the whole
     process. `operations` replaces the machine's kernels (tests). `quantization`, `dequantize`, `draft`,
-    `tensor_parallel` and `pipeline_parallel`: see TorchSpec; `start_ranks` starts the ranks behind the first on a CPU,
-    and `start_stages` the stages before the last on GPUs. `stages`: those of other hosts, which the runner ends, as it
-    does if this raises. Raises ConfigError.
+    `tensor_parallel`, `pipeline_parallel` and `allow_unverified`: see TorchSpec. `start_ranks` starts the ranks behind
+    the first on a CPU, and `start_stages` the stages before the last on GPUs. `stages`: those of other hosts, which the
+    runner ends, as it does if this raises. Raises ConfigError.
     """
     with _named_errors(model_dir), ExitStack() as on_failure:
         if stages is not None:
@@ -101,6 +103,7 @@ def load_runner(
         whole = choose_operations(num_threads, where) if operations is None else operations
         in_parts = tensor_parallel * pipeline_parallel > 1
         loaded = load_model_for(whole, model_dir, dtype, where, quantization, dequantize=dequantize, in_parts=in_parts)
+        verified_by = TransformersLogits.of(loaded)
         drafting = LoadedDraftModel.load(draft, loaded, whole, block_size, num_threads) if draft is not None else None
         cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
         if drafting is not None:
@@ -145,9 +148,11 @@ def load_runner(
             on_failure.callback(first_rank.close)
             torch.set_num_threads(elementwise_threads(spec.least_threads))
             leading = first_rank.transformer(loaded)
-        transformer = leading or Transformer(loaded, whole, block_size, cache, num_threads)
+        with verified_by.blaming_the_architecture(loaded.architecture):
+            transformer = leading or Transformer(loaded, whole, block_size, cache, num_threads)
         images = _image_inputs(loaded, whole) if transformer.row_width else None
         info = _model_info(loaded, transformer, whole, name or model_dir.resolve().name)
+        info = _verified(info, verified_by.why_not_those_of(transformer), model_dir, allow_unverified)
         if isinstance(leader, StageLeader):
             leader.check_numerics(info.numerics)
         if images is not None:
@@ -169,6 +174,17 @@ def load_runner(
             runner = TorchModelRunner(info, transformer, host_cache_bytes, draft_model, leader, images, max_lora_rank)
         on_failure.pop_all()
         return runner
+
+
+def _verified(info: ModelInfo, why_not: str, model_dir: Path, allow_unverified: bool) -> ModelInfo:
+    """Say of a model whether its logits are those of transformers. Raises UnverifiedModel unless they may differ."""
+    if why_not and not allow_unverified:
+        raise UnverifiedModel(
+            f"{model_dir} can't be served: {why_not}; choose another model, or serve this one with --allow-unverified"
+        )
+    if why_not:
+        _log.warning("serves %s although %s", model_dir, why_not)
+    return replace(info, is_verified=not why_not, why_unverified=why_not)
 
 
 def _image_inputs(loaded: LoadedModel, operations: Operations) -> ImageInputs | None:

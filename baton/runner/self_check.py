@@ -6,6 +6,8 @@ threads; keys, values and logits must have the same bits. So must what adapters 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -35,18 +37,15 @@ def why_not_bit_exact(loaded: LoadedModel, transformer: Transformer) -> str | No
 
 
 def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> str | None:
-    block_size = transformer.layout.block_size
     length, mate_length = min(sum(_CHUNKS), max_model_len), min(sum(_MATE_CHUNKS), max_model_len)
-    groups = len(transformer.layout.groups)
-    blocks = -(-length // block_size) * groups
-    mate_blocks = -(-mate_length // block_size) * groups
+    blocks, mate_blocks = block_count(transformer, length), block_count(transformer, mate_length)
     if transformer.num_blocks < 1 + 2 * blocks + mate_blocks:
         return "the cache is too small for the check at start"
-    tokens = [(7919 * (position + 1)) % vocab_size for position in range(length)]
+    tokens = check_tokens(length, vocab_size)
     mate_tokens = [(104729 * (position + 1)) % vocab_size for position in range(mate_length)]
-    whole = _state("whole", tokens, 1, blocks)
-    parts = _state("parts", tokens, 1 + blocks, blocks)
-    mate = _state("mate", mate_tokens, 1 + 2 * blocks, mate_blocks)
+    whole = check_state("whole", tokens, 1, blocks)
+    parts = check_state("parts", tokens, 1 + blocks, blocks)
+    mate = check_state("mate", mate_tokens, 1 + 2 * blocks, mate_blocks)
     expected = _advance(transformer, [(whole, length)])[0]
     if not np.isfinite(expected).all():
         raise UnusableWeight("they give logits that are not finite: they or config.json are damaged; copy them again")
@@ -65,9 +64,20 @@ def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> s
     return None
 
 
-def _state(name: str, tokens: list[int], first_block: int, blocks: int) -> RequestState:
+def check_tokens(count: int, vocab_size: int) -> list[int]:
+    """The tokens of a sequence that a check at start computes."""
+    return [(7919 * (position + 1)) % vocab_size for position in range(count)]
+
+
+def block_count(transformer: Transformer, num_tokens: int) -> int:
+    """How many blocks a sequence of so many tokens needs, of all groups of layers."""
+    return -(-num_tokens // transformer.layout.block_size) * len(transformer.layout.groups)
+
+
+def check_state(name: str, tokens: Sequence[int], first_block: int, blocks: int) -> RequestState:
+    """A sequence in consecutive blocks, of which nothing is computed."""
     block_ids = range(first_block, first_block + blocks)
-    return RequestState(NewRequestData(name, tokens, (), SamplingParams(), block_ids, 0))
+    return RequestState(NewRequestData(name, list(tokens), (), SamplingParams(), block_ids, 0))
 
 
 def _advance(transformer: Transformer, shares: list[tuple[RequestState, int]]) -> list[npt.NDArray[np.float32]]:

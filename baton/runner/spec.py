@@ -79,6 +79,8 @@ class TorchSpec:
     `tensor_parallel` says."""
     max_lora_rank: int = DEFAULT_MAX_RANK
     """The highest rank of an adapter that may be loaded."""
+    allow_unverified: bool = False
+    """Load a model although its logits differ from those of transformers in the check at start."""
     draft: DraftSpec | None = None
     """The model that drafts; its cache is part of `cache_bytes`, or comes beside `num_blocks` blocks."""
 

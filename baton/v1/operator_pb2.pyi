@@ -23,7 +23,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., health: _Optional[str] = ..., detail: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("name", "role", "status", "incarnation", "address", "pid", "model", "running", "waiting", "kv_usage", "version", "age_s", "total_blocks", "free_blocks", "leased_blocks", "quarantined_blocks", "detail", "bit_exact", "cordoned", "desired_role", "in_flight", "tp", "pp", "capabilities", "bits")
+    __slots__ = ("name", "role", "status", "incarnation", "address", "pid", "model", "running", "waiting", "kv_usage", "version", "age_s", "total_blocks", "free_blocks", "leased_blocks", "quarantined_blocks", "detail", "bit_exact", "cordoned", "desired_role", "in_flight", "tp", "pp", "capabilities", "bits", "is_verified")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class NodeStatus(_message.Message):
     PP_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     BITS_FIELD_NUMBER: _ClassVar[int]
+    IS_VERIFIED_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     status: str
@@ -74,7 +75,8 @@ class NodeStatus(_message.Message):
     pp: int
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     bits: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., status: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., model: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., version: _Optional[str] = ..., age_s: _Optional[float] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., detail: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., cordoned: _Optional[bool] = ..., desired_role: _Optional[str] = ..., in_flight: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., bits: _Optional[str] = ...) -> None: ...
+    is_verified: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., status: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., model: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., version: _Optional[str] = ..., age_s: _Optional[float] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., detail: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., cordoned: _Optional[bool] = ..., desired_role: _Optional[str] = ..., in_flight: _Optional[int] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., bits: _Optional[str] = ..., is_verified: _Optional[bool] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ("limit", "request_id")

@@ -442,6 +442,7 @@ class ClusterView:
             quarantined_blocks=load.quarantined_blocks,
             detail=node.detail or self._role_change(node) or node.notice or why_left_out or self._limits(node),
             bit_exact=record.bit_exact,
+            is_verified=record.is_verified,
             cordoned=node.cordoned,
             desired_role=self._desired.role_of(record.name) or "",
             in_flight=len(node.in_flight),

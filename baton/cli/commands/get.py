@@ -34,6 +34,7 @@ _WIDE = [
     "LEASED",
     "BIT-EXACT",
     "BITS",
+    "VERIFIED",
     "CAN",
     "DETAIL",
 ]
@@ -141,6 +142,7 @@ def _row(node: NodeStatus, wide: bool) -> Sequence[str]:
         "-" if router else str(node.leased_blocks),
         "-" if router else "yes" if node.bit_exact else "no",
         node.bits or "-",
+        "-" if router else "yes" if node.is_verified else "no",
         ",".join(node.capabilities) or "-",
         node.detail or "-",
     ]

@@ -86,12 +86,17 @@ def _model(description: NodeDescription) -> list[Field]:
         ("Fingerprint", description.model_fingerprint),
         ("Dtype", description.dtype),
         ("Numerics", description.numerics),
-        ("Bit-exact", "yes" if description.bit_exact else "no"),
+        ("Bit-exact", _yes_or_why_not(description.bit_exact, description.bit_exact_reason)),
         ("Bits", description.bits),
+        ("Verified", _yes_or_why_not(description.is_verified, description.why_unverified)),
         ("Longest", f"{description.max_model_len} tokens"),
         ("Can", ", ".join(in_order(description.can))),
         ("Vocabulary", f"{description.vocab_size} tokens"),
     ]
+
+
+def _yes_or_why_not(is_so: bool, why_not: str) -> str:
+    return "yes" if is_so else f"no: {why_not}" if why_not else "no"
 
 
 def _computed_by(report: NodeReport) -> list[Field]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.engine.batch import ComputedStep, SchedulerStats, StepTimes
+from baton.engine.runner import ModelInfo
 from baton.observe.metrics import Distribution, Figure, Histogram, by_label, declared_figures
 
 KV_FETCH_HELP = "Requests whose prompt is computed elsewhere, by how far its KV is."
@@ -37,6 +38,18 @@ class ComputedTotals:
             *by_label("prompt_tokens_by_source_total", text, "source", sources),
             self._tokens.now("iteration_tokens_total", "Tokens that a step computed."),
         ]
+
+
+def model_figures(model: ModelInfo) -> list[Figure]:
+    """What the checks at start have found out of the model."""
+    verified = (
+        "1: the model's logits were those of transformers in the check at start; 0: they were not, or not compared."
+    )
+    bit_exact = "1: a token depends on its request alone, as the check at start found; 0: it may depend on its batch."
+    return [
+        Figure("model_verified", verified, float(model.is_verified), {}),
+        Figure("model_bit_exact", bit_exact, float(model.bit_exact), {}),
+    ]
 
 
 def engine_figures(stats: SchedulerStats, times: StepTimes) -> list[Figure | Distribution]:

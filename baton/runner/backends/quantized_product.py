@@ -14,6 +14,7 @@ from torch.nn import functional
 from baton.errors import ConfigError
 from baton.runner.backends.float8_weight import GROUP_MULTIPLE, Float8Weight
 from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
+from baton.runner.backends.weight_rows import rows_of
 
 _WIDENED_ROWS = 4096
 """How many rows of a weight are widened to float32 at a time, so that a head of many rows needs little memory."""
@@ -101,6 +102,22 @@ def float8_product(x: torch.Tensor, weight: Float8Weight) -> torch.Tensor:
 def narrow_product(x: torch.Tensor, weight: NarrowWeight) -> torch.Tensor:
     """The float32 sums of x [m, k] times a quantised weight [n, k] transposed: [m, n]."""
     return float8_product(x, weight) if isinstance(weight, Float8Weight) else quantized_product(x, weight)
+
+
+def product_of_plain_numbers(x: torch.Tensor, weight: NarrowWeight) -> torch.Tensor:
+    """`narrow_product`, summed in another order, which takes a fraction of the time: [m, k] to float32 [m, n].
+
+    x is rounded to 8 bits as there, and then all is made plain.
+    """
+    if isinstance(weight, QuantizedWeight):
+        rows = quantize_rows(x, block_of(weight.group))
+        x = (rows.codes * rows.scales[..., None]).view(x.shape)
+    n, sums = weight.shape[0], []
+    for first in range(0, n, _WIDENED_ROWS):
+        part = rows_of(weight, first, min(n, first + _WIDENED_ROWS))
+        assert isinstance(part, NarrowWeight)
+        sums.append(functional.linear(x.float(), part.dequantized(torch.float32)))
+    return torch.cat(sums, dim=1)
 
 
 def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

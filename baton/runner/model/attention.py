@@ -27,7 +27,11 @@ ATTENTION_NAME = "baton_paged"
 ENCODER_DECODER_ATTENTION = "baton_encoder_decoder"
 """The attention of models with an encoder and a decoder; see baton/runner/encoder_decoder/attention.py."""
 
-_UNSUPPORTED_KEYWORDS = {"position_bias": "a position bias", "alibi": "a position bias"}
+_WITHOUT_EFFECT = frozenset({"position_ids", "cache_position"})
+"""What layers tell their attention that changes no result: the rows are rotated, and their places in the cache known.
+
+Any other keyword that `_forward` doesn't name is refused, unless its value is None, False or 0, which ask for nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,7 +187,10 @@ def dense_rows(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class ProbeAttention:
-    """Computes no attention, but records the geometry and the window of each layer that calls it."""
+    """Computes no attention, but records the geometry and the window of each layer that calls it.
+
+    Raises UnsupportedAttention for a layer that calls it twice.
+    """
 
     layers: dict[int, LayerGeometry] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
@@ -198,6 +205,11 @@ class ProbeAttention:
         *,
         sampling: bool = False,
     ) -> torch.Tensor:
+        if layer in self.layers:
+            raise UnsupportedAttention(
+                f"its layer {layer} computes attention twice in a step, and the cache has room for one key and value "
+                "of each token"
+            )
         self.windows[layer] = how.window
         self.layers[layer] = LayerGeometry(how.num_kv_heads, key.shape[2], value.shape[2])
         return query.new_zeros(*query.shape[:2], value.shape[2])
@@ -281,12 +293,21 @@ def _forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it: query [1, H, T, KD], key and value [1, KH, T, D] to [1, T, H, VD]."""
-    for name, meaning in _UNSUPPORTED_KEYWORDS.items():
-        if keywords.get(name) is not None:
-            raise UnsupportedAttention(f"a model with {meaning} is not supported; choose another model")
+    """Attention as transformers calls it: query [1, H, T, KD], key and value [1, KH, T, D] to [1, T, H, VD].
+
+    Raises UnsupportedAttention for whatever is asked that the paged attention does not compute.
+    """
+    require_no_mask(module, attention_mask)
+    unknown = [name for name, value in keywords.items() if name not in _WITHOUT_EFFECT and _asks(value)]
+    if is_causal is False and getattr(module, "is_causal", True):
+        unknown.append("is_causal=False")
+    if unknown:
+        raise UnsupportedAttention(
+            f"its layer {module.layer_idx} asks for attention with {', '.join(unknown)}, which is not computed here"
+        )
     how = AttentionParameters(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         num_kv_heads=key.shape[1],
@@ -299,6 +320,19 @@ def _forward(
         module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), how
     )
     return out.unsqueeze(0), None
+
+
+def _asks(value: object) -> bool:
+    return not (value is None or (isinstance(value, bool | int | float) and not value))
+
+
+def require_no_mask(module: Any, mask: object) -> None:
+    """Raise UnsupportedAttention for a mask: `_no_mask` makes none, so the model has made it."""
+    if mask is not None:
+        raise UnsupportedAttention(
+            f"its layer {module.layer_idx} attends through a mask that the model makes itself, and here the keys of a "
+            "token follow from its position and a window alone"
+        )
 
 
 def _no_mask(*_arguments: Any, **_keywords: Any) -> None:

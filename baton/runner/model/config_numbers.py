@@ -109,7 +109,10 @@ def check_file_numbers(checkpoint: Checkpoint) -> None:
     longest_context(checkpoint.directory, checkpoint.config, 1)
     for part in parts:
         for name in _IMAGE_SIZES:
-            _check_count(checkpoint, name, part.get(name))
+            value = part.get(name)
+            # Some encoders have a list, height and width.
+            for number in value if isinstance(value, list) else (value,):
+                _check_count(checkpoint, name, number)
 
 
 def _all_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -17,7 +17,13 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.weight_rows import Weight, rows_in
-from baton.runner.model.attention import Attend, AttentionParameters, PagedAttention, of_own_heads
+from baton.runner.model.attention import (
+    Attend,
+    AttentionParameters,
+    PagedAttention,
+    of_own_heads,
+    require_no_mask,
+)
 
 
 class FusedNorm(nn.Module):
@@ -191,8 +197,14 @@ class FusedAttention(nn.Module, HasProducts):
         return self._out.record(program, attended, self._out_bias, into=into)
 
     def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], *_: Any, **__: Any
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: object = None,
+        *_: Any,
+        **__: Any,
     ) -> tuple[torch.Tensor, None]:
+        require_no_mask(self, attention_mask)
         cos, sin = (whole_angles(angles[0], self.half_angles) for angles in position_embeddings)
         out = self.rows(hidden_states[0].contiguous(), cos, sin)
         return out.unsqueeze(0), None

@@ -166,6 +166,8 @@ def _fused_attention(
         if echo.how is None:
             why = "it does not call attention through transformers' AttentionInterface"
             continue
+        if len(echo.seen) > 1:
+            raise _NotRecognised(f"it calls attention {len(echo.seen)} times")
         query, key, value = echo.seen[0]
         heads = (query.shape[1], key.shape[1], key.shape[2])
         if value.shape != key.shape or query.shape[2] != key.shape[2]:

@@ -6,17 +6,18 @@ what parts compute, a linear layer computes with a quantised weight as operation
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from baton.runner.backends.quantized_product import narrow_product
+from baton.runner.backends.quantized_product import narrow_product, product_of_plain_numbers
 from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.weight_on_file import WeightOnFile
-from baton.runner.backends.weight_rows import Weight, rows_of
+from baton.runner.backends.weight_rows import Weight, read_weight, rows_of
 from baton.runner.model.quantization.stored_weight import StoredWeight
 
 
@@ -33,6 +34,9 @@ class StoredLinear(nn.Linear):
         self.dtype = dtype
         self.device = device
         self._held: NarrowWeight | WeightOnFile | None = None
+        self.forgets = False
+        """Whether a product is to take little time and memory: the weight is forgotten after each, and what is summed
+        for a quantised one is summed in any order."""
         # transformers would otherwise fill the weight with random numbers.
         self._is_hf_initialized = True
 
@@ -50,6 +54,9 @@ class StoredLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The product of x [..., k] and the weight transposed, plus the bias: [..., n]."""
         held = self.held()
+        if self.forgets:
+            self.forget()
+            return quick_product(x, held, self.bias)
         if isinstance(held, WeightOnFile):
             return functional.linear(x, held.read(), self.bias)
         sums = narrow_product(x.reshape(-1, self.in_features), held)
@@ -63,13 +70,22 @@ class StoredLinear(nn.Linear):
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding whose weight is in its file. `replace_products` replaces it before it is called."""
+    """An embedding whose weight is in its file, which reads the rows that it is asked for.
+
+    `replace_products` replaces it before a request is computed.
+    """
 
     def __init__(self, stored: StoredWeight, dtype: torch.dtype) -> None:
         super().__init__()
         self.stored = stored
         self.dtype = dtype
         self._is_hf_initialized = True
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight as plain numbers: [...] to [..., k]."""
+        held = read_packed(self.stored)
+        rows = [_plain(rows_of(held, token, token + 1), self.dtype) for token in token_ids.flatten().tolist()]
+        return torch.cat(rows).view(*token_ids.shape, -1)
 
 
 ExpertWeights: TypeAlias = Mapping[str, Sequence[Sequence[StoredWeight]]]
@@ -91,6 +107,60 @@ def held_experts(module: nn.Module) -> ExpertWeights:
     return held
 
 
+class _ExpertsOnFile:
+    """Stands for a parameter [E, …] of experts; of an expert that is asked for the weight is read."""
+
+    def __init__(self, experts: Sequence[Sequence[StoredWeight]]) -> None:
+        self._experts = experts
+
+    def __getitem__(self, expert: int | torch.Tensor) -> _ExpertOnFile:
+        return _ExpertOnFile([read_packed(stored) for stored in self._experts[int(expert)]])
+
+
+class _ExpertOnFile:
+    """Stands for an expert's weight in products; its parts are stacked over their outputs."""
+
+    def __init__(self, parts: Sequence[Weight]) -> None:
+        self._parts = parts
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> torch.Tensor:
+        if func not in _EXPERT_PRODUCTS or len(args) != 2 or kwargs:
+            raise TypeError(f"{func.__name__} of an expert's weight that is in its file")
+        x, weight = args
+        return torch.cat([quick_product(x, part, None) for part in weight._parts], dim=-1)
+
+
+_EXPERT_PRODUCTS = (functional.linear, torch.Tensor.matmul, torch.Tensor.__matmul__)
+"""How transformers multiplies rows by an expert's weight: [N, K], or transposed with an operator."""
+
+
+@contextmanager
+def experts_on_file(module: nn.Module) -> Iterator[None]:
+    """Let transformers' own experts compute with the weights that a module holds, which are read for every use."""
+    held = held_experts(module)
+    for name, experts in held.items():
+        object.__setattr__(module, name, _ExpertsOnFile(experts))
+    try:
+        yield
+    finally:
+        for name in held:
+            object.__delattr__(module, name)
+
+
+def quick_product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product of x [..., k] and a weight [n, k] transposed, summed in any order: [..., n] in the dtype of x."""
+    read = read_weight(weight)
+    if isinstance(read, torch.Tensor):
+        return functional.linear(x, read, bias)
+    sums = product_of_plain_numbers(x.reshape(-1, x.shape[-1]), read)
+    if bias is not None:
+        sums = sums + bias.float()
+    return sums.to(x.dtype).view(*x.shape[:-1], sums.shape[1])
+
+
 def read_packed(stored: StoredWeight) -> NarrowWeight | WeightOnFile:
     """Read a weight that can be packed as it is; a plain one stays in its file."""
     weight = stored.read()
@@ -99,8 +169,10 @@ def read_packed(stored: StoredWeight) -> NarrowWeight | WeightOnFile:
     return weight
 
 
-def _plain(weight: NarrowWeight | WeightOnFile, dtype: torch.dtype) -> torch.Tensor:
-    return weight.read() if isinstance(weight, WeightOnFile) else weight.dequantized(dtype)
+def _plain(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """A weight as plain numbers; one in its file is in the model's dtype already."""
+    read = read_weight(weight)
+    return read if isinstance(read, torch.Tensor) else read.dequantized(dtype)
 
 
 def weight_of(linear: nn.Linear) -> Weight:

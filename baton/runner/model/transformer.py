@@ -412,7 +412,7 @@ class Transformer:
             self.adapters.rows.num_probed = rows.shape[0]
             with watch, torch.inference_mode():
                 output = self._forward(token_ids, positions, rows, self._probe_received(rows.shape[0]))
-        except (RuntimeError, ValueError, IndexError, ArithmeticError) as error:
+        except (RuntimeError, ValueError, IndexError, ArithmeticError, AttributeError, TypeError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise UnusableWeight(f"a step with them fails with {type(error).__name__} ({reason:.200})") from error
         finally:

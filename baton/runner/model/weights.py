@@ -63,6 +63,8 @@ class ModelWeights:
     """For operators: "int4, groups of 32, 4.5 bits a weight"; empty: all weights are plain."""
     num_bytes: int = 0
     """Their size in memory, plain ones included."""
+    is_quantized: bool = False
+    """Whether some are computed as quantised ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +345,7 @@ def _weights(
     packed_bytes = sum(stored.packed_bytes or 0 for stored in held)
     name = f"{quantization}, groups of {GROUP}" if weight_format is None else weight_format.description
     bits = 8 * packed_bytes / sum(stored.shape[0] * stored.shape[1] for stored in held)
-    return ModelWeights(treatment, f"{name}, {bits:.3g} bits a weight", plain_bytes + packed_bytes)
+    return ModelWeights(treatment, f"{name}, {bits:.3g} bits a weight", plain_bytes + packed_bytes, is_quantized=True)
 
 
 def _config(checkpoint: Checkpoint) -> Any:

@@ -141,6 +141,22 @@ def test_a_decode_node_as_text() -> None:
     ]
 
 
+@pytest.mark.parametrize(("bit_exact", "verified"), [("", "its logits differ"), ("its rope", "")])
+def test_what_the_checks_at_start_found_is_shown_with_its_reason(bit_exact: str, verified: str) -> None:
+    node = replace(
+        SENDER.node,
+        bit_exact=not bit_exact,
+        bit_exact_reason=bit_exact,
+        is_verified=not verified,
+        why_unverified=verified,
+    )
+    report = replace(SENDER, node=node)
+    fields = [line.split(maxsplit=1) for line in node_lines(status_of(report), report) if ":" in line]
+    shown = {field[0]: field[1] for field in fields if len(field) == 2}
+    assert shown["Bit-exact:"] == (f"no: {bit_exact}" if bit_exact else "yes")
+    assert shown["Verified:"] == (f"no: {verified}" if verified else "yes")
+
+
 def test_compute_paths_are_shown_with_the_reason_why_they_are_not_faster() -> None:
     paths = [ComputePath("products", "C kernels, avx2"), ComputePath("decoder", "transformers' loop", "no part model")]
     report = replace(SENDER, compute_paths=paths, node=replace(SENDER.node, num_threads=3))

@@ -15,9 +15,10 @@ from baton.config import UpConfig
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.connector import BlockFate, ExternalTokens
 from baton.engine.request import Request
+from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
 from baton.messages.node import Leg
-from baton.node.reports.figures import engine_figures
+from baton.node.reports.figures import engine_figures, model_figures
 from baton.observe.metrics import Figure, Histogram, by_label, render
 from baton.observe.metrics_page import MetricsPage
 from baton.security.keys import KeyRing, write_keys
@@ -45,6 +46,11 @@ def samples(page: bytes) -> Samples:
 
 def page_of(rig: EngineRig) -> Samples:
     return samples(render(engine_figures(rig.core.make_stats(), rig.core.step_times), {}))
+
+
+def test_a_page_says_what_the_checks_at_start_found() -> None:
+    model = ModelInfo("demo", "", "", "float32", "", 4096, 2048, frozenset(), bit_exact=True, is_verified=False)
+    assert samples(render(model_figures(model), {})) == {"model_verified": 0, "model_bit_exact": 1}
 
 
 def test_a_figure_has_the_labels_of_its_process_and_its_own() -> None:

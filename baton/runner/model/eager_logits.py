@@ -1,0 +1,84 @@
+"""Computes the logits of a few tokens by transformers alone: its module as it was loaded, with its eager attention.
+
+Called before any part of the module is replaced. Weights that are still in their files are read, and quantised ones
+made plain, one layer or expert at a time; pages of files are dropped behind every layer. So this needs little memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.runner.model.attention import ATTENTION_NAME
+from baton.runner.model.layers import EXPERTS_NAME
+from baton.runner.model.mapped_files import MappedFiles
+from baton.runner.model.stored_layers import StoredLinear, experts_on_file, held_experts
+from baton.runner.model.weights import LoadedModel
+
+_EAGER = "eager"
+
+
+_NOISE = 2.0**-8
+"""What is added to the rows of the embedding, as a share of each number: a unit in the last place of bfloat16."""
+
+
+class EagerLogits(NamedTuple):
+    """What transformers computes of one sequence: [tokens, vocabulary], in float32 on the host."""
+
+    exact: npt.NDArray[np.float32]
+    noisy: npt.NDArray[np.float32]
+    """With noise in the rows of the embedding: how far the model carries what is rounded once."""
+
+
+def eager_logits(loaded: LoadedModel, token_ids: Sequence[int]) -> EagerLogits:
+    """The logits behind each of these tokens. The module is as it was before on return."""
+    module: Any = loaded.module
+    mapped = MappedFiles(loaded.checkpoint.weight_files)
+    count = len(token_ids)
+    noise = module.get_input_embeddings().register_forward_hook(_with_noise)
+    try:
+        with _as_transformers_has_it(loaded), torch.inference_mode():
+            # Two sequences at once, since it is the weights that take the time.
+            out = module(
+                input_ids=torch.tensor([list(token_ids)] * 2),
+                position_ids=torch.arange(count).expand(2, count),
+                use_cache=False,
+                logits_to_keep=torch.arange(count),
+            )
+            return EagerLogits(*out.logits.to(torch.float32).numpy())
+    finally:
+        noise.remove()
+        mapped.release_all()
+
+
+def _with_noise(_embedding: Any, _given: Any, rows: torch.Tensor) -> torch.Tensor:
+    """The rows [2, T, K] of two equal sequences, the second with noise."""
+    noise = torch.randn(rows.shape[1:], generator=torch.Generator().manual_seed(0)) * _NOISE
+    return torch.stack([rows[0], (rows[1].float() * (1 + noise)).to(rows.dtype)])
+
+
+@contextmanager
+def _as_transformers_has_it(loaded: LoadedModel) -> Iterator[None]:
+    """Let a model's module compute attention, experts and linear layers as transformers does without Baton."""
+    module = loaded.module
+    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
+    with ExitStack() as stack:
+        for config in configs.values():
+            for name, ours in (("_attn_implementation", ATTENTION_NAME), ("_experts_implementation", EXPERTS_NAME)):
+                # What is behind these properties: they would set the configurations of all parts.
+                name = f"{name}_internal"
+                if getattr(config, name, None) == ours:
+                    setattr(config, name, _EAGER)
+                    stack.callback(setattr, config, name, ours)
+        for part in module.modules():
+            if isinstance(part, StoredLinear):
+                part.forgets = True
+                stack.callback(setattr, part, "forgets", False)
+            elif held_experts(part):
+                stack.enter_context(experts_on_file(part))
+        yield

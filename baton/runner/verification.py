@@ -1,0 +1,146 @@
+"""The check at start whether the paged path computes what transformers computes with the same weights.
+
+The few tokens of one sequence go through transformers' module with its eager attention (eager_logits.py), and three
+times through the paged path: at once, in pieces, and behind a context that another sequence has left in the cache. In
+float32 rounding explains next to nothing. In fewer bits, or where 8 bits hold numbers, it explains as much as noise of
+the size of one rounding moves transformers' own logits, which depends on the model (docs/decisions/0052).
+
+The self check (self_check.py) compares the paged path with itself, and by bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import ConfigError
+from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.eager_logits import EagerLogits, eager_logits
+from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.transformer import Transformer
+from baton.runner.model.weight_plan import is_experts
+from baton.runner.model.weights import LoadedModel
+from baton.runner.self_check import block_count, check_state, check_tokens
+
+_PIECES = (7, 9, 1, 1, 1)
+_CONTEXT = 8
+"""The tokens that another sequence has left in the cache."""
+_NUM_TOKENS = sum(_PIECES)
+
+
+class UnverifiedModel(ConfigError):
+    """A model whose logits on the paged path are not those of transformers."""
+
+
+_FLOAT32_LIMIT = 1e-3
+"""The largest difference in float32 in any row, as a share of the spread of all logits. Rounding gave up to 1e-5."""
+_NOISE_RATIO = 4.0
+"""In fewer bits, how much more than transformers' own logits move with noise those of the median row may differ.
+Rounding gave up to 1.3."""
+_LEAST_LIMIT, _MOST_LIMIT = 0.02, 0.5
+"""The bounds of the limit that follows, as shares of the spread."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersLogits:
+    """What transformers computes of a few tokens with a loaded model, to be compared with the paged path."""
+
+    tokens: tuple[int, ...]
+    logits: EagerLogits | None
+    """None if transformers failed."""
+    failure: str
+    """Why transformers failed; empty if it did not."""
+    dtype: str
+    is_quantized: bool
+    is_mixture: bool
+    """Whether it has experts. Rounding may choose others for a row, so the median row counts in float32, too."""
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> Self:
+        """Compute them; called before parts of the module are replaced, which is as before on return."""
+        config = loaded.config
+        tokens = tuple(check_tokens(min(_NUM_TOKENS, config.max_position_embeddings), config.vocab_size))
+        failure, logits = "", None
+        try:
+            logits = eager_logits(loaded, tokens)
+        # There is no list of what transformers raises.
+        except Exception as error:
+            failure = f"{type(error).__name__}: {_first_line(error)}"
+        is_mixture = any(map(is_experts, loaded.module.modules()))
+        return cls(tokens, logits, failure, loaded.dtype, loaded.weights.is_quantized, is_mixture)
+
+    @contextmanager
+    def blaming_the_architecture(self, architecture: str) -> Iterator[None]:
+        """Raise UnusableWeight as UnsupportedAttention if transformers computes with these weights."""
+        try:
+            yield
+        except UnusableWeight as error:
+            if self.failure or error.__cause__ is None:
+                raise
+            raise UnsupportedAttention(
+                f"transformers computes with its weights, but its architecture ({architecture}) does not fit Baton's "
+                f"products and attention ({type(error.__cause__).__name__}: {_first_line(error.__cause__)})"
+            ) from error
+
+    def why_not_those_of(self, transformer: Transformer) -> str:
+        """Why a model can't be said to compute these logits; empty if its paged path does. Its cache is zeros again."""
+        if self.logits is None:
+            return f"transformers itself fails with it ({self.failure})"
+        count, blocks = len(self.tokens), block_count(transformer, len(self.tokens))
+        if transformer.num_blocks < 1 + 2 * blocks:
+            return "the KV cache is too small for the check against transformers at start"
+        whole, parts = (check_state(name, self.tokens, 1 + place * blocks, blocks) for place, name in enumerate("wp"))
+        behind = check_state("behind", self.tokens, 1, blocks)
+        behind.num_computed_tokens = min(_CONTEXT, count - 1)
+        differences = {
+            "at once": self._difference(transformer, whole, (count,)),
+            "in pieces": self._difference(transformer, parts, _PIECES),
+            "behind a context in the cache": self._difference(transformer, behind, (count,)),
+        }
+        transformer.clear_blocks(1 + 2 * blocks)
+        return next((f"computed {how}, {why}" for how, why in differences.items() if why), "")
+
+    def _difference(self, transformer: Transformer, state: RequestState, pieces: tuple[int, ...]) -> str:
+        first, rows = state.num_computed_tokens, []
+        for piece in pieces:
+            piece = min(piece, len(self.tokens) - state.num_computed_tokens)
+            if piece:
+                share = state.share(piece)
+                batch = flatten([share], transformer.layout, transformer.row_quantum)
+                rows.append(transformer.compute(batch, np.arange(piece)))
+                state.num_computed_tokens = share.stop
+        assert self.logits is not None
+        expected, computed = self.logits.exact[first:], np.concatenate(rows)
+        if expected.shape != computed.shape:
+            return f"its logits are {list(computed.shape)}, and those of transformers {list(expected.shape)}"
+        spread = float(self.logits.exact.std()) or 1.0
+        errors = _row_errors(computed, expected) / spread
+        if self.dtype == "float32" and not self.is_quantized and not transformer.layout.has_scales:
+            limit, found, of = _FLOAT32_LIMIT, float(np.median(errors) if self.is_mixture else errors.max()), "up to"
+        else:
+            moved = float(np.median(_row_errors(self.logits.noisy, self.logits.exact))) / spread
+            limit, found, of = _NOISE_RATIO * moved, float(np.median(errors)), "typically"
+            limit = min(max(limit, _LEAST_LIMIT), _MOST_LIMIT)
+        # Not a number is no number within the limit.
+        if found <= limit:
+            return ""
+        return (
+            f"its logits differ from those of transformers {of} by {found:.2g} of their spread, and rounding explains "
+            f"{limit:.2g} at most"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+def _row_errors(computed: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The root of the mean square difference of each row."""
+    errors: npt.NDArray[np.float32] = np.sqrt(np.square(computed - expected).mean(axis=1))
+    return errors

@@ -1,0 +1,125 @@
+"""At start a model's logits are compared with those of transformers, and one that differs is refused, saying how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.errors import ConfigError
+from baton.runner.loading import load_runner
+from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.random_model import write_random_model
+from baton.runner.verification import UnverifiedModel
+from baton.testing.fake_rank_group import FakeRankGroup
+from tests.support.tiny_models import TINY_MODELS
+
+_SHAPE = {name: value for name, value in TINY_MODELS["llama"].items() if name != "model_type"}
+
+
+def _attention_wrapped(wrap: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Alters llama's attention; `wrap` gets the original one, and all arguments."""
+
+    def alter(monkeypatch: pytest.MonkeyPatch) -> None:
+        from transformers.models.llama import modeling_llama
+
+        original = modeling_llama.LlamaAttention.forward
+
+        def forward(self: Any, **arguments: Any) -> Any:
+            return wrap(original, self, **arguments)
+
+        monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+
+    return alter
+
+
+def _own_mask(original: Any, self: Any, **arguments: Any) -> Any:
+    rows = arguments["hidden_states"].shape[1]
+    return original(self, **(arguments | {"attention_mask": torch.zeros(rows, rows)}))
+
+
+def _second_call(original: Any, self: Any, **arguments: Any) -> Any:
+    first, scores = original(self, **arguments)
+    second, _ = original(self, **(arguments | {"hidden_states": 2 * arguments["hidden_states"]}))
+    return first - 0.5 * second, scores
+
+
+def _unknown_keyword(original: Any, self: Any, **arguments: Any) -> Any:
+    return original(self, **(arguments | {"sparsity": 0.5}))
+
+
+def _scores_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(original: Any, self: Any, **arguments: Any) -> Any:
+        out, scores = original(self, **arguments)
+        return (out if scores is None else out + scores[:, 0].amax(dim=-1, keepdim=True)), scores
+
+    _attention_wrapped(changed)(monkeypatch)
+
+
+def _shared_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer adds a column of its MLP's weight, which is there only until it is packed."""
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.LlamaDecoderLayer.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor, **arguments: Any) -> Any:
+        down = getattr(self.mlp, "down_proj", None)
+        weight = getattr(down, "weight", None)
+        added = 0.0 if weight is None else weight[:, 0]
+        return original(self, hidden_states + added, **arguments)
+
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", forward)
+
+
+WRONG: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], type[ConfigError], str]] = {
+    "doge": ("doge", lambda _: None, UnsupportedAttention, "a mask that the model makes itself"),
+    "diffllama": ("diffllama", lambda _: None, UnsupportedAttention, "computes attention twice in a step"),
+    "own mask": ("llama", _attention_wrapped(_own_mask), UnsupportedAttention, "a mask that the model makes itself"),
+    "second call": ("llama", _attention_wrapped(_second_call), UnsupportedAttention, "attention twice in a step"),
+    "unknown keyword": ("llama", _attention_wrapped(_unknown_keyword), UnsupportedAttention, "with sparsity,"),
+    "scores used": ("llama", _scores_used, UnverifiedModel, "differ from those of transformers up to"),
+    "shared parameter": ("llama", _shared_parameter, UnverifiedModel, "differ from those of transformers up to"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_model_that_would_be_computed_wrongly_is_refused_by_what_is_wrong(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, alter, kind, reason = WRONG[name]
+    write_random_model(tmp_path, {**_SHAPE, "num_hidden_layers": 2, "model_type": model_type}, seed=1)
+    alter(monkeypatch)
+    with pytest.raises(kind, match=re.escape(reason)):
+        load_runner(tmp_path, dtype="float32", num_blocks=16)
+
+
+def test_an_unverified_model_is_served_on_demand_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], seed=1)
+    _shared_parameter(monkeypatch)
+    model = load_runner(tmp_path, dtype="float32", num_blocks=16, allow_unverified=True).model
+    assert (model.is_verified, model.bit_exact) == (False, True)
+    assert "computed at once, its logits differ" in model.why_unverified
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "bfloat16", "cache_dtype": "int8"}])
+def test_a_model_that_is_computed_rightly_is_verified(
+    architecture: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    write_random_model(tmp_path, TINY_MODELS[architecture], seed=1)
+    assert load_runner(tmp_path, num_blocks=16, **settings).model.is_verified
+
+
+@pytest.mark.parametrize("divided", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_a_divided_model_with_quantised_experts_is_verified(divided: dict[str, Any], tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["gpt_oss"], seed=1)
+    settings: dict[str, Any] = {"dtype": "float32", "quantization": "int4", "start_ranks": FakeRankGroup}
+    runner = load_runner(tmp_path, num_blocks=16, **settings, **divided)
+    try:
+        assert runner.model.is_verified
+    finally:
+        runner.close()

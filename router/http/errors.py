@@ -87,11 +87,14 @@ def kind_of(error: BatonError) -> Kind:
 
 def error_of(error: BatonError) -> dict[str, str | None]:
     """OpenAI's error object: its message, type, param and code."""
-    kind = kind_of(error)
+    kind, message = kind_of(error), str(error)
+    if isinstance(error, ContextLengthExceeded):
+        # The text of an error of OpenAI's client is this message alone, and LangChain looks for the code there.
+        message = f"{message} ({kind.code})"
     param = error.field if isinstance(error, InvalidRequest) else None
     if isinstance(error, HttpError):
         param = error.param
-    return {"message": str(error), "type": kind.type, "param": param, "code": kind.code}
+    return {"message": message, "type": kind.type, "param": param, "code": kind.code}
 
 
 def error_body(error: BatonError) -> bytes:

@@ -43,7 +43,8 @@ def _rope_dictionaries(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]
 def _stretched(rope: Mapping[str, Any]) -> float:
     """The context that a YaRN makes; 0 for another dictionary, or numbers that are refused elsewhere."""
     kind = rope.get("rope_type", rope.get("type"))
-    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    original: Any = rope.get("original_max_position_embeddings")
+    factor: Any = rope.get("factor")
     if kind != "yarn" or not (_is_number(original) and _is_number(factor)):
         return 0.0
     return float(original) * float(factor)

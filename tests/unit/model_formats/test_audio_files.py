@@ -182,7 +182,10 @@ def test_windows_stop_where_it_is_quiet() -> None:
 
 @pytest.mark.parametrize("noise", [0, 100])
 def test_windows_stop_in_the_longest_pause_not_between_two_words(noise: int) -> None:
-    word, gap = np.tile(np.int16([8000, -8000]), AUDIO_RATE // 8), np.zeros(AUDIO_RATE // 16, dtype=np.int16)
+    word, gap = (
+        np.tile(np.array([8000, -8000], dtype=np.int16), AUDIO_RATE // 8),
+        np.zeros(AUDIO_RATE // 16, dtype=np.int16),
+    )
     samples = np.tile(np.concatenate([word, gap]), 130)[: 36 * AUDIO_RATE]
     samples[26 * AUDIO_RATE : 27 * AUDIO_RATE] = 0
     samples += np.random.default_rng(1).normal(0, noise, len(samples)).astype(np.int16)

@@ -167,7 +167,7 @@ def test_ends_of_turns_are_known_by_their_names_whatever_their_kind_is(tmp_path:
     named, known, eot = tokens.index("<|endoftext|>"), tokens.index("<|im_end|>"), tokens.index("[UNUSED3]")
     kinds = [kind if place == known else found for place, found in enumerate(metadata["tokenizer.ggml.token_type"])]
     keys = {"token_type": kinds, "eos_token_id": named, "eot_token_id": eot}
-    directory = directory_of(tmp_path, metadata | {f"tokenizer.ggml.{key}": value for key, value in keys.items()})
+    directory = directory_of(tmp_path, {**metadata, **{f"tokenizer.ggml.{key}": value for key, value in keys.items()}})
     assert read_end_tokens(directory, {}) == {named, known, eot}
     tokenizer = Tokenizer.load(directory)
     assert tokenizer.encode("a<|im_end|>") == [tokens.index("a"), known]

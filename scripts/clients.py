@@ -3,7 +3,7 @@
 Each client has a program in scripts/real_clients, which uses it as its users do, prints a line `works: ...` for each
 thing that does, and fails at the first that does not. It gets the router's address, the model's name and the model's
 directory in BATON_URL, BATON_MODEL and BATON_MODEL_DIR. Every client is installed into an environment of its own in
-build/clients. With --write the results become the table of docs/clients.md.
+build/clients. With --write the results become rows of the table of docs/clients.md.
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ CLIENTS = (
     Client("openai-python", "openai_python.py", ("openai==3.54.0",)),
     Client("anthropic", "anthropic_python.py", ("anthropic==2.14.0",)),
     Client("litellm", "litellm_python.py", ("litellm==1.110.2",)),
-    Client("langchain-openai", "langchain_openai_python.py", ("langchain-openai==1.7.4",)),
+    Client("langchain-openai", "langchain_openai_python.py", ("langchain-openai==1.7.4", "langchain==1.5.2")),
+    Client("pydantic-ai", "pydantic_ai_python.py", ("pydantic-ai-slim[anthropic,openai]==2.68.0",)),
+    Client("openai-agents", "openai_agents_python.py", ("openai-agents==0.24.0",)),
+    Client("smolagents", "smolagents_python.py", ("smolagents[openai]==1.26.0",)),
+    Client("crewai", "crewai_python.py", ("crewai==1.15.30",)),
     Client("instructor", "instructor_python.py", ("instructor==1.17.0",)),
     Client(
         "ai-sdk",
@@ -118,8 +122,8 @@ def main() -> int:
             results.append(Result(client, (), failed) if failed else _run(client, served))
             _print(results[-1])
     if options.write:
-        table = _table(results, options.model)
-        PAGE.write_text(rendered(PAGE.read_text(), "clients", {"results": table}))
+        page = PAGE.read_text()
+        PAGE.write_text(rendered(page, "clients", {"results": _table(results, options.model, page)}))
     return int(any(result.failed for result in results))
 
 
@@ -233,13 +237,17 @@ def _print(result: Result) -> None:
         print(f"{result.client.name}: FAILED: {result.failed}", flush=True)
 
 
-def _table(results: Sequence[Result], model: str) -> str:
-    rows = [f"{datetime.now(UTC):%Y-%m-%d}, `scripts/clients --model {model}`:\n", "| client | version | what works |"]
-    rows.append("|---|---|---|")
+def _table(results: Sequence[Result], model: str, page: str) -> str:
+    """The table of all clients. Those that were not run now keep their rows on the page."""
+    rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| ")}
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
     for result in results:
         lines = [*result.worked, *([f"**failed:** {result.failed}"] if result.failed else [])]
-        rows.append(f"| {result.client.name} | {', '.join(result.client.packages)} | {'; '.join(lines)} |")
-    return "\n".join(rows) + "\n"
+        cells = (result.client.name, ", ".join(result.client.packages), today, "; ".join(lines))
+        rows[result.client.name] = f"| {' | '.join(cells)} |"
+    kept = [rows[client.name] for client in CLIENTS if client.name in rows]
+    head = [f"`scripts/clients --model {model}`:\n", "| client | version | date | what works |", "|---|---|---|---|"]
+    return "\n".join([*head, *kept]) + "\n"
 
 
 def _note(text: str) -> None:

@@ -1,4 +1,4 @@
-"""instructor, which turns answers into pydantic models, in its mode for JSON schemas."""
+"""instructor, which turns answers into pydantic models, with a tool's arguments and with formats of the text."""
 
 import os
 
@@ -14,15 +14,16 @@ class City(BaseModel):
     country: str
 
 
-client = instructor.from_openai(
-    openai.OpenAI(base_url=f"{os.environ['BATON_URL']}/v1", api_key="any"), mode=instructor.Mode.JSON_SCHEMA
-)
-city = client.chat.completions.create(
-    model=os.environ["BATON_MODEL"],
-    messages=[{"role": "user", "content": "What is the capital of France?"}],
-    response_model=City,
-    max_tokens=80,
-    temperature=0,
-)
-assert isinstance(city, City)
-print("works: a pydantic model as the answer (Mode.JSON_SCHEMA)")
+for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS, instructor.Mode.RESPONSES_TOOLS):
+    client = instructor.from_openai(openai.OpenAI(base_url=f"{os.environ['BATON_URL']}/v1", api_key="any"), mode=mode)
+    bound = "max_output_tokens" if mode is instructor.Mode.RESPONSES_TOOLS else "max_tokens"
+    city = client.chat.completions.create(
+        model=os.environ["BATON_MODEL"],
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        response_model=City,
+        temperature=0,
+        max_retries=0,
+        **{bound: 80},
+    )
+    assert isinstance(city, City)
+    print(f"works: a pydantic model as the answer (Mode.{mode.name})")

@@ -1,7 +1,11 @@
-"""LangChain's ChatOpenAI: invoke, stream, batch, a structured answer."""
+"""LangChain's ChatOpenAI: invoke, stream, batch, structured answers, an agent with a tool, and a text too long."""
 
 import os
 
+from langchain.agents import create_agent
+from langchain.agents.middleware import wrap_model_call
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.messages import ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
@@ -29,6 +33,34 @@ assert streamed == whole.content
 print("works: invoke and stream, equal")
 assert len(chat.batch(["Name a colour.", "Name a fruit.", "Name a city."])) == 3
 print("works: batch")
-city = chat.with_structured_output(City, method="json_schema").invoke("What is the capital of France?")
-assert isinstance(city, City)
-print("works: with_structured_output (json_schema)")
+for method in ("json_schema", "function_calling"):
+    city = chat.with_structured_output(City, method=method).invoke("What is the capital of France?")
+    assert isinstance(city, City)
+print("works: with_structured_output (json_schema, function_calling)")
+
+
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"sunny in {city}, 21 degrees"
+
+
+@wrap_model_call
+def first_call_demanded(request, handler):
+    """The first request of a run has to call the tool."""
+    done = any(isinstance(message, ToolMessage) for message in request.messages)
+    return handler(request if done else request.override(tool_choice="weather"))
+
+
+question = {"messages": [("human", "What is the weather in Paris?")]}
+for api in ("chats", "responses"):
+    model = chat.model_copy(update={"use_responses_api": api == "responses"})
+    agent = create_agent(model, [weather], middleware=[first_call_demanded])
+    kinds = [message.type for message in agent.invoke(question)["messages"]]
+    assert kinds[:4] == ["human", "ai", "tool", "ai"], kinds
+    streamed = list(agent.stream(question, stream_mode="messages"))
+    assert any(isinstance(message, ToolMessage) for message, _ in streamed)
+    print(f"works: create_agent, a tool's whole round over {api}, whole and streamed")
+    try:
+        model.invoke("word " * 10_000)
+    except ContextOverflowError:
+        print(f"works: a prompt that is too long is ContextOverflowError over {api}")

@@ -1,4 +1,4 @@
-"""LiteLLM as a library, with its providers for OpenAI-compatible servers and for vLLM."""
+"""LiteLLM as a library, with its providers for OpenAI-compatible servers, for vLLM and for Anthropic."""
 
 import os
 
@@ -20,3 +20,12 @@ anthropic = litellm.completion(
 )
 assert anthropic.choices[0].message.content
 print("works: completion through anthropic/")
+
+for provider, base in (("openai", URL), ("hosted_vllm", URL), ("anthropic", os.environ["BATON_URL"])):
+    too_long = [{"role": "user", "content": "word " * 10_000}]
+    try:
+        litellm.completion(
+            model=f"{provider}/{MODEL}", api_base=base, api_key="any", messages=too_long, max_tokens=20, num_retries=0
+        )
+    except litellm.ContextWindowExceededError:
+        print(f"works: a prompt that is too long is ContextWindowExceededError through {provider}/")

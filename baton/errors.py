@@ -89,9 +89,12 @@ class ContextLengthExceeded(InvalidRequest):
     def __init__(self, field: str, reason: str, num_tokens: int = 0, longest: int = 0, context: int = 0) -> None:
         """`num_tokens` are asked for, `longest` possible. `context`: the tokens that the model takes in all.
 
-        The last sentence of the reason is OpenAI's: by its words agents see that they have to shorten a conversation.
+        OpenAI's sentence is added to the reason: by its words agents see that they have to shorten a conversation.
+        Without `longest` the reason is whole, as another process has sent it.
         """
-        super().__init__(field, f"{reason}. This model's maximum context length is {context or longest} tokens.")
+        if longest:
+            reason = f"{reason}. This model's maximum context length is {context or longest} tokens."
+        super().__init__(field, reason)
         self.num_tokens = num_tokens
         self.longest = longest
 

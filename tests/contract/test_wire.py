@@ -250,7 +250,7 @@ async def test_fields_beyond_their_bounds_are_refused_by_name_before_the_handler
         ("Generate", pb.GenerateRequest(text="x" * 100_000).SerializeToString() + unknown_field, "2047"),
         ("Resume", pb.ResumeRequest(next_token_index=[0] * 129).SerializeToString(), "next_token_index"),
         ("Detokenize", pb.DetokenizeRequest(token_ids=[1] * 262_145).SerializeToString(), "token_ids"),
-        ("Embed", pb.EmbedRequest(inputs=[pb.EmbedInput()] * 257).SerializeToString(), "inputs"),
+        ("Embed", pb.EmbedRequest(inputs=[pb.EmbedInput()] * 2049).SerializeToString(), "inputs"),
         (
             "Embed",
             pb.EmbedRequest(inputs=[pb.EmbedInput(token_ids=pb.TokenIds(ids=[1] * 262_145))]).SerializeToString(),

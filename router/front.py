@@ -28,7 +28,7 @@ from router.flight.text_stream import TextCodec
 from router.flight.timeline import timeline
 from router.operations.explained import explained
 from router.operations.request_rows import ended_rows, running_rows
-from router.placement.placement import may_serve
+from router.placement.placement import may_serve, note_of_left_out
 from router.placement.view import ClusterView
 
 T = TypeVar("T")
@@ -216,7 +216,11 @@ class OperatorHandler:
         if why:
             return "unavailable", why
         roles = {candidate.node.role for candidate in may_serve(candidates, None)}
-        notes = [f"no {role.value} node is up" for role in (Role.PREFILL, Role.DECODE) if role not in roles]
+        notes = [
+            f"no {role.value} node is up{note_of_left_out(candidates, role)}"
+            for role in (Role.PREFILL, Role.DECODE)
+            if role not in roles
+        ]
         if cordoned := self._view.cordoned:
             notes.append(f"cordoned: {', '.join(cordoned)}")
         if not self._membership.healthy:

@@ -119,7 +119,7 @@ class RouterProcess:
         self._membership = membership
         self._asks = asks
         self._timers = LoopTimers()
-        self._view = ClusterView()
+        self._view = ClusterView(self._timers.monotonic, needs_pairs=placement_settings(config).require_disaggregation)
         incarnation = new_incarnation(config.router_id, rng)
         tls = config.tls.live() if config.tls is not None else None
         keys = KeyRing(config.api_keys) if config.api_keys is not None else None

@@ -16,7 +16,7 @@ from router.admission.admission import NO_TARGETS, AdmissionQueue, Ticket
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import AttemptCause, GiveUp, Place
 from router.limits import DispatchLimits
-from router.placement.placement import Candidate, Placement, may_serve, size_of
+from router.placement.placement import Candidate, Placement, size_of
 from router.placement.placer import Choice, Placer, demand_of
 from router.placement.view import ClusterView
 from router.timers import Timers
@@ -111,8 +111,7 @@ class WaitingRoom:
         as any other does.
         """
         model, needs = active.request.model, active.request.needs
-        nodes = [one.node for one in may_serve(self._view.candidates(), None) if one.node.model == model]
-        if place.is_retry or not nodes or any(needs <= node.can for node in nodes):
+        if place.is_retry or not (abilities := self._view.abilities(model)) or any(needs <= can for can in abilities):
             return
         sizes = [size for size in self._view.sizes(self._timers.monotonic()) if size.model == model]
         if not any(needs <= size.can for size in sizes):

@@ -158,6 +158,8 @@ class Collected:
     """Why each sequence ended, and by which stop token or string."""
     finished: Finished
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    fingerprint: str = ""
+    """`ModelCard.fingerprint` while it was made; empty: there is none, or it changed meanwhile."""
 
     async def choice(
         self,

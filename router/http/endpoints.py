@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.background import gather_all
 from baton.clock import Clock
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, VersionGone
 from baton.messages.adapters import AdapterSource
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
@@ -240,8 +240,24 @@ class Endpoint(Generic[P]):
         await client.answer(200, headers, await self._whole_answer(parsed, answers))
 
     async def _collect(self, request: GenerateRequest, parsed: P) -> Collected:
-        async with aclosing(self._handler.generate(request, parsed.timeout_s)) as events:
-            return await collect(await accepted_of(events), events, parsed.num_sequences)
+        """Collect the answer to one prompt.
+
+        If the nodes of the version that began it are gone, it begins anew, once, at any version: its client has none of
+        the tokens.
+        """
+        started, seed = self._clock.monotonic(), request.seed
+        try:
+            async with aclosing(self._handler.generate(request, parsed.timeout_s)) as events:
+                fingerprint, accepted = self._model.card.fingerprint, await accepted_of(events)
+                seed = accepted.seed
+                answer = await collect(accepted, events, parsed.num_sequences)
+        except VersionGone:
+            waited_s = self._clock.monotonic() - started
+            left_s = None if parsed.timeout_s is None else max(0.001, parsed.timeout_s - waited_s)
+            async with aclosing(self._handler.generate(replace(request, seed=seed), left_s)) as events:
+                fingerprint, accepted = self._model.card.fingerprint, await accepted_of(events)
+                answer = await collect(accepted, events, parsed.num_sequences)
+        return replace(answer, fingerprint=fingerprint if fingerprint == self._model.card.fingerprint else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +287,7 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
     can_resume = True
 
     def _writer(self, parsed: OptionsRequest, accepted: Accepted, positions: Sequence[int]) -> StreamWriter:
-        label, texts = self._label(accepted.request_id, parsed), self._texts(parsed)
+        label, texts = self._label(accepted.request_id, parsed, self._model.card.fingerprint), self._texts(parsed)
         is_new = not any(positions)
         each = parsed.num_sequences
         given = enumerate(parsed.prompts if parsed.options.token_ids and is_new else ())
@@ -289,7 +305,8 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
 
     async def _whole_answer(self, parsed: OptionsRequest, answers: Sequence[Collected]) -> bytes:
         prompts = parsed.prompts if parsed.options.token_ids else ()
-        label = self._label(parsed.request_id, parsed)
+        fingerprints = {answer.fingerprint for answer in answers}
+        label = self._label(parsed.request_id, parsed, fingerprints.pop() if len(fingerprints) == 1 else "")
         parsing, texts = parsed.parsing, self._texts(parsed)
         parser = partial(parsing.sequence, parsed.request_id) if parsing.is_needed else None
         return await whole_answer(
@@ -301,10 +318,10 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
         spelling = as_token_id if parsed.options.tokens_as_ids else model.spelling
         return TokenTexts(spelling, model.spelling, model.detokenizer)
 
-    def _label(self, request_id: str, parsed: OptionsRequest) -> Label:
+    def _label(self, request_id: str, parsed: OptionsRequest, fingerprint: str) -> Label:
         card, model = self._model.card, parsed.requests[0].model
         name = self.answer_format.id_prefix + request_id
-        return Label(name, model or card.name, int(self._clock.wall()), card.fingerprint or None)
+        return Label(name, model or card.name, int(self._clock.wall()), fingerprint or None)
 
     def _prompt_of(self, prompt: str | Sequence[int], body: GenerationBody, card: ModelCard) -> str | Sequence[int]:
         """The prompt as the core gets it: token ids where more than its text is needed here."""

@@ -24,7 +24,7 @@ from baton.registry import DesiredChange, DesiredState, Membership
 from baton.registry.desired import cordon, set_role, uncordon
 from router.operations.cluster_changes import ClusterSnapshot, NodeSnapshot, cluster_changes
 from router.operations.event_ring import EventRing
-from router.placement.placement import may_serve
+from router.placement.placement import Candidate, may_serve, note_of_left_out
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
 from router.timers import Timers, sleep_until
@@ -253,12 +253,11 @@ class Steering:
         candidates = self._view.candidates()
         if why := self._placer.why_not_ready(candidates, self._model_name):
             return f"nothing is served from now on: {why}"
-        return _missing({candidate.node.role for candidate in may_serve(candidates, None)})
+        return _missing({candidate.node.role for candidate in may_serve(candidates, None)}, candidates)
 
     def _why_serves_less_without(self, name: str, role: str) -> str:
-        candidates = may_serve(self._view.candidates(), None)
-        roles = {candidate.node.role for candidate in candidates if candidate.node.node_id != name}
-        return _missing(roles | {Role(role)})
+        candidates = [candidate for candidate in self._view.candidates() if candidate.node.node_id != name]
+        return _missing({candidate.node.role for candidate in may_serve(candidates, None)} | {Role(role)}, candidates)
 
     def _ask_for_roles(self) -> None:
         nodes = self._view.descriptions()
@@ -358,10 +357,10 @@ def _progress(status: NodeStatus | None, *, is_settled: bool, stopping: str, giv
     )
 
 
-def _missing(roles: set[Role]) -> str:
+def _missing(roles: set[Role], candidates: Sequence[Candidate]) -> str:
     for role in (Role.PREFILL, Role.DECODE):
         if role not in roles:
-            return f"no {role.value} node is left for new requests"
+            return f"no {role.value} node is left for new requests{note_of_left_out(candidates, role)}"
     return ""
 
 

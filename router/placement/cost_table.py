@@ -67,6 +67,8 @@ class CostTable:
         """The chunk of all nodes, if it is the same; else None."""
         self._sizes: dict[NodeSize, int] = {}
         self._kinds: dict[KVFormat, int] = {}
+        self._versions: dict[str, int] = {}
+        """The number of each `NodeDescription.bits` in `_version`."""
         self._fits = np.ones((0, 0), np.bool_)
         """Which kinds fit each other."""
         self._all_fit = True
@@ -81,6 +83,7 @@ class CostTable:
         self._chunk, self._order = np.ones(count, np.int64), np.zeros(count, np.int64)
         self._rank, self._kind, self._size = (np.zeros(count, np.int64) for _ in range(3))
         self._full, self._left_out = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        self._version = np.zeros(count, np.int64)
 
     # --- keeping the rows up to date ---
 
@@ -114,11 +117,12 @@ class CostTable:
         self._make_columns(len(candidates))
         self._row_of = {candidate.node.incarnation: row for row, candidate in enumerate(candidates)}
         self._num_prefills = sum(candidate.node.role is Role.PREFILL for candidate in candidates)
-        self._sizes, self._kinds, self._rows_of_name = {}, {}, {}
+        self._sizes, self._kinds, self._versions, self._rows_of_name = {}, {}, {}, {}
         for row, candidate in enumerate(candidates):
             node = candidate.node
             self._size[row] = self._sizes.setdefault(size_of(node), len(self._sizes))
             self._kind[row] = self._kinds.setdefault(KVFormat.of(node), len(self._kinds))
+            self._version[row] = self._versions.setdefault(node.bits, len(self._versions))
             self._chunk[row] = chunk_of(node)
             self._rows_of_name.setdefault(node.node_id, []).append(row)
         self._fits = fitting_kinds([*self._kinds])
@@ -188,6 +192,10 @@ class CostTable:
         if demand.adapter:
             has_adapter = np.array([demand.adapter in one.adapters for one in self._of_row], np.bool_)
             able = has_adapter if able is None else able & has_adapter
+        if demand.origin is not None and (only := demand.origin.incarnation):
+            exclude = exclude - {only}
+            if able is not None and not able[self._rows_with([only])].any():
+                able = np.zeros(len(self._of_row), np.bool_)
         excluded = self._rows_with(exclude)
         if excluded:
             left = self._without(excluded, able)
@@ -197,7 +205,13 @@ class CostTable:
     def _may_serve(self, origin: Origin | None) -> RowMask:
         """The rows that `placement.may_serve` allows."""
         if origin is not None:
-            return np.array([origin.allows(one.node) for one in self._of_row], np.bool_)
+            able: Bools = self._version == self._versions.get(origin.bits, -1)
+            if origin.incarnation:
+                rows = [row for row in self._rows_with([origin.incarnation]) if able[row]]
+                has_decode = any(row >= self._num_prefills for row in rows)
+                able[self._num_prefills if has_decode else 0 :] = False
+                able[rows] = True
+            return able
         return ~self._left_out if self._left_out.any() else None
 
     def _unless_all_of_a_role(self, left: Bools, able: RowMask) -> Bools:

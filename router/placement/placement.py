@@ -65,7 +65,8 @@ class Origin:
     """Where a stream that has begun came from, which decides the nodes that may continue it.
 
     A token is a function of the request alone only among nodes with equal bits. A node that is not bit-exact promises
-    nothing, so a stream that it began is continued by this node alone.
+    nothing, so a stream that it began is decoded by this node alone. Any prefill node with its bits may compute the
+    prompt for it, as it did for the first tokens.
     """
 
     bits: str
@@ -79,7 +80,7 @@ class Origin:
         return cls(node.bits, "" if node.bit_exact else node.incarnation)
 
     def allows(self, node: NodeDescription) -> bool:
-        """Whether this node may continue the stream."""
+        """Whether this node may decode the rest of the stream."""
         return node.bits == self.bits and self.incarnation in ("", node.incarnation)
 
     @property
@@ -208,6 +209,9 @@ def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[
         if demand.needs <= n.can and (n.takes_pooling or not demand.pools)
         if not demand.adapter or demand.adapter in c.adapters
     ]
+    if demand.origin is not None and (only := demand.origin.incarnation):
+        exclude = exclude - {only}
+        able = able if any(c.node.incarnation == only for c in able) else []
     if able:
         return [c for c in able if c.node.incarnation not in exclude] or able if exclude else able
     if demand.origin is not None and not candidates:
@@ -227,7 +231,10 @@ def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[
 def may_serve(candidates: Sequence[Candidate], origin: Origin | None) -> Sequence[Candidate]:
     """The nodes that may serve a new request (None), or continue a stream of this origin."""
     if origin is not None:
-        return [c for c in candidates if origin.allows(c.node)]
+        decoding = [c for c in candidates if origin.allows(c.node)]
+        if not origin.incarnation or not any(c.node.role is Role.DECODE for c in decoding):
+            return decoding
+        return [c for c in candidates if c.node.role is Role.PREFILL and c.node.bits == origin.bits] + decoding
     served_by = [c for c in candidates if not c.is_left_out]
     return candidates if len(served_by) == len(candidates) else served_by
 
@@ -294,4 +301,12 @@ def why_alone(
     missing = Role.PREFILL if decodes else Role.DECODE
     failed = sum(1 for c in candidates if c.node.role is missing and c.node.incarnation in exclude)
     note = f" ({failed} failed this request)" if failed else ""
-    return f"no {missing.value} node is left{note}"
+    return f"no {missing.value} node is left{note_of_left_out(candidates, missing)}{note}"
+
+
+def note_of_left_out(candidates: Sequence[Candidate], role: Role) -> str:
+    """Which nodes of a role that has none for new requests are up all the same, to follow this; empty: none."""
+    names = [c.node.node_id for c in candidates if c.is_left_out and c.node.role is role]
+    if not names:
+        return ""
+    return f" but {names[0]}, which is Incompatible" if len(names) == 1 else f" but {len(names)} that are Incompatible"

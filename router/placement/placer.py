@@ -255,7 +255,8 @@ class Placer:
         """Why no request to this model could be served now, however small; empty if one could."""
         if not candidates:
             return "no node can serve"
-        can = frozenset[Capability]().union(*(one.node.can for one in candidates if one.node.model == model))
+        nodes = [one.node for one in may_serve(candidates, None) if one.node.model == model]
+        can = frozenset[Capability]().union(*(node.can for node in nodes))
         try:
             if Capability.TRANSCRIBE in can:
                 self._check_kind(choose(candidates, Demand(model, 1, 1, needs=TRANSCRIBES)))

@@ -1,16 +1,19 @@
 """Which nodes get new requests, where nodes of one model's name would not all give the same tokens. Pure.
 
 Nodes are of one version if they compute the same bits (`NodeDescription.bits`): weights, dtype, kernels, and whether
-they are bit-exact. New requests go to one version alone, so that equal requests get equal answers. It is the one that
-can serve as a pair of nodes, of these the one with the most nodes, and of equally many the one whose first node was
-started before the others'. So a new version takes over when it has more nodes than the old one, and streams that the
-old one began go on at its nodes. Within that version, nodes that can exchange KV with none of the other role get no new
-requests either while a pair is left.
+they are bit-exact. New requests go to one version alone, so that equal requests get equal answers. It is the one with
+most nodes, of equally large ones one that can serve as a pair of nodes, and of these the one whose first node was
+started before the others'. (Where requests are served by pairs alone, having one comes first.) So a new version takes
+over when it has more nodes than the old one, and streams that the old one began go on at its nodes. It takes over once
+it has ranked first for `PASSES_OVER_AFTER_S` without interruption, so that a short loss of nodes changes nothing; at
+once if the old one can serve nothing any more. Within that version, nodes that can exchange KV with none of the other
+role get no new requests either while a pair is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,6 +21,9 @@ from baton.messages.kv_format import KVFormat
 from baton.messages.node import NodeDescription, Role
 from router.placement.placement import disagreement
 
+PASSES_OVER_AFTER_S = 10.0
+"""For so long another version must rank before the one that serves until new requests pass over to it: longer than a
+connection takes to come back, and short beside the start of a node."""
 _DECIDE_BITS = ("model_fingerprint", "dtype", "numerics", "bit_exact")
 
 
@@ -29,31 +35,89 @@ class Registered(NamedTuple):
     """`NodeRecord.start_number`, so that all routers agree and no clocks are compared. An older version has 0."""
 
 
-def left_out(nodes: Sequence[Registered]) -> Mapping[str, str]:
-    """Why nodes get no new requests, by incarnation. `nodes`: all that take work; those that get them are missing."""
+class Serving(NamedTuple):
+    """The version of a model that gets new requests. Seconds on the router's clock."""
+
+    bits: str
+    settles_at: float
+    """Until then it is the version that ranks first at each moment, since the nodes are still coming: they do so one by
+    one when a router has started, and when a version that was gone comes back."""
+    challenger: str = ""
+    """The bits of the version that ranks before it; empty: none does."""
+    passes_at: float = math.inf
+    """When new requests pass over to the challenger, if it ranks first until then."""
+
+
+def serving_versions(
+    nodes: Sequence[Registered], before: Mapping[str, Serving], now: float, *, needs_pairs: bool = False
+) -> Mapping[str, Serving]:
+    """The version of each model that gets new requests, by the model's name.
+
+    `nodes`: all that take work. `before`: what this returned last. `needs_pairs`: requests are served by pairs alone.
+    """
+    return {
+        model: _serving(_versions(same_model), before.get(model), now, needs_pairs)
+        for model, same_model in _models(nodes)
+    }
+
+
+def left_out(nodes: Sequence[Registered], serving: Mapping[str, Serving]) -> Mapping[str, str]:
+    """Why nodes get no new requests, by incarnation. `nodes`: all that take work; those that get them are missing.
+
+    `serving`: what `serving_versions` has returned for these nodes.
+    """
     reasons: dict[str, str] = {}
-    for _, same_model in groupby(sorted(nodes, key=_name_of_model), key=_name_of_model):
-        reasons |= _left_out_of_model([*same_model])
+    for model, same_model in _models(nodes):
+        versions = _versions(same_model)
+        first = [one.node for one in versions.pop(serving[model].bits)]
+        reasons |= {one.node.incarnation: _other_bits(one.node, first) for other in versions.values() for one in other}
+        reasons |= _without_partner(first)
     return reasons
+
+
+def _models(nodes: Sequence[Registered]) -> Iterator[tuple[str, Sequence[Registered]]]:
+    """Each model's name and its nodes."""
+    for model, same_model in groupby(sorted(nodes, key=_name_of_model), key=_name_of_model):
+        yield model, [*same_model]
 
 
 def _name_of_model(one: Registered) -> str:
     return one.node.model
 
 
-def _left_out_of_model(nodes: Sequence[Registered]) -> Mapping[str, str]:
+def _versions(nodes: Sequence[Registered]) -> dict[str, list[Registered]]:
+    """The nodes of each version of a model, by their bits."""
     versions: dict[str, list[Registered]] = {}
     for one in nodes:
         versions.setdefault(one.node.bits, []).append(one)
-    serving = [one.node for one in max(versions.values(), key=_rank)]
-    others = [one.node for one in nodes if one.node.bits != serving[0].bits]
-    return {**{node.incarnation: _other_bits(node, serving) for node in others}, **_without_partner(serving)}
+    return versions
 
 
-def _rank(version: Sequence[Registered]) -> tuple[bool, int, int, str]:
-    """The key of the version that gets new requests: the largest one."""
+def _serving(
+    versions: Mapping[str, Sequence[Registered]], before: Serving | None, now: float, needs_pairs: bool
+) -> Serving:
+    """The version of a model that serves, of which these are the versions."""
+    if len(versions) == 1 and before is not None and before.bits in versions:
+        return before._replace(challenger="", passes_at=math.inf)
+    ranks = {bits: _rank(version, needs_pairs) for bits, version in versions.items()}
+    first = max(ranks, key=ranks.__getitem__)
+    can_serve = before is not None and before.bits in ranks and ranks[before.bits][0] == ranks[first][0]
+    if before is None or not can_serve:
+        return Serving(first, now + PASSES_OVER_AFTER_S)
+    if first == before.bits or now < before.settles_at:
+        return Serving(first, before.settles_at)
+    passes_at = before.passes_at if first == before.challenger else now + PASSES_OVER_AFTER_S
+    if now >= passes_at:
+        return Serving(first, before.settles_at)
+    return before._replace(challenger=first, passes_at=passes_at)
+
+
+def _rank(version: Sequence[Registered], needs_pairs: bool) -> tuple[bool, int, bool, int, str]:
+    """The key of the version that ranks first: the largest one. Begins with whether it can serve anything."""
     nodes = [one.node for one in version]
-    return bool(_paired_formats(nodes)), len(nodes), -min(one.start_number for one in version), nodes[0].bits
+    has_pair = bool(_paired_formats(nodes))
+    oldest = min(one.start_number for one in version)
+    return has_pair or not needs_pairs, len(nodes), has_pair, -oldest, nodes[0].bits
 
 
 def _paired_formats(nodes: Sequence[NodeDescription]) -> Set[tuple[Role, KVFormat]]:

@@ -1,4 +1,4 @@
-"""The router's view of the cluster: which nodes are registered and attached, and how busy each is. No I/O, no clock."""
+"""The router's view of the cluster: which nodes are registered and attached, and how busy each is. No I/O."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeAlias, cast
 
 from cachetools import FIFOCache
 
 from baton.engine.sequences.sequence_group import most_at_once
 from baton.messages.adapters import AdapterReport
-from baton.messages.capabilities import in_order
+from baton.messages.capabilities import Capability, in_order
 from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_format import KVFormat
-from baton.messages.node import LoadReport, NodeDescription
+from baton.messages.node import LoadReport, NodeDescription, Role
 from baton.registry import DesiredState, NodeRecord
 from router.admission.admission import is_full
 from router.placement.placement import Candidate, Candidates, Demand, NodeSize, Origin, disagreement, may_serve, size_of
-from router.placement.versions import Registered, left_out
+from router.placement.versions import Registered, Serving, left_out, serving_versions
 
 LOST_SHOWN_S = 60.0
 """How long a lost node is still shown to operators."""
@@ -29,6 +29,10 @@ SIZE_REMEMBERED_S = 600.0
 they are too large: long enough to replace a machine and load a model."""
 _MOST_SIZES = 64
 """How many different sizes of nodes are remembered."""
+
+
+_Partners: TypeAlias = Mapping[str, Mapping[tuple[Role, KVFormat], NodeDescription]]
+"""Of each bits, a node of each role and format of the KV that is attached."""
 
 
 class NodeState(enum.Enum):
@@ -84,7 +88,13 @@ class _Node:
 class ClusterView:
     """All known incarnations of nodes. Its only writer is the router's event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = lambda: 0.0, *, needs_pairs: bool = False) -> None:
+        """`clock`: seconds on the router's clock; without one, the version of most nodes serves at each moment.
+
+        `needs_pairs`: whether requests are served by pairs of nodes alone.
+        """
+        self._clock = clock
+        self._needs_pairs = needs_pairs
         self._nodes: dict[str, _Node] = {}
         self._ordered: dict[str, int] | None = None
         """The place of each incarnation in a stable order; None: to be computed, since nodes came or went."""
@@ -97,8 +107,14 @@ class ClusterView:
         """Why nodes that take work get no new requests, by incarnation."""
         self._is_left_out_known = True
         """False: which nodes take work has changed since."""
+        self._serving: Mapping[str, Serving] = {}
+        """The version of each model that gets new requests."""
+        self._passes_at = math.inf
+        """When new requests pass over to another version of a model, if nothing changes until then."""
         self._served_by: tuple[NodeDescription, ...] | None = None
         """What `served_by` returned last; None: to be found out again."""
+        self._abilities: dict[str, set[frozenset[Capability]]] | None = None
+        """What `abilities` returns for each model; None: to be found out again."""
         self._candidates = Candidates((), None, None)
         """The candidates that `candidates` returned last."""
         self._sizes: FIFOCache[NodeSize, float] = FIFOCache(_MOST_SIZES)
@@ -209,7 +225,22 @@ class ClusterView:
 
     def is_acknowledged(self, digest: str, origin: Origin | None = None) -> bool:
         """Whether a node that gets new requests, or may continue a stream of this origin, acknowledges this adapter."""
-        return any(digest in candidate.adapters for candidate in may_serve(self.candidates(), origin))
+        nodes = may_serve(self.candidates(), origin)
+        return any(digest in one.adapters for one in nodes if origin is None or origin.allows(one.node))
+
+    def abilities(self, model: str) -> Set[frozenset[Capability]]:
+        """What the nodes that get new requests to this model can do, each combination once; empty: there are none."""
+        left_out = self._why_left_out()
+        if self._abilities is None:
+            self._abilities = {}
+            for incarnation, node in self._nodes.items():
+                if (
+                    node.description is not None
+                    and incarnation not in left_out
+                    and self._state(node) is NodeState.READY
+                ):
+                    self._abilities.setdefault(node.description.model, set()).add(node.description.can)
+        return self._abilities.get(model, frozenset())
 
     def awaits_answer(self, digest: str, incarnations: Set[str]) -> bool:
         """Whether one of these nodes is attached and has not said whether it acknowledges this adapter."""
@@ -243,7 +274,7 @@ class ClusterView:
     def _takers_changed(self) -> None:
         """Other nodes take work than before, or nodes with other descriptions."""
         self._is_left_out_known = False
-        self._served_by = None
+        self._served_by = self._abilities = None
 
     def _candidate_changed(self, node: _Node) -> None:
         """The node's candidate has changed, and is made again when it is needed."""
@@ -350,13 +381,19 @@ class ClusterView:
 
     def _why_left_out(self) -> Mapping[str, str]:
         """Why nodes that take work get no new requests, by incarnation."""
+        if self._is_left_out_known and self._passes_at < math.inf and self._clock() >= self._passes_at:
+            self._takers_changed()
+            # Requests that wait for a node may have one now.
+            self._described = None
         if not self._is_left_out_known:
             ready = [node for node in self._nodes.values() if self._state(node) is NodeState.READY]
             is_mixed = len({node.version for node in ready}) > 1
             nodes = [
                 Registered(one.description, one.record.start_number) for one in ready if one.description is not None
             ]
-            before, self._left_out = self._left_out, left_out(nodes) if is_mixed else {}
+            self._serving = serving_versions(nodes, self._serving, self._clock(), needs_pairs=self._needs_pairs)
+            self._passes_at = min((one.passes_at for one in self._serving.values()), default=math.inf)
+            before, self._left_out = self._left_out, left_out(nodes, self._serving) if is_mixed else {}
             self._changed.update(one for one in before.keys() ^ self._left_out.keys() if one in self._nodes)
             self._is_left_out_known = True
         return self._left_out
@@ -389,6 +426,7 @@ class ClusterView:
 
         Of a model without a node that takes work, all attached ones. The same tuple until something changes.
         """
+        self._why_left_out()
         if self._served_by is None or self._described is None:
             served = [one.node for one in self.candidates() if not one.is_left_out]
             models, versions = {node.model for node in served}, {(node.model, node.bits) for node in served}
@@ -406,7 +444,12 @@ class ClusterView:
         """All nodes as operators see them, by name. `wall`: wall-clock time in seconds."""
         self.forget_lost(now)
         nodes = sorted(self._nodes.values(), key=lambda n: (n.record.name, n.record.started_at))
-        return tuple(self._status(node, wall) for node in nodes)
+        partners: dict[str, dict[tuple[Role, KVFormat], NodeDescription]] = {}
+        for node in self._nodes.values():
+            if node.attached and node.description is not None and node.version is not None:
+                _, bits, kv_format = node.version
+                partners.setdefault(bits, {}).setdefault((node.description.role, kv_format), node.description)
+        return tuple(self._status(node, wall, partners) for node in nodes)
 
     @staticmethod
     def _state(node: _Node) -> NodeState:
@@ -418,7 +461,7 @@ class ClusterView:
             return NodeState.STARTING
         return NodeState.SUSPECT if node.registered else NodeState.LOST
 
-    def _status(self, node: _Node, wall: float) -> NodeStatus:
+    def _status(self, node: _Node, wall: float, partners: _Partners) -> NodeStatus:
         record, load = node.record, node.load
         state, why_left_out = self._state(node), self._why_left_out().get(record.incarnation, "")
         if why_left_out:
@@ -440,7 +483,11 @@ class ClusterView:
             free_blocks=load.free_blocks,
             leased_blocks=load.leased_blocks,
             quarantined_blocks=load.quarantined_blocks,
-            detail=node.detail or self._role_change(node) or node.notice or why_left_out or self._limits(node),
+            detail=node.detail
+            or self._role_change(node)
+            or node.notice
+            or why_left_out
+            or self._limits(node, partners),
             bit_exact=record.bit_exact,
             is_verified=record.is_verified,
             cordoned=node.cordoned,
@@ -452,13 +499,13 @@ class ClusterView:
             bits=node.description.bits if node.description is not None else "",
         )
 
-    def _limits(self, node: _Node) -> str:
+    @staticmethod
+    def _limits(node: _Node, partners: _Partners) -> str:
         """What a node that gets new requests can't do, or does not promise."""
         description = node.description
-        if description is None or not node.attached:
+        if description is None or node.version is None or not node.attached:
             return ""
-        same_bits = [other for other in self.descriptions() if other.bits == description.bits]
-        if why_alone := disagreement(description, same_bits):
+        if why_alone := disagreement(description, [*partners[node.version[1]].values()]):
             return why_alone
         return "" if description.bit_exact else "is not bit-exact: a stream that it began goes on at no other node"
 

@@ -23,6 +23,7 @@ from baton.registry import DesiredState
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner, expected_tokens
 from baton.testing.faulty_transfer_backend import Faults
+from router.placement.versions import PASSES_OVER_AFTER_S
 from tests.support.seeds import drawn_seeds, named_seed
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, SimulatedNode, simulated_cluster
 from tests.support.simulated_routers import RoutedCluster
@@ -216,6 +217,8 @@ async def rolling_change(rng: Random, struck: Counter[str]) -> None:
             await made.start(name)
         for name in ROUTERS:
             made.start_router(name)
+        # Routers have seen the old version for so long that they pass over to no other one at once.
+        await asyncio.sleep(PASSES_OVER_AFTER_S + 1.0)
         clients, is_over = Clients(made, rng, struck), False
 
         async def keep_asking(client: int) -> None:

@@ -35,7 +35,7 @@ class SimulatedRouter:
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_gone = False
         incarnation, timers, spec = f"{name}.{run}", LoopTimers(), cluster.limits.spec
-        self.view = ClusterView()
+        self.view = ClusterView(timers.monotonic)
         self.links = NodeLinks(
             lambda address: _Client(cluster, address), name, timers, cluster.rng, router_incarnation=incarnation
         )

@@ -156,6 +156,9 @@ async def test_cordoning_the_last_node_of_a_role_gives_a_warning() -> None:
         assert rig.reasons()[-1] == "ClusterUnavailable"
         await rig.steering.uncordon(["d1", "d2", "p1"])
         assert (await rig.steering.set_role("p1", "decode")).warning == "no prefill node is left for new requests"
+        rig.attach(prefill("p2"), decode("d3", model_fingerprint="other"))
+        warning = await rig.steering.cordon(["d1", "d2"])
+        assert warning == "no decode node is left for new requests but d3, which is Incompatible"
 
 
 async def test_invalid_operations_change_nothing() -> None:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from baton.errors import DeadlineExceeded, Draining, EngineFault, InvalidRequest, QueueFull, RequestNotFound
+from baton.errors import (
+    DeadlineExceeded,
+    Draining,
+    EngineFault,
+    InvalidRequest,
+    QueueFull,
+    RequestNotFound,
+    VersionGone,
+)
 from baton.messages.generation import Chunk, PromptLogprobs, SequenceFinished
 from baton.messages.sampling import TokenLogprobs
 from tests.support.http_client import Exchange
@@ -323,6 +333,37 @@ async def test_an_error_before_the_first_token_is_an_http_status(
     assert (exchange.status, exchange.error["type"]) == (status, kind)
     assert headers.items() <= exchange.headers.items()
     assert exchange.headers["x-request-id"] == "mine"
+
+
+async def test_a_whole_answer_whose_version_is_gone_begins_anew_once() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, PROMPT, {"x-request-timeout-ms": "9000"})
+    first = await rig.next_call()
+    first.tell(chunk(0, "x"))
+    rig.clock.advance(2.0)
+    first.tell(VersionGone("ask again"))
+    second = await rig.next_call()
+    assert first.request is not None
+    assert second.request == replace(first.request, seed=1), "the seed that the router drew"
+    assert second.timeout_s == 7.0
+    second.tell(chunk(0, "cd"), finished())
+    await exchange.end()
+    assert (exchange.status, exchange.json["choices"][0]["text"]) == (200, "cd")
+    again = rig.post(COMPLETIONS, PROMPT)
+    for _ in range(2):
+        (await rig.next_call()).tell(VersionGone("ask again"))
+    await again.end()
+    assert (again.status, again.error["code"]) == (503, "version_gone")
+
+
+async def test_an_answer_during_a_change_of_version_has_no_fingerprint() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, PROMPT)
+    call = await rig.next_call()
+    rig.card = replace(rig.card, fingerprint="fp_other")
+    call.tell(chunk(0, "cd"), finished())
+    await exchange.end()
+    assert exchange.json["system_fingerprint"] is None
 
 
 async def test_an_error_after_the_first_token_is_the_last_event() -> None:

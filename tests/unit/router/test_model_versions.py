@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -10,30 +11,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import NoCapacity
+from baton.messages.capabilities import Capability
 from baton.messages.node import LoadReport, NodeDescription, Role
 from baton.messages.sampling import SamplingDefaults
 from baton.registry import DesiredState
+from baton.testing.fake_clock import FakeClock
 from router.cards import card_of_nodes
 from router.placement.placement import Demand, Origin, choose
 from router.placement.placer import PlacementSettings, Placer, Policy
-from router.placement.versions import Registered, left_out
+from router.placement.versions import PASSES_OVER_AFTER_S, Registered, left_out, serving_versions
 from router.placement.view import ClusterView
 from tests.support.router_parts import MODEL, decode, description, prefill, record_of, request
 
 DEMAND = Demand(MODEL, num_prompt_tokens=10, max_tokens=8)
 
 
-def names_left_out(*nodes: tuple[NodeDescription, int]) -> set[str]:
-    return {incarnation.partition(".")[0] for incarnation in left_out([Registered(*one) for one in nodes])}
+def names_left_out(*nodes: tuple[NodeDescription, int], needs_pairs: bool = False) -> set[str]:
+    registered = [Registered(*one) for one in nodes]
+    serving = serving_versions(registered, {}, 0.0, needs_pairs=needs_pairs)
+    return {incarnation.partition(".")[0] for incarnation in left_out(registered, serving)}
 
 
 def new(node: NodeDescription) -> NodeDescription:
     return replace(node, model_fingerprint="new")
 
 
-def view_of(*nodes: NodeDescription) -> ClusterView:
+def view_of(
+    *nodes: NodeDescription, clock: Callable[[], float] = lambda: 0.0, needs_pairs: bool = False
+) -> ClusterView:
     """A view to which these nodes are attached, which were started one after the other."""
-    view = ClusterView()
+    view = ClusterView(clock, needs_pairs=needs_pairs)
     view.registered([replace(record_of(node), start_number=1 + place) for place, node in enumerate(nodes)])
     for node in nodes:
         view.attached(node, now=0.0)
@@ -62,13 +69,17 @@ def test_a_node_with_other_bits_than_most_gets_no_new_requests_and_is_shown_so(d
     assert choose(view.candidates(), DEMAND).decode.node_id != "d3", "however idle it is"
 
 
-def test_the_version_with_a_pair_and_most_nodes_serves_and_of_equal_ones_the_oldest() -> None:
+def test_the_version_with_most_nodes_serves_and_of_equal_ones_one_with_a_pair_and_the_oldest() -> None:
     p1, d1, p2, d2 = prefill("p1"), decode("d1"), new(prefill("p2")), new(decode("d2"))
     assert names_left_out((p1, 1), (d1, 4), (p2, 2), (d2, 3)) == {"p2", "d2"}
     assert names_left_out((p1, 3), (d1, 4), (p2, 2), (d2, 5)) == {"p1", "d1"}
     assert names_left_out((p1, 1), (d1, 1), (p2, 2), (d2, 3), (new(decode("d3")), 4)) == {"p1", "d1"}
-    # Three nodes without a decode node serve less than a pair.
-    assert names_left_out((p1, 1), (prefill("p3"), 1), (prefill("p4"), 1), (p2, 2), (d2, 3)) == {"p1", "p3", "p4"}
+    assert names_left_out((p1, 1), (prefill("p3"), 1), (p2, 2), (d2, 3)) == {"p1", "p3"}
+    # Many nodes that lack a prefill node serve more than a pair, unless requests are served by pairs alone.
+    many = [(d1, 1), (decode("d3"), 1), (decode("d4"), 1), (p2, 2), (d2, 3)]
+    assert names_left_out(*many) == {"p2", "d2"}
+    assert names_left_out(*many, needs_pairs=True) == {"d1", "d3", "d4"}
+    assert names_left_out((d1, 1), (decode("d3"), 1), (d2, 3), needs_pairs=True) == {"d2"}
     assert names_left_out((p1, 1), (p2, 2)) == {"p2"}
     assert names_left_out((p1, 1), (replace(p2, model="another"), 2)) == set()
 
@@ -99,6 +110,73 @@ def test_the_version_that_serves_changes_as_nodes_are_cordoned_drained_and_repla
     assert {one.node.node_id for one in view.candidates() if one.is_left_out} == {"p2"}, "the older one"
 
 
+def test_a_short_loss_of_nodes_changes_no_version_and_a_lasting_one_does() -> None:
+    p1, d1, d3, p2, d2 = prefill("p1"), decode("d1"), decode("d3"), new(prefill("p2")), new(decode("d2"))
+    clock = FakeClock()
+    view = view_of(p1, d1, d3, p2, d2, clock=clock.monotonic)
+
+    def serving() -> set[str]:
+        # The description tells the card, the candidates tell placement.
+        names = {one.node.node_id for one in view.candidates() if not one.is_left_out}
+        assert names <= {node.node_id for node in view.served_by()}
+        return names
+
+    assert serving() == {"p1", "d1", "d3"}
+    clock.advance(PASSES_OVER_AFTER_S)
+    view.detached("p1.1", "reset", clock.monotonic())
+    view.detached("d1.1", "reset", clock.monotonic())
+    assert serving() == {"d3"}
+    clock.advance(PASSES_OVER_AFTER_S - 1.0)
+    view.attached(d1, clock.monotonic())
+    assert serving() == {"d1", "d3"}
+    view.attached(p1, clock.monotonic())
+    assert serving() == {"p1", "d1", "d3"}
+    # The time begins anew.
+    view.detached("p1.1", "reset", clock.monotonic())
+    view.detached("d1.1", "reset", clock.monotonic())
+    assert serving() == {"d3"}
+    clock.advance(PASSES_OVER_AFTER_S - 1.0)
+    assert serving() == {"d3"}
+    before = view.descriptions()
+    clock.advance(1.0)
+    assert {node.node_id for node in view.served_by()} == {"p2", "d2"}
+    assert serving() == {"p2", "d2"}
+    assert view.descriptions() is not before, "requests that wait for nodes look again"
+    # It is passed over at once while nothing of the version that serves is left; when that is back, at once again.
+    view.detached("p2.1", "reset", clock.monotonic())
+    view.detached("d2.1", "reset", clock.monotonic())
+    assert serving() == {"d3"}
+    for node in (d2, p2):
+        view.attached(node, clock.monotonic())
+    assert serving() == {"p2", "d2"}
+
+
+def test_where_pairs_are_needed_a_version_without_one_gives_way_at_once() -> None:
+    clock = FakeClock()
+    nodes = prefill("p1"), decode("d1"), decode("d3"), new(prefill("p2")), new(decode("d2"))
+    for needs_pairs, names in ((False, {"d1", "d3"}), (True, {"p2", "d2"})):
+        view = view_of(*nodes, clock=clock.monotonic, needs_pairs=needs_pairs)
+        assert len(view.served_by()) == 3
+        clock.advance(PASSES_OVER_AFTER_S)
+        view.detached("p1.1", "reset", clock.monotonic())
+        assert {one.node.node_id for one in view.candidates() if not one.is_left_out} == names
+
+
+def test_what_nodes_that_get_no_new_requests_can_do_makes_no_router_ready() -> None:
+    embeds_only = {"capabilities": frozenset({Capability.EMBED}), "embedding_size": 2}
+    view = view_of(prefill("p1", **embeds_only), prefill("p3", **embeds_only), new(decode("d2")))
+    assert Placer().why_not_ready(view.candidates(), MODEL) == ""
+    assert view.abilities(MODEL) == {frozenset({Capability.EMBED})}
+    view.detached("p1.1", "reset", 0.0)
+    view.detached("p3.1", "reset", 0.0)
+    assert view.abilities(MODEL) == {decode("d2").can}
+
+
+def test_a_node_of_the_missing_role_that_gets_no_new_requests_is_named() -> None:
+    view = view_of(prefill("p1"), prefill("p3"), new(decode("d2")))
+    assert choose(view.candidates(), DEMAND).reason == "no decode node is left but d2, which is Incompatible"
+
+
 def test_a_begun_stream_is_continued_by_nodes_of_its_version_alone_even_if_they_get_no_new_requests() -> None:
     p1, d1, p2, d2, d3 = prefill("p1"), decode("d1"), new(prefill("p2")), new(decode("d2")), new(decode("d3"))
     view = view_of(p2, d2, d3, p1, d1)
@@ -121,7 +199,20 @@ def test_a_stream_of_a_node_that_is_not_bit_exact_goes_on_at_that_node_alone() -
     first = choose(view.candidates(), DEMAND)
     assert first.prefill is not None, "they serve as a pair"
     origin = Origin.of(d1)
-    assert choose(view.candidates(), replace(DEMAND, origin=origin)).decode is d1
+    view.reported("d1.1", LoadReport(running=9))
+    for policy in Policy:
+        placer = Placer(PlacementSettings(policy, require_disaggregation=True))
+        for with_room in (False, True):
+            exclude = frozenset({"d1.1"})
+            args = view.candidates(), request(), exclude, 2, 0.0, 0.0
+            placement = placer.choose(*args, with_room=with_room, origin=origin).placement
+            assert (placement.prefill, placement.decode) == (p1, d1), "another node may compute the prompt for it"
+    view.detached("d1.1", "reset", 1.0)
+    assert not view.may_continue(origin)
+    with pytest.raises(NoCapacity, match="of which none takes work"):
+        choose(view.candidates(), replace(DEMAND, origin=origin))
+    first_alone = Origin.of(p1)
+    assert choose(view.candidates(), replace(DEMAND, origin=first_alone)).decode is p1, "a stream that it decoded"
     assert [origin.allows(node) for node in (p1, d1, d2, decode("d1"))] == [False, True, False, False]
     assert card_of_nodes([p1, d1], 64, SamplingDefaults()).fingerprint == "", "equal names would promise equal tokens"
 
@@ -161,7 +252,8 @@ def test_every_policy_places_new_requests_on_nodes_that_are_ready_and_pairs_of_o
             if origin is None:
                 assert all(shown[node.node_id] == "Ready" for node in chosen)
             else:
-                assert all(origin.allows(node) for node in chosen)
+                assert origin.allows(placement.decode)
+                assert placement.decode.bits == origin.bits
 
 
 def test_the_card_and_the_sizes_are_those_of_the_version_that_serves() -> None:

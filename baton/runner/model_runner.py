@@ -174,7 +174,8 @@ class TorchModelRunner:
         step = self._begin(scheduler_output)
         rows = self._rows_of(step, scheduler_output.num_scheduled_tokens.items())
         if rows is not None:
-            with self._masks.filling(share.state for share in rows.samplers):
+            samplers = [share.state for share in rows.samplers]
+            with self._masks.filling(samplers, scheduler_output.num_scheduled_tokens):
                 if rows.wants_hidden:
                     computed = self._transformer.compute_with_hidden(rows.batch, rows.logits_rows, rows.num_logits)
                 else:

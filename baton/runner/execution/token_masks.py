@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
+from baton.engine.sequences.sequence_group import split_sequence_id
 from baton.errors import BatonError, EngineFault, InvalidRequest
 from baton.runner.execution.input_batch import RequestState
 from baton.runner.execution.mask_budget import MaskBudget
@@ -18,7 +19,12 @@ Masks = dict[str, npt.NDArray[np.int32]]
 _LEAST_BESIDE = 8
 """Fewer masks take no longer than handing them to a second thread, within the variation of a step."""
 
-_TOO_COSTLY = "takes {:.1f} ms of work for a token, too much beside this node's other requests: make it simpler"
+_TOO_COSTLY_BESIDE = (
+    "takes {:.1f} ms of work for a token, too much beside the other requests that this node computes: make it simpler"
+)
+_TOO_COSTLY_ALONE = (
+    "takes {:.1f} ms of work for a token, too much for the sequences of this request: make it simpler, or ask for fewer"
+)
 
 
 class TokenMasks:
@@ -35,13 +41,16 @@ class TokenMasks:
         """Starts when it is first needed, and ends with this object."""
 
     @contextmanager
-    def filling(self, samplers: Iterable[RequestState]) -> Iterator[None]:
+    def filling(self, samplers: Iterable[RequestState], step_ids: Iterable[str]) -> Iterator[None]:
         """While the block computes a step, fill the masks that the next call of `fill` returns, for the same requests.
 
+        `step_ids`: the engine's ids of all that the step computes, also of those that sample nothing in it.
         The block must not change them. Matchers and the model's kernels compute without the interpreter's lock.
         """
         self._filled = None
         constrained = [state for state in samplers if state.sampling_params.has_grammar]
+        if constrained:
+            self._budget.begin_step(is_shared=len({split_sequence_id(one)[0] for one in step_ids}) > 1)
         if len(constrained) < self._least_beside:
             yield
             return
@@ -66,7 +75,6 @@ class TokenMasks:
             self._rows = np.zeros((len(constrained), self._rows.shape[1]), dtype=np.int32)
         masks: Masks = {}
         faults: dict[str, BatonError] = {}
-        self._budget.begin_step()
         for row, state in zip(self._rows, constrained, strict=False):
             try:
                 self._fill_one(state, row)
@@ -81,7 +89,8 @@ class TokenMasks:
         if matcher is None:
             raise EngineFault(f"{kind}: the request has no compiled grammar")
         if not self._budget.permits(matcher.mean_seconds):
-            raise InvalidRequest(kind, _TOO_COSTLY.format(matcher.mean_seconds * 1e3))
+            reason = _TOO_COSTLY_BESIDE if self._budget.is_shared else _TOO_COSTLY_ALONE
+            raise InvalidRequest(kind, reason.format(matcher.mean_seconds * 1e3))
         try:
             # Usually this is one token, the one that was sampled last.
             matcher.advance(state.token_ids[state.num_prompt_tokens + matcher.num_tokens :].tolist())

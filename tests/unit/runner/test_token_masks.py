@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +11,12 @@ import numpy.typing as npt
 import pytest
 
 from baton.engine.batch import NewRequestData
-from baton.errors import InvalidRequest
+from baton.errors import BatonError, InvalidRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.input_batch import RequestState
-from baton.runner.execution.mask_budget import BURST_S, COSTLY_S, SHARE, MaskBudget
+from baton.runner.execution.mask_budget import ALONE_S, BURST_S, COSTLY_S, SHARE, MaskBudget
 from baton.runner.execution.sampler import SamplingState, sample
-from baton.runner.execution.token_masks import TokenMasks
+from baton.runner.execution.token_masks import Masks, TokenMasks
 from baton.testing.fake_grammar import FakeMatcher
 
 VOCAB = 75
@@ -126,7 +126,7 @@ def test_costly_grammars_have_one_budget_and_no_other_request_is_harmed() -> Non
     cheap = [state(f"cheap {n}", FakeMatcher([{7}], EOS, mean_seconds=COSTLY_S)) for n in range(600)]
 
     def ended() -> list[str]:
-        filled, faults = masks.fill([*costly, *cheap])
+        filled, faults = step(masks, [*costly, *cheap])
         assert filled.keys() | faults.keys() == {one.request_id for one in (*costly, *cheap)}
         assert all(isinstance(fault, InvalidRequest) and fault.field == "json_schema" for fault in faults.values())
         return list(faults)
@@ -142,11 +142,42 @@ def test_costly_grammars_have_one_budget_and_no_other_request_is_harmed() -> Non
 def test_a_mask_that_takes_very_long_does_not_use_up_the_budget_for_ever() -> None:
     now = 0.0
     masks = TokenMasks(VOCAB, budget=MaskBudget(lambda: now))
-    request = state("costly", FakeMatcher([{7}], EOS, mean_seconds=100.0))
-    assert not masks.fill([request])[1]
-    assert masks.fill([request])[1]
+    requests = [state("costly", FakeMatcher([{7}], EOS, mean_seconds=100.0)), state("plain", None, SamplingParams())]
+    assert not step(masks, requests)[1]
+    assert step(masks, requests)[1]
     now += 1.01 * BURST_S / SHARE
-    assert not masks.fill([request])[1]
+    assert not step(masks, requests)[1]
+
+
+def test_a_costly_grammar_that_is_computed_alone_uses_up_no_budget() -> None:
+    masks = TokenMasks(VOCAB, budget=MaskBudget(lambda: 0.0))
+    cost = 2 * BURST_S / 3
+    alone = [state(name, FakeMatcher([{7}], EOS, mean_seconds=cost)) for name in ("a#1", "a#1~1", "a#1~2")]
+    for _ in range(3):
+        assert not step(masks, alone)[1], "sequences of one request are not others"
+    beside = [*alone, state("b#1", None, SamplingParams())]
+    (fault,) = step(masks, beside)[1].values()
+    assert "beside the other requests that this node computes" in str(fault)
+    assert not step(masks, alone)[1]
+    # A request whose prompt is computed is another one, too, though it samples nothing.
+    with masks.filling(alone, ["a#1", "b#1"]):
+        pass
+    assert masks.fill(alone)[1].keys() == {"a#1", "a#1~1", "a#1~2"}
+
+
+def test_who_comes_next_waits_for_a_bounded_step_of_a_request_that_is_alone() -> None:
+    masks = TokenMasks(VOCAB, least_beside=99, budget=MaskBudget(lambda: 0.0))
+    alone = [state(f"a~{n}", FakeMatcher([{7}], EOS, mean_seconds=ALONE_S / 2)) for n in range(1, 5)]
+    faults = step(masks, alone)[1]
+    assert faults.keys() == {"a~3", "a~4"}
+    assert "too much for the sequences of this request" in str(faults["a~3"])
+
+
+def step(masks: TokenMasks, requests: Sequence[RequestState]) -> tuple[Masks, dict[str, BatonError]]:
+    """A step that computes these requests alone, all of which sample."""
+    with masks.filling(requests, [one.request_id for one in requests]):
+        pass
+    return masks.fill(requests)
 
 
 def test_without_constrained_requests_there_is_nothing_to_fill() -> None:
@@ -161,7 +192,7 @@ def test_masks_are_filled_beside_the_step() -> None:
     begun, computed = threading.Event(), threading.Event()
     waiting = state("waiting", WaitingMatcher(begun, computed))
     requests = [good, state("plain", None, SamplingParams()), complex_, waiting]
-    with masks.filling(requests):
+    with masks.filling(requests, []):
         assert begun.wait(30), "another thread fills"
         computed.set()
     filled, faults = masks.fill(requests)
@@ -182,7 +213,7 @@ def test_a_step_that_fails_leaves_no_matcher_in_use() -> None:
     requests = [state("waiting", matcher), state("other", FakeMatcher([{7}, {8}], EOS))]
 
     def fail() -> None:
-        with masks.filling(requests):
+        with masks.filling(requests, []):
             assert begun.wait(30)
             computed.set()
             raise ArithmeticError
@@ -197,7 +228,7 @@ def test_a_step_that_fails_leaves_no_matcher_in_use() -> None:
 def test_an_error_of_the_thread_is_that_of_the_step() -> None:
     masks = TokenMasks(VOCAB, least_beside=2)
     requests = [state("broken", BrokenMatcher([{7}], EOS)), state("other", FakeMatcher([{7}], EOS))]
-    with pytest.raises(ZeroDivisionError), masks.filling(requests):
+    with pytest.raises(ZeroDivisionError), masks.filling(requests, []):
         pass
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +35,12 @@ _MAX_FORCED_BYTES = 256
 _MAX_COSTS = 1024
 _TRIAL_TOKENS = 16
 _MAX_TRIAL_S = 0.1
-"""The most CPU time for the first tokens of an output. Large schemas take 10 ms, a constant of 64 KB takes 40."""
+"""The most CPU time for the first tokens of an output. Large schemas take 10 ms, constants of 64 KiB 46 to 65."""
+_NUM_TRIALS = 2
+"""How often a constraint is tried before it is refused: a machine may be slow once."""
+_REFUSED_S = 60.0
+"""How long a refusal is kept: the machine may be at fault, but who sends a costly constraint again and again may not
+have it tried each time."""
 _TOO_COSTLY = "takes too much work for each token: make it simpler, with rules that match a text in one way only"
 _NOT_ALLOWED = "doesn't satisfy the grammar"
 """Part of llguidance's message for a token that is not allowed; its errors differ only in their text."""
@@ -44,10 +49,17 @@ _NOT_ALLOWED = "doesn't satisfy the grammar"
 class Grammars:
     """Compiles schemas for one model. Its methods may be called from any thread, and release the interpreter lock."""
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        tokenizer_json: str,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         """Prepare the tokenizer, which takes 50 ms for 4,000 tokens and 2 s for 150,000 and blocks all other threads.
 
-        Raises ConfigError for a tokenizer that llguidance can't use.
+        `cpu_clock`: the CPU time of the calling thread. Raises ConfigError for a tokenizer that llguidance can't use.
         """
         eos = sorted(eos_token_ids)
         if not eos:
@@ -64,6 +76,7 @@ class Grammars:
         self._trials = ThreadPoolExecutor(1, "baton-trials", _yield_to_others)
         """Tries constraints, one at a time: each takes a core that an engine could use."""
         self._all_but_eos = ~np.packbits(bits, bitorder="little").view(np.int32)
+        self._clock, self._cpu_clock = clock, cpu_clock
 
     @classmethod
     def load(cls, model_dir: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> Grammars:
@@ -83,12 +96,20 @@ class Grammars:
         limits. A new constraint is tried first, so that one whose tokens take too long reaches no engine.
         """
         cost = self._cost(text, kind)
-        if not cost.is_tried:
+        if not cost.is_served and self._clock() >= cost.refused_until:
             self._trials.submit(self._try, text, kind, cost).result()
         if not cost.is_served:
             raise InvalidRequest(kind, _TOO_COSTLY)
+        return self._compiled(text, kind, cost)
+
+    def close(self) -> None:
+        """End the thread that tries constraints, behind the one that it tries. No matcher can be made then that would
+        have to be tried. Idempotent."""
+        self._trials.shutdown(wait=False, cancel_futures=True)
+
+    def _compiled(self, text: str, kind: ConstraintKind, cost: GrammarCost) -> GrammarMatcher:
         library = compile_constraint(text, self._tokenizer, kind)
-        return GrammarMatcher(library, self._tokenizer, self._all_but_eos, kind, cost)
+        return GrammarMatcher(library, self._tokenizer, self._all_but_eos, kind, cost, self._cpu_clock)
 
     def _cost(self, text: str, kind: ConstraintKind) -> GrammarCost:
         digest = hashlib.sha256((kind + text).encode()).digest()
@@ -99,14 +120,22 @@ class Grammars:
             return found
 
     def _try(self, text: str, kind: ConstraintKind, cost: GrammarCost) -> None:
-        """Generate the first tokens of some output, and note whether that takes too much work; raises InvalidRequest.
+        """Find out whether a constraint's first tokens take too much work; raises InvalidRequest.
 
         Has no effect if that is known.
         """
-        if cost.is_tried:
+        if cost.is_served or self._clock() < cost.refused_until:
             return
-        library = compile_constraint(text, self._tokenizer, kind)
-        matcher = GrammarMatcher(library, self._tokenizer, self._all_but_eos, kind, cost)
+        for _ in range(_NUM_TRIALS):
+            tried = GrammarCost()
+            if self._is_cheap(text, kind, tried):
+                cost.mean_s, cost.is_served = tried.mean_s, True
+                return
+        cost.refused_until = self._clock() + _REFUSED_S
+
+    def _is_cheap(self, text: str, kind: ConstraintKind, cost: GrammarCost) -> bool:
+        """Generate the first tokens of some output, and tell whether that takes no more than it may."""
+        matcher = self._compiled(text, kind, cost)
         mask, rng, left = np.zeros(self._all_but_eos.shape, dtype=np.int32), Random(0), _MAX_TRIAL_S
         try:
             for _ in range(_TRIAL_TOKENS):
@@ -119,8 +148,7 @@ class Grammars:
         except InvalidRequest:
             # A limit, which other outputs need not reach.
             left -= matcher.take_seconds()
-        cost.is_served = left >= 0
-        cost.is_tried = True
+        return left >= 0
 
 
 class GrammarMatcher:
@@ -137,15 +165,17 @@ class GrammarMatcher:
         all_but_eos: Mask,
         kind: ConstraintKind,
         cost: GrammarCost,
+        cpu_clock: Callable[[], float],
     ) -> None:
         """`all_but_eos`: a mask with the bits of all tokens that don't end the output. `kind`: what errors name.
 
-        `cost`: the cost of the constraint, over all of its matchers.
+        `cost`: the cost of the constraint, over all of its matchers. `cpu_clock`: the CPU time of the calling thread.
         """
         self.kind: ConstraintKind = kind
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._cost = cost
+        self._cpu_clock = cpu_clock
         self._token_s = self._untaken_s = 0.0
         """The CPU time since the last mask, and since the last `take_seconds`."""
         self._all_but_eos = all_but_eos
@@ -202,11 +232,11 @@ class GrammarMatcher:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Count the CPU time of the block, which is the same however many other threads and processes run."""
-        began = time.thread_time()
+        began = self._cpu_clock()
         try:
             yield
         finally:
-            seconds = time.thread_time() - began
+            seconds = self._cpu_clock() - began
             self._token_s += seconds
             self._untaken_s += seconds
 

@@ -6,6 +6,8 @@ llguidance counts its work, and stops at limits. But a mask of 50,000 items take
 
 from __future__ import annotations
 
+import math
+
 _WEIGHT = 1 / 16
 """The weight of a token in the mean: a single mask that takes long, as the first ones may, does not decide."""
 
@@ -16,9 +18,10 @@ class GrammarCost:
     def __init__(self) -> None:
         self.mean_s = 0.0
         """The CPU time of a token, as a fading mean, in seconds."""
-        self.is_tried = False
-        self.is_served = True
-        """Whether the trial did not take too long."""
+        self.is_served = False
+        """Whether a trial did not take too long."""
+        self.refused_until = -math.inf
+        """Until when trials that took too long refuse it, by the clock of who tried."""
 
     def add(self, seconds: float) -> None:
         """Count a token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def grammars(model_dir: Path) -> Grammars:
-    return Grammars.load(model_dir, VOCAB, {EOS})
+def grammars(model_dir: Path) -> Iterator[Grammars]:
+    grammars = Grammars.load(model_dir, VOCAB, {EOS})
+    yield grammars
+    grammars.close()
 
 
 @pytest.fixture(scope="module")

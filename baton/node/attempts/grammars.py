@@ -35,14 +35,17 @@ class GrammarCompiler:
         matcher: Callable[[str, ConstraintKind], TokenMatcher] | None,
         why_none: str = "",
         checker: ConstraintChecker | None = None,
+        close: Callable[[], None] | None = None,
     ) -> None:
         """`matcher` compiles a constraint, or raises BatonError; None: requests with one fail because of `why_none`.
 
-        `checker` checks each schema before `matcher` gets it, and is closed with this compiler.
+        `checker` checks each schema before `matcher` gets it, and is closed with this compiler. `close` ends what
+        `matcher` needs, once nothing is compiled any more.
         """
         self._matcher = matcher
         self._why_none = why_none
         self._checker = checker
+        self._close_matcher = close
         self._threads = FairExecutor("baton-grammars", NUM_COMPILING, MAX_WAITING)
         self._is_closed = False
 
@@ -92,6 +95,8 @@ class GrammarCompiler:
         if self._checker is not None:
             self._checker.close()
         self._threads.close()
+        if self._close_matcher is not None:
+            self._close_matcher()
 
 
 def load_compiler(config: NodeConfig, model: ModelInfo) -> GrammarCompiler:
@@ -103,4 +108,4 @@ def load_compiler(config: NodeConfig, model: ModelInfo) -> GrammarCompiler:
     except ConfigError as error:
         _log.warning("requests with a JSON schema will fail on this node", reason=str(error))
         return GrammarCompiler(None, str(error))
-    return GrammarCompiler(grammars.matcher, checker=ConstraintChecker())
+    return GrammarCompiler(grammars.matcher, checker=ConstraintChecker(), close=grammars.close)

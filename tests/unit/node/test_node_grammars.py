@@ -231,7 +231,12 @@ def compiled(compiler: GrammarCompiler) -> Sequence[TokenMatcher] | str:
 
 def test_a_node_compiles_for_its_own_model_or_says_why_it_can_not(tmp_path: Path) -> None:
     demo = Path(baton.__file__).parent / "demo_model"
-    assert not isinstance(compiled(load_compiler(config(demo), model_info(frozenset({1})))), str)
+    compiler = load_compiler(config(demo), model_info(frozenset({1})))
+    assert not isinstance(compiled(compiler), str)
+    for thread in [one for one in threading.enumerate() if one.name.startswith("baton")]:
+        thread.join(LONG_S)
+        assert not thread.is_alive(), "a compiler that is closed leaves no thread"
+    del compiler  # before, a thread may not have ended for want of its owner
     assert "no end-of-sequence token" in str(compiled(load_compiler(config(demo), model_info(frozenset()))))
     assert "tokenizer.json" in str(compiled(load_compiler(config(tmp_path), model_info(frozenset({1})))))
     simulated = load_compiler(config(demo, runner="simulated"), model_info(frozenset({1})))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -25,8 +25,10 @@ EOS = 1
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars.load(DEMO_MODEL, VOCAB, {EOS})
+def grammars() -> Iterator[Grammars]:
+    grammars = Grammars.load(DEMO_MODEL, VOCAB, {EOS})
+    yield grammars
+    grammars.close()
 
 
 @pytest.fixture(scope="module")
@@ -340,6 +342,22 @@ def test_a_grammar_whose_masks_take_seconds_is_refused_before_it_reaches_an_engi
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="grammar: takes too much work for each token"):
             grammars.matcher(AMBIGUOUS[name], "grammar")
+
+
+@pytest.mark.parametrize("num_slow", [1, 2])
+def test_a_machine_that_is_slow_refuses_nothing_at_once_and_nothing_for_long(num_slow: int) -> None:
+    now, ticks = 0.0, iter([time for n in range(num_slow) for time in (n, n + 1.0)])
+    text = (DEMO_MODEL / TOKENIZER_FILE).read_text()
+    grammars = Grammars(text, VOCAB, {EOS}, clock=lambda: now, cpu_clock=lambda: next(ticks, float(num_slow)))
+    if num_slow > 1:
+        with pytest.raises(InvalidRequest, match="takes too much work"):
+            grammars.matcher(JSON_OBJECT)
+        now = 59.0
+        with pytest.raises(InvalidRequest, match="takes too much work"):
+            grammars.matcher(JSON_OBJECT)
+        now = 60.0
+    assert grammars.matcher(JSON_OBJECT).mean_seconds == 0.0, "the trial that was slow is not part of the mean"
+    grammars.close()
 
 
 def test_a_matcher_counts_its_work_and_that_of_its_grammar(grammars: Grammars) -> None:

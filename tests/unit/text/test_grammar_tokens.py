@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -58,8 +58,10 @@ class Model:
 
 
 @pytest.fixture(scope="module", params=[SPECIAL, PLAIN + SPECIAL, ()], ids=["mixed", "special", "plain"])
-def model(request: pytest.FixtureRequest) -> Model:
-    return Model(tokenizer_json(request.param))
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    model = Model(tokenizer_json(request.param))
+    yield model
+    model.grammars.close()
 
 
 CONTENT = {"type": "regex", "pattern": "[ab]{2}"}

@@ -139,3 +139,4 @@ def test_tokens_may_lie_across_the_trigger_and_behind_it_the_call_is_all_that_is
     matcher.advance(tokenizer.encode_rendered("<tool_call>"))
     forced = tokenizer.decode(matcher.forced_tokens())
     assert forced.startswith({"hermes": '\n{"name": "', "smollm2": '[{"name": "'}[name])
+    grammars.close()

@@ -227,6 +227,7 @@ def test_tokens_of_a_vocabulary_are_masked_as_the_text_requires(name: str) -> No
         tokens = walk(grammars.matcher(grammar, "grammar"), rng)
         if tokens[-1] == EOS:
             assert takes(grammar, tokenizer.decode(tokens[:-1]))
+    grammars.close()
 
 
 def walk(matcher: GrammarMatcher, rng: Random) -> list[int]:

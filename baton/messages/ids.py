@@ -61,7 +61,8 @@ def random_token(rng: Random, length: int = 10) -> str:
 
 
 def new_request_id(rng: Random) -> str:
-    """A request id for a client that sent none. Who knows an id can read or cancel its request: it has 130 bits.
+    """A request id for a client that sent none. It has 130 random bits, so that nobody guesses it: whoever knows the id
+    can read or cancel the request.
 
     `rng`: a `SystemRandom`; from the numbers of any other generator its later ones can be computed.
     """

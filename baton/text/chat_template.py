@@ -60,14 +60,16 @@ class ChatTemplate(PromptTemplate):
     def __init__(
         self, sources: str | Mapping[str, str], special_tokens: Mapping[str, str], tool_call_parser: str = ""
     ) -> None:
-        """Compile a model's template, or those with names; raises ConfigError for one that is not valid.
+        """Compile a model's template, or of those with names the ones for chats; raises ConfigError for one that is
+        not valid. Those for other things are compiled when a request names them.
 
         `special_tokens`: the texts of those that the model has, by their names in templates; others are undefined.
         `tool_call_parser`: the format in which the model calls tools, if its files name one.
         """
         self._sources = {DEFAULT: sources} if isinstance(sources, str) else dict(sources)
-        self._templates = {name: _compiled(source) for name, source in self._sources.items()}
-        self.source = "\n".join(self._sources[name] for name in (DEFAULT, _TOOL_USE) if name in self._sources)
+        chosen = [name for name in (DEFAULT, _TOOL_USE) if name in self._sources]
+        self._templates = {name: _compiled(self._sources[name]) for name in chosen}
+        self.source = "\n".join(self._sources[name] for name in chosen)
         """The template of chats in Jinja; where those with tools have another one, both."""
         self.special_tokens = dict(special_tokens)
         self.tool_call_parser = tool_call_parser
@@ -76,8 +78,16 @@ class ChatTemplate(PromptTemplate):
         self._field, self._whose = "messages", "the model's chat template"
 
     def named(self, name: str) -> ChatTemplate | None:
-        """The model's template of this name alone; None if none has it."""
-        return ChatTemplate(self._sources[name], self.special_tokens) if name in self._sources else None
+        """The model's template of this name alone, None if none has it; raises InvalidRequest if it is broken."""
+        if name not in self._sources:
+            return None
+        try:
+            return ChatTemplate(self._sources[name], self.special_tokens)
+        except ConfigError as error:
+            reason = (
+                f"this one of the model's templates is broken (not valid Jinja): {_shortened(error.__cause__ or error)}"
+            )
+            raise InvalidRequest(FIELD, f"{name!r}: {reason}") from None
 
     @classmethod
     def load(cls, model_dir: Path) -> ChatTemplate:
@@ -93,7 +103,7 @@ class ChatTemplate(PromptTemplate):
         """
         try:
             template = cls(source, special_tokens)
-        except Exception as error:  # Python's compiler refuses what Jinja makes of deeply nested expressions.
+        except ConfigError as error:
             raise InvalidRequest(
                 FIELD, f"is not a valid Jinja template: {_shortened(error.__cause__ or error)}"
             ) from None
@@ -145,7 +155,7 @@ class ChatTemplate(PromptTemplate):
             return DEFAULT
         raise InvalidRequest(
             self._field,
-            f"has no template: those of this model are named {', '.join(self._templates)}, and none is the default; "
+            f"has no template: those of this model are named {', '.join(self._sources)}, and none is the default; "
             f"{'send tools, or ' if _TOOL_USE in self._templates else ''}name one in {FIELD}",
         )
 
@@ -186,7 +196,7 @@ def _compiled(source: str) -> Template:
     environment.globals["raise_exception"] = _raise
     try:
         return environment.from_string(source)
-    except TemplateError as error:
+    except Exception as error:  # Python's compiler refuses what Jinja makes of deeply nested expressions.
         raise ConfigError(f"the model's chat template is broken (not valid Jinja): {error}") from error
 
 

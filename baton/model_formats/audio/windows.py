@@ -18,7 +18,7 @@ _SILENCE = 32
 """Root mean square of 20 ms below which they are silent: -60 dB of the greatest amplitude."""
 
 _AS_QUIET = 4
-"""A pause are those neighbouring 20 ms that have at most so many times the energy of the quietest ones (6 dB more)."""
+"""A pause is a run of 20 ms pieces that have at most so many times the energy of the quietest one (6 dB more)."""
 
 
 @dataclass(frozen=True, slots=True)

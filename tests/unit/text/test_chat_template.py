@@ -223,6 +223,21 @@ def test_one_of_several_templates_is_chosen_as_in_transformers(
         assert template.render(CHAT, NOW, None, tools) == theirs
 
 
+NESTED = "{{ " + "(" * 300 + "1" + ")" * 300 + " }}"
+"""So deep that Python fails with an error which is none of Jinja's."""
+
+
+@pytest.mark.parametrize("broken", ["{% if %}", NESTED], ids=["Jinja", "Python"])
+def test_a_broken_template_that_no_chat_chooses_fails_only_who_names_it(broken: str) -> None:
+    template = ChatTemplate({**NAMED, "rag": broken}, {})
+    assert template.render([{"role": "user", "content": "x"}], NOW) == "x None"
+    with pytest.raises(InvalidRequest, match="chat_template: 'rag': this one of the model's templates is broken"):
+        template.named("rag")
+    for name in ("default", "tool_use"):
+        with pytest.raises(ConfigError, match="chat template is broken"):
+            ChatTemplate({**NAMED, name: broken}, {})
+
+
 def test_several_templates_without_the_default_one_are_those_of_a_model_with_a_template(tmp_path: Path) -> None:
     assert not has_chat_template(tmp_path)
     named = [{"name": "tool_use", "template": "x"}]

@@ -86,8 +86,19 @@ class InvalidRequest(BatonError):
 class ContextLengthExceeded(InvalidRequest):
     """The prompt, or the prompt with the output that is wanted, is longer than the model takes."""
 
-    def __init__(self, field: str, reason: str, num_tokens: int = 0, longest: int = 0, context: int = 0) -> None:
+    def __init__(
+        self,
+        field: str,
+        reason: str,
+        num_tokens: int = 0,
+        longest: int = 0,
+        context: int = 0,
+        *,
+        num_output_tokens: int = 0,
+    ) -> None:
         """`num_tokens` are asked for, `longest` possible. `context`: the tokens that the model takes in all.
+
+        `num_output_tokens`: how many of those asked for are output; 0: the prompt alone is too long.
 
         OpenAI's sentence is added to the reason: by its words agents see that they have to shorten a conversation.
         Without `longest` the reason is whole, as another process has sent it.
@@ -97,6 +108,7 @@ class ContextLengthExceeded(InvalidRequest):
         super().__init__(field, reason)
         self.num_tokens = num_tokens
         self.longest = longest
+        self.num_output_tokens = num_output_tokens
 
 
 class UnknownModel(InvalidRequest):

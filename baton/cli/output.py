@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.terminal_text import shown
+from baton.observe.terminal_text import shown
 
 VERSION = 1
 """Version of the JSON and YAML that commands print. It changes when a field is removed or gets another meaning."""

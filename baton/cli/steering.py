@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from baton.cli.output import print_note
-from baton.cli.terminal_text import shown
+from baton.observe.terminal_text import shown
 
 if TYPE_CHECKING:
     from rich.console import Console

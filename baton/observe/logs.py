@@ -12,6 +12,7 @@ from structlog.typing import EventDict, Processor
 
 from baton.errors import UsageError
 from baton.messages.ids import AttemptKey
+from baton.observe.terminal_text import shown
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("auto", "text", "json")
@@ -113,5 +114,14 @@ def log_to_standard_loggers() -> None:
 
 def _rendering(out: TextIO, environ: Mapping[str, str], form: str) -> list[Processor]:
     if form == "text" or (form == "auto" and out.isatty()):
-        return [structlog.dev.ConsoleRenderer(colors=out.isatty() and not environ.get("NO_COLOR"))]
+        colors = out.isatty() and not environ.get("NO_COLOR")
+        # A traceback in colours would be written without `_as_shown`.
+        console = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)
+        return [structlog.processors.format_exc_info, _as_shown, console]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+
+
+def _as_shown(_logger: object, _method: str, event: EventDict) -> EventDict:
+    """The line with nothing that a terminal would obey: clients, models and libraries have a part in its texts."""
+    texts = {key: value if isinstance(value, str) else repr(value) for key, value in event.items()}
+    return {**event, **{key: safe for key, text in texts.items() if (safe := shown(text)) != text}}

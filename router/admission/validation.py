@@ -358,7 +358,8 @@ def _with_lengths(sampling: SamplingParams, raw: GenerateRequest, left: int, len
         raise InvalidRequest("max_tokens", f"must be at least 1, not {max_tokens}")
     elif max_tokens > left:
         reason = f"is {max_tokens}, but the prompt leaves {left}"
-        raise ContextLengthExceeded("max_tokens", reason, length - left + max_tokens, length)
+        asked = length - left + max_tokens
+        raise ContextLengthExceeded("max_tokens", reason, asked, length, num_output_tokens=max_tokens)
     min_tokens = 0 if raw.min_tokens is None else raw.min_tokens
     if not 0 <= min_tokens <= max_tokens:
         raise InvalidRequest("min_tokens", f"must be 0 to max_tokens ({max_tokens}), not {min_tokens}")

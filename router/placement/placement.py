@@ -224,7 +224,9 @@ def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[
         whole = "comes" if demand.embeds else "with max_tokens comes"
         reason = f"{whole} to {tokens} tokens, more than any node's KV cache holds"
         most = max(c.node.num_blocks * c.node.block_size for c in candidates if c.node.model == model)
-        raise ContextLengthExceeded("prompt", reason, tokens, most)
+        if demand.num_prompt_tokens > most:
+            raise ContextLengthExceeded("prompt", reason, demand.num_prompt_tokens, most)
+        raise ContextLengthExceeded("prompt", reason, tokens, most, num_output_tokens=tokens - demand.num_prompt_tokens)
     raise NoCapacity(f"no node that {_what_is_needed(demand)} {demand.model} is up")
 
 

@@ -35,11 +35,11 @@ from baton.cli.cluster.run_dir import RunDir
 from baton.cli.commands.generate import Answer, tokens_per_second
 from baton.cli.interrupts import interrupts_deferred
 from baton.cli.output import print_table, size
-from baton.cli.terminal_text import shown
 from baton.client import GenerationClient
 from baton.errors import BatonError, ExitCode
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest
 from baton.models.resolve import find_model
+from baton.observe.terminal_text import shown
 from baton.text.chat_template import ChatTemplate, has_chat_template
 from baton.text.tokenizer import Tokenizer
 

@@ -20,9 +20,9 @@ from baton.cli.cluster.log_files import LogFile, LogLine, merged
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.output import OUTPUT_OPTION, print_as_is, print_text
 from baton.cli.target import RunDirOption, run_dir_of
-from baton.cli.terminal_text import shown
 from baton.did_you_mean import did_you_mean
 from baton.errors import NodeNotFound, Unreachable
+from baton.observe.terminal_text import shown
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _STYLES: Mapping[str, Mapping[str, Any]] = {

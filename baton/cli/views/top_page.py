@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from baton.cli.output import duration, fine_duration
-from baton.cli.terminal_text import shown_in_place
 from baton.cli.views.cluster_view import ClusterView
 from baton.cli.views.request_rows import ENDED_STATES, brief_ms
 from baton.cli.views.status_page import bar
 from baton.messages.cluster import NodeStatus
+from baton.observe.terminal_text import shown_in_place
 
 if TYPE_CHECKING:
     from baton.messages.request_rows import RequestRow

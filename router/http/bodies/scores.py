@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.pooling import Pooling, PoolingRequest
-from baton.messages.request_limits import MAX_INPUTS, MAX_WORDS
+from baton.messages.request_limits import MAX_INPUTS, MAX_POOLING_BODY_BYTES, MAX_WORDS
+from router.admission.validation import check_text
 from router.http.bodies.embeddings import Inputs, inputs_of
 from router.http.bodies.fields import Texts
 from router.http.bodies.pooling import PoolingBody
@@ -40,7 +42,19 @@ def _documents(value: Any) -> Sequence[Document]:
     if any(not isinstance(text, str) for one in value if isinstance(one, dict) for text in one.values()):
         raise ValueError("has an object with something else than texts")
     _texts([one if isinstance(one, str) else "" for one in value])
+    for place, one in enumerate(value):
+        if isinstance(one, dict):
+            # The answer repeats an object whole, with names and texts that are not ranked, too.
+            whole = "".join(chain.from_iterable(one.items()))
+            check_text(_field("documents", place, len(value)), whole, MAX_POOLING_BODY_BYTES)
     return tuple(value)
+
+
+def _distinct(names: list[str]) -> list[str]:
+    # Joined as often as it is named, a text would be many times as long as the body.
+    if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
+        raise ValueError(f"has {twice[:80]!r} twice: name each field once")
+    return names
 
 
 Document = str | Mapping[str, str]
@@ -111,7 +125,7 @@ class RerankBody(ScoringBody):
 
     # Cohere's.
     max_tokens_per_doc: int | None = Field(None, ge=1)
-    rank_fields: Annotated[list[str], Field(min_length=1), Bounded(MAX_WORDS)] | None = None
+    rank_fields: Annotated[list[str], Field(min_length=1), Bounded(MAX_WORDS), AfterValidator(_distinct)] | None = None
 
     def pairs(self) -> Sequence[TextPair]:
         count = len(self.documents)

@@ -37,8 +37,15 @@ def error_object(error: BatonError, request_id: str) -> bytes:
     """Anthropic's error object as JSON. A refused field is named at the beginning of the message."""
     message = str(error)
     if isinstance(error, ContextLengthExceeded):
-        # There is no code: clients know the error by these words.
-        message = f"prompt is too long: {error.num_tokens} tokens > {error.longest} maximum ({message})"
+        # There is no code: clients know the error by these words, and shorten the prompt only where it is at fault.
+        words = f"prompt is too long: {error.num_tokens} tokens > {error.longest} maximum"
+        if output := error.num_output_tokens:
+            asked = f"{error.num_tokens - output} + {output} > {error.longest}"
+            words = (
+                f"input length and `max_tokens` exceed context limit: {asked}, "
+                "decrease input length or `max_tokens` and try again"
+            )
+        message = f"{words} ({message})"
     found: dict[str, Any] = {"type": _TYPES.get(status_of(error), "invalid_request_error"), "message": message}
     if isinstance(error, InvalidRequest) and error.field == "thread":
         # With this Anthropic's client, whose tool_runner tries threads first, goes on without them.

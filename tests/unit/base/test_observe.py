@@ -54,6 +54,27 @@ def test_text_logs_are_readable_lines(environ: dict[str, str], coloured: bool) -
     assert ("\x1b[" in out.getvalue()) is coloured
 
 
+class Rude:
+    def __repr__(self) -> str:
+        return "rude:\x1b[2J"
+
+
+def test_a_terminal_obeys_nothing_in_a_line() -> None:
+    out = Terminal()
+    configure_logging("info", environ={"NO_COLOR": "1"}, stream=out)
+    log = structlog.get_logger("router")
+    try:
+        raise ValueError("bad \x1b]0;owned\x07")
+    except ValueError:
+        log.exception("failed \x9b2J", name="\u202etxt", of=Rude(), ids=[1, 2])
+        logging.getLogger("grpc").exception("says %s", "\r\x1b[1A")
+    found = out.getvalue()
+    assert not {"\x1b", "\x07", "\x9b", "\r", "\u202e"} & set(found)
+    for text in ("ids=[1, 2]", r"failed \u009b2J", r"\u202etxt", r"of=rude:\u001b[2J", r"says \u000d\u001b[1A"):
+        assert text in found
+    assert found.count(r"ValueError: bad \u001b]0;owned\u0007") == 2
+
+
 def test_the_log_format_can_be_chosen() -> None:
     out = io.StringIO()
     configure_logging("info", environ={}, stream=out, form="text")

@@ -26,9 +26,10 @@ PROMPT = {"prompt": "hello", "max_tokens": 4}
 
 @asynccontextmanager
 async def rigs(
-    limits: DispatchLimits | None = None, chat_template: str = DEFAULT_TEMPLATE
+    limits: DispatchLimits | None = None, chat_template: str = DEFAULT_TEMPLATE, num_blocks: int = 64
 ) -> AsyncIterator[tuple[RouterRig, AsgiClient]]:
-    async with router_rig(prefill("p1"), decode("d1"), limits=limits) as rig:
+    nodes = [node(num_blocks=num_blocks) for node in (prefill, decode)]
+    async with router_rig(*nodes, limits=limits) as rig:
         handler = GenerationHandler(rig.dispatcher, FakeTokenizer(), lambda: CARD)
         yield rig, AsgiClient(HttpRig().front(handler, 1000.0, chat_template))
 
@@ -126,12 +127,22 @@ async def test_agents_see_by_openais_words_that_they_have_to_shorten_a_conversat
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_agents_see_by_anthropics_words_that_they_have_to_shorten_a_conversation(stream: bool) -> None:
-    body = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": LONG}], "stream": stream}
-    async with rigs() as (_, client):
-        answer = await client.post("/v1/messages", body).end()
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "num_blocks", "words"),
+    [
+        (LONG, 5, 64, "prompt is too long: 87 tokens > 63 maximum"),
+        ("x" * 24, 5, 8, "prompt is too long: 41 tokens > 32 maximum"),
+        ("x", 40, 8, "input length and `max_tokens` exceed context limit: 18 + 40 > 32, decrease"),
+    ],
+)
+async def test_agents_see_by_anthropics_words_what_they_have_to_shorten(
+    prompt: str, max_tokens: int, num_blocks: int, words: str, stream: bool
+) -> None:
+    body = {"max_tokens": max_tokens, "messages": [{"role": "user", "content": prompt}], "stream": stream}
+    async with rigs(num_blocks=num_blocks) as (_, client):
+        answer = await client.post("/v1/messages", {"model": MODEL, **body}).end()
     assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
-    assert answer.json["error"]["message"].startswith("prompt is too long: 87 tokens > 63 maximum")
+    assert answer.json["error"]["message"].startswith(words)
 
 
 async def test_a_field_out_of_bounds_is_refused_before_any_node_is_asked() -> None:

@@ -1,4 +1,4 @@
-"""Text of others on a terminal: what a model writes, what it is called, what a server says.
+"""Text of others on a terminal: what a model writes, what it is called, what a server says, what is in a log.
 
 A terminal obeys control characters: a sequence of them clears it, sets its title, fills the clipboard, or writes over
 what stands there. Those for the direction of writing show a text that is another one.

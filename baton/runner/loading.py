@@ -18,6 +18,7 @@ from baton.messages.pooling import ModelPooling
 from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from baton.model_formats.adapters import DEFAULT_MAX_RANK
 from baton.model_formats.images.encoded import ImageLimits
+from baton.runner.against_transformers import TransformersLogits, UnverifiedModel
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
@@ -47,7 +48,6 @@ from baton.runner.remote_stages.stages_here import StartStages, start_stages_her
 from baton.runner.self_check import why_not_bit_exact
 from baton.runner.spec import CacheSpec, DraftSpec, check_hosts
 from baton.runner.torch_threads import elementwise_threads
-from baton.runner.verification import TransformersLogits, UnverifiedModel
 
 _log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
+from baton.runner.against_transformers import UnverifiedModel
 from baton.runner.loading import load_runner
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.random_model import write_random_model
-from baton.runner.verification import UnverifiedModel
 from baton.testing.fake_rank_group import FakeRankGroup
 from tests.support.tiny_models import TINY_MODELS
 

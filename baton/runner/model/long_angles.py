@@ -84,10 +84,11 @@ def refuse_long_angles(module: nn.Module, longest: int) -> None:
 def _is_rotary(part: nn.Module) -> bool:
     if not any(name.endswith("inv_freq") for name, _ in part.named_buffers(recurse=False)):
         return False
-    # Those of encoders of images may be called otherwise, with sizes of a grid.
     taken = [*inspect.signature(type(part).forward).parameters.values()][2:]
     needed = {parameter.name for parameter in taken if parameter.default is parameter.empty}
-    return "position_ids" in needed and needed <= {"position_ids", "layer_type"}
+    # Those of encoders of images may be called otherwise, with sizes of a grid.
+    names = {parameter.name for parameter in taken}
+    return "position_ids" in names and needed <= {"position_ids", "layer_type"}
 
 
 def _most_short(rotary: nn.Module, name: str, longest: int) -> int | None:

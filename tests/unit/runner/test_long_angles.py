@@ -17,6 +17,11 @@ from tests.support.tiny_models import TINY_MODELS
 
 LONGEST = 512
 _LONGROPE = ROPE_TYPES["longrope"]
+PHIMOE = {
+    "model_type": "phimoe",
+    "rope_parameters": {**_LONGROPE["rope_parameters"], "short_mscale": 1.0, "long_mscale": 1.2},
+}
+"""Its rotary module may be called without positions."""
 
 
 def module_of(config: Mapping[str, Any]) -> Any:
@@ -29,11 +34,12 @@ def module_of(config: Mapping[str, Any]) -> Any:
     [
         (PHI3_LONGROPE, LongSequences(MOST_SHORT, starts_over=True)),
         (_LONGROPE, LongSequences(MOST_SHORT, starts_over=False)),
+        ({**_LONGROPE, **PHIMOE}, LongSequences(MOST_SHORT, starts_over=True)),
         (ROPE_TYPES["dynamic"], None),
         (TINY_MODELS["gemma3_text"], None),
         (TINY_MODELS["gpt2"], None),
     ],
-    ids=["phi3", "longrope", "dynamic", "gemma3", "gpt2"],
+    ids=["phi3", "longrope", "phimoe", "dynamic", "gemma3", "gpt2"],
 )
 def test_the_border_and_what_happens_there_are_found(config: Mapping[str, Any], expected: LongSequences | None) -> None:
     assert replace_rotary(module_of(config), LONGEST) == expected

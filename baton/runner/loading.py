@@ -8,12 +8,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from baton.engine.runner import ModelInfo, RunnerLost
 from baton.errors import ConfigError
 from baton.messages.capabilities import Capability
+from baton.messages.node_report import ComputePath
 from baton.messages.pooling import ModelPooling
 from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from baton.model_formats.adapters import DEFAULT_MAX_RANK
@@ -151,16 +153,14 @@ def load_runner(
         with verified_by.blaming_the_architecture(loaded.architecture):
             transformer = leading or Transformer(loaded, whole, block_size, cache, num_threads)
         images = _image_inputs(loaded, whole) if transformer.row_width else None
-        info = _model_info(loaded, transformer, whole, name or model_dir.resolve().name)
+        info = _model_info(loaded, transformer, whole, name or model_dir.resolve().name, takes_adapters=leader is None)
         info = _verified(info, verified_by.why_not_those_of(transformer), model_dir, allow_unverified)
         if isinstance(leader, StageLeader):
             leader.check_numerics(info.numerics)
         if images is not None:
             numerics = f"{info.numerics}/{images.numerics}"
             info = replace(info, numerics=numerics, capabilities=info.capabilities | {Capability.IMAGE})
-        if leader is None:
-            info = replace(info, capabilities=info.capabilities | {Capability.LORA})
-        else:
+        if leader is not None:
             info = replace(info, compute_paths=(*info.compute_paths, leader.path))
         draft_model = None
         if drafting is not None:
@@ -221,10 +221,40 @@ def _capabilities(transformer: Transformer, pooling: ModelPooling) -> frozenset[
     return pooling.capabilities | {Capability.PROMPT_EMBEDS}
 
 
-def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str) -> ModelInfo:
+class _Exactness(NamedTuple):
+    reason: str | None
+    """Why a model's steps are not bit-exact; None: they are."""
+    why_no_adapters: str
+    """Why it takes no adapters although its steps are; empty if there is no such reason."""
+
+
+def _settled(loaded: LoadedModel, transformer: Transformer, operations: Operations, takes_adapters: bool) -> _Exactness:
+    """Choose torch's rows per call: with adapters bit-exact, too, if any number does that."""
+    why_not = partial(why_not_bit_exact, loaded, transformer)
+    if not takes_adapters:
+        return _Exactness(settle(operations, transformer.set_rows_per_call, why_not), "")
+    reason = settle(
+        operations, transformer.set_rows_per_call, lambda: why_not() or transformer.why_adapters_not_bit_exact()
+    )
+    if reason is None or why_not() is not None:
+        return _Exactness(reason, "")
+    # Only adapters fail with the most rows: nobody has loaded one, and fewer rows take less time.
+    return _Exactness(settle(operations, transformer.set_rows_per_call, why_not), reason)
+
+
+def _model_info(
+    loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str, takes_adapters: bool
+) -> ModelInfo:
     config = loaded.config
-    reason = settle(operations, transformer.set_rows_per_call, partial(why_not_bit_exact, loaded, transformer))
+    reason, why_no_adapters = _settled(loaded, transformer, operations, takes_adapters)
     pooling = read_pooling(loaded.checkpoint.directory)
+    capabilities = _capabilities(transformer, pooling)
+    paths = compute_paths(operations, transformer, loaded.weights, loaded.dtype)
+    if why_no_adapters:
+        _log.warning("%s takes no adapters: %s", name, why_no_adapters)
+        paths = (*paths, ComputePath("adapters", "refused", why_no_adapters))
+    elif takes_adapters:
+        capabilities |= {Capability.LORA}
     return ModelInfo(
         name=name,
         fingerprint=loaded.fingerprint,
@@ -239,8 +269,8 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         embedding_size=transformer.embedding_size,
         row_width=transformer.row_width,
         long_sequences=transformer.long_sequences,
-        capabilities=_capabilities(transformer, pooling),
+        capabilities=capabilities,
         pooling=pooling,
-        compute_paths=compute_paths(operations, transformer, loaded.weights, loaded.dtype),
+        compute_paths=paths,
         weight_bytes=loaded.weights.num_bytes,
     )

@@ -1,7 +1,7 @@
 """The check at start whether a model computes numbers, and the same in every batch; takes well under a second.
 
 One sequence is computed at once, and again in chunks beside another sequence, with the node's own weights, shapes and
-threads; keys, values and logits must have the same bits. So must what adapters add to a row, alone and beside others.
+threads; keys, values and logits must have the same bits.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ def why_not_bit_exact(loaded: LoadedModel, transformer: Transformer) -> str | No
     """
     if transformer.missed_products:
         return f"computes {', '.join(sorted(transformer.missed_products))} outside of Baton's kernels"
-    return (
-        _compare(transformer, loaded.config.vocab_size, loaded.config.max_position_embeddings)
-        or transformer.why_adapters_not_bit_exact()
-    )
+    return _compare(transformer, loaded.config.vocab_size, loaded.config.max_position_embeddings)
 
 
 def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.messages.capabilities import Capability
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelInfo
 from baton.runner.backends.low_rank import RowAdapters
@@ -87,7 +88,10 @@ def test_the_smallest_padding_that_is_exact_is_taken(tmp_path: Path) -> None:
 def test_the_smallest_padding_with_which_adapters_are_exact_is_taken(tmp_path: Path) -> None:
     assert load_careless(tmp_path, 16, CarelessAdapters).numerics.startswith("torch-3-rows-16-")
     unfit = load_careless(tmp_path, ROWS_PER_CALL[-1] + 1, CarelessAdapters)
-    assert "different bits of a row in adapters' products with a factor of (1, " in unfit.bit_exact_reason
+    assert (unfit.bit_exact, Capability.LORA in unfit.capabilities) == (True, False)
+    assert unfit.numerics.startswith(f"torch-3-rows-{ROWS_PER_CALL[0]}-")
+    why_none = unfit.compute_paths[-1].why_not_faster
+    assert "different bits of a row in adapters' products with a factor of (1, " in why_none
 
 
 def test_a_model_is_not_bit_exact_if_no_padding_suffices(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Computes the logits of a few tokens by transformers alone: its module as it was loaded, with its eager attention.
 
 Called before any part of the module is replaced. Weights that are still in their files are read, and quantised ones
-made plain, one layer or expert at a time; pages of files are dropped behind every layer. So this needs little memory.
+made plain, one linear layer or expert at a time; pages of files are dropped behind every layer, so that little memory
+is needed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from baton.runner.model.attention import ATTENTION_NAME
 from baton.runner.model.layers import EXPERTS_NAME
@@ -40,8 +42,12 @@ def eager_logits(loaded: LoadedModel, token_ids: Sequence[int]) -> EagerLogits:
     module: Any = loaded.module
     mapped = MappedFiles(loaded.checkpoint.weight_files)
     count = len(token_ids)
-    noise = module.get_input_embeddings().register_forward_hook(_with_noise)
-    try:
+    with ExitStack() as stack:
+        stack.callback(mapped.release_all)
+        stack.callback(module.get_input_embeddings().register_forward_hook(_with_noise).remove)
+        for part in module.modules():
+            for layer in part if isinstance(part, nn.ModuleList) else ():
+                stack.callback(layer.register_forward_hook(lambda *_: mapped.release_all()).remove)
         with _as_transformers_has_it(loaded), torch.inference_mode():
             # Two sequences at once, since it is the weights that take the time.
             out = module(
@@ -50,10 +56,7 @@ def eager_logits(loaded: LoadedModel, token_ids: Sequence[int]) -> EagerLogits:
                 use_cache=False,
                 logits_to_keep=torch.arange(count),
             )
-            return EagerLogits(*out.logits.to(torch.float32).numpy())
-    finally:
-        noise.remove()
-        mapped.release_all()
+        return EagerLogits(*out.logits.to(torch.float32).numpy())
 
 
 def _with_noise(_embedding: Any, _given: Any, rows: torch.Tensor) -> torch.Tensor:

@@ -55,8 +55,8 @@ class NodeSettings(ClusterSettings):
     )
     allow_unverified: bool = Field(
         False,
-        description="Serve a model although its logits differ from those of transformers in the check at start. "
-        "`baton describe node` and a metric say so.",
+        description="Serve a model without comparing its logits with those of transformers at start. `baton describe "
+        "node` and a metric say so.",
     )
     device: str = Field("auto", min_length=1, description="auto (a GPU if there is one), cpu, cuda or cuda:N.")
     threads: Count | None = Field(

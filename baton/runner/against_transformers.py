@@ -23,6 +23,7 @@ from baton.runner.execution.input_batch import RequestState, flatten
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.eager_logits import EagerLogits, eager_logits
 from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.stored_layers import read_once
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weight_plan import is_experts
 from baton.runner.model.weights import LoadedModel
@@ -53,18 +54,28 @@ class TransformersLogits:
 
     tokens: tuple[int, ...]
     logits: EagerLogits | None
-    """None if transformers failed."""
+    """None if transformers failed, or was not asked."""
     failure: str
-    """Why transformers failed; empty if it did not."""
+    """Why there are no logits; empty if there are."""
     dtype: str
     is_quantized: bool
     is_mixture: bool
     """Whether it has experts. Rounding may choose others for a row, so the median row counts in float32, too."""
 
     @classmethod
-    def of(cls, loaded: LoadedModel) -> Self:
-        """Compute them; called before parts of the module are replaced, which is as before on return."""
+    def not_asked(cls) -> Self:
+        """Those of a model that is served whatever it computes."""
+        return cls((), None, "not compared: --allow-unverified", "", is_quantized=False, is_mixture=False)
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, *, keeps_weights: bool) -> Self:
+        """Compute them; called before parts of the module are replaced, which is as before on return.
+
+        `keeps_weights`: quantised weights that were read for this stay in memory until they are packed.
+        """
         config = loaded.config
+        if keeps_weights:
+            read_once(loaded.module)
         tokens = tuple(check_tokens(min(_NUM_TOKENS, config.max_position_embeddings), config.vocab_size))
         failure, logits = "", None
         try:
@@ -74,6 +85,20 @@ class TransformersLogits:
             failure = f"{type(error).__name__}: {_first_line(error)}"
         is_mixture = any(map(is_experts, loaded.module.modules()))
         return cls(tokens, logits, failure, loaded.dtype, loaded.weights.is_quantized, is_mixture)
+
+    def why_not_compared(self, transformer: Transformer) -> str:
+        """Why nothing can be compared with a transformer of this cache; empty if something can."""
+        if not self.tokens:
+            return self.failure
+        too_small = self._num_compared(transformer) == 0
+        return "not compared: the KV cache is too small for the check at start" if too_small else ""
+
+    def _num_compared(self, transformer: Transformer) -> int:
+        """How many of the tokens fit twice into the cache, beside the block that padding writes to; 0: too few."""
+        blocks = (transformer.num_blocks - 1) // 2 // len(transformer.layout.groups)
+        count = min(len(self.tokens), blocks * transformer.layout.block_size)
+        # A single token attends to nothing but itself.
+        return count if count > 1 or count == len(self.tokens) else 0
 
     @contextmanager
     def blaming_the_architecture(self, architecture: str) -> Iterator[None]:
@@ -89,14 +114,16 @@ class TransformersLogits:
             ) from error
 
     def why_not_those_of(self, transformer: Transformer) -> str:
-        """Why a model can't be said to compute these logits; empty if its paged path does. Its cache is zeros again."""
+        """Why a model's paged path does not compute these logits; empty if it does. Its cache is zeros again.
+
+        Called if there is no reason not to compare.
+        """
         if self.logits is None:
             return f"transformers itself fails with it ({self.failure})"
-        count, blocks = len(self.tokens), block_count(transformer, len(self.tokens))
-        if transformer.num_blocks < 1 + 2 * blocks:
-            return "the KV cache is too small for the check against transformers at start"
-        whole, parts = (check_state(name, self.tokens, 1 + place * blocks, blocks) for place, name in enumerate("wp"))
-        behind = check_state("behind", self.tokens, 1, blocks)
+        count = self._num_compared(transformer)
+        tokens, blocks = self.tokens[:count], block_count(transformer, count)
+        whole, parts = (check_state(name, tokens, 1 + place * blocks, blocks) for place, name in enumerate("wp"))
+        behind = check_state("behind", tokens, 1, blocks)
         behind.num_computed_tokens = min(_CONTEXT, count - 1)
         differences = {
             "at once": self._difference(transformer, whole, (count,)),
@@ -109,14 +136,14 @@ class TransformersLogits:
     def _difference(self, transformer: Transformer, state: RequestState, pieces: tuple[int, ...]) -> str:
         first, rows = state.num_computed_tokens, []
         for piece in pieces:
-            piece = min(piece, len(self.tokens) - state.num_computed_tokens)
+            piece = min(piece, len(state.token_ids) - state.num_computed_tokens)
             if piece:
                 share = state.share(piece)
                 batch = flatten([share], transformer.layout, transformer.row_quantum)
                 rows.append(transformer.compute(batch, np.arange(piece)))
                 state.num_computed_tokens = share.stop
         assert self.logits is not None
-        expected, computed = self.logits.exact[first:], np.concatenate(rows)
+        expected, computed = self.logits.exact[first : len(state.token_ids)], np.concatenate(rows)
         if expected.shape != computed.shape:
             return f"its logits are {list(computed.shape)}, and those of transformers {list(expected.shape)}"
         spread = float(self.logits.exact.std()) or 1.0

@@ -105,7 +105,11 @@ def load_runner(
         whole = choose_operations(num_threads, where) if operations is None else operations
         in_parts = tensor_parallel * pipeline_parallel > 1
         loaded = load_model_for(whole, model_dir, dtype, where, quantization, dequantize=dequantize, in_parts=in_parts)
-        verified_by = TransformersLogits.of(loaded)
+        if allow_unverified:
+            verified_by = TransformersLogits.not_asked()
+        else:
+            # A rank would keep weights of which it packs a part.
+            verified_by = TransformersLogits.of(loaded, keeps_weights=not in_parts)
         drafting = LoadedDraftModel.load(draft, loaded, whole, block_size, num_threads) if draft is not None else None
         cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
         if drafting is not None:
@@ -131,7 +135,8 @@ def load_runner(
                 dequantize=dequantize,
             )
             stages.load(stage_spec)
-            leading = LeadingStage(loaded, whole, block_size, cache, num_threads, stages)
+            with verified_by.blaming_the_architecture(loaded.architecture):
+                leading = LeadingStage(loaded, whole, block_size, cache, num_threads, stages)
             stages.wait_until_ready(leading.layout.num_layers)
             leader = stages
         elif tensor_parallel * pipeline_parallel > 1:
@@ -149,12 +154,13 @@ def load_runner(
             leader = first_rank = _start_first_rank(spec, loaded, start_ranks)
             on_failure.callback(first_rank.close)
             torch.set_num_threads(elementwise_threads(spec.least_threads))
-            leading = first_rank.transformer(loaded)
+            with verified_by.blaming_the_architecture(loaded.architecture):
+                leading = first_rank.transformer(loaded)
         with verified_by.blaming_the_architecture(loaded.architecture):
             transformer = leading or Transformer(loaded, whole, block_size, cache, num_threads)
         images = _image_inputs(loaded, whole) if transformer.row_width else None
         info = _model_info(loaded, transformer, whole, name or model_dir.resolve().name, takes_adapters=leader is None)
-        info = _verified(info, verified_by.why_not_those_of(transformer), model_dir, allow_unverified)
+        info = _verified(info, verified_by, transformer, model_dir)
         if isinstance(leader, StageLeader):
             leader.check_numerics(info.numerics)
         if images is not None:
@@ -176,15 +182,15 @@ def load_runner(
         return runner
 
 
-def _verified(info: ModelInfo, why_not: str, model_dir: Path, allow_unverified: bool) -> ModelInfo:
-    """Say of a model whether its logits are those of transformers. Raises UnverifiedModel unless they may differ."""
-    if why_not and not allow_unverified:
+def _verified(info: ModelInfo, verified_by: TransformersLogits, transformer: Transformer, model_dir: Path) -> ModelInfo:
+    """Say whether a model's logits were found to be those of transformers. Raises UnverifiedModel if they differ."""
+    if why_unverified := verified_by.why_not_compared(transformer):
+        _log.warning("serves %s, whose logits are %s", model_dir, why_unverified)
+    elif why_not := verified_by.why_not_those_of(transformer):
         raise UnverifiedModel(
             f"{model_dir} can't be served: {why_not}; choose another model, or serve this one with --allow-unverified"
         )
-    if why_not:
-        _log.warning("serves %s although %s", model_dir, why_not)
-    return replace(info, is_verified=not why_not, why_unverified=why_not)
+    return replace(info, is_verified=not why_unverified, why_unverified=why_unverified)
 
 
 def _image_inputs(loaded: LoadedModel, operations: Operations) -> ImageInputs | None:

@@ -20,6 +20,8 @@ class WeightOnFile:
     first: int
     stop: int
     k: int
+    reads_all: bool = False
+    """Whether the source makes all rows of W to give some of them."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -28,7 +30,7 @@ class WeightOnFile:
 
     def rows(self, first: int, stop: int) -> WeightOnFile:
         """The rows `first` to before `stop` of these rows, unread."""
-        return WeightOnFile(self.source, self.first + first, self.first + stop, self.k)
+        return WeightOnFile(self.source, self.first + first, self.first + stop, self.k, self.reads_all)
 
     def read(self) -> torch.Tensor:
         """The rows [n, K]. They may be in the file's mapped memory."""

@@ -27,8 +27,8 @@ from baton.runner.model.stored_layers import (
     StoredEmbedding,
     StoredLinear,
     halves_of,
-    held_experts,
     read_packed,
+    take_experts,
 )
 from baton.runner.model.weight_plan import is_experts
 
@@ -193,7 +193,7 @@ class PackedExperts:
         self._up_name = "gate_up_proj" if module.has_gate else "up_proj"
         # Older releases of transformers don't set it: no experts of theirs have a norm.
         self._has_norm: bool = getattr(module, "has_post_expert_norm", False)
-        self._held = held_experts(module)
+        self._held = take_experts(module)
         self._activation = None
         if module.has_gate and not module.has_bias:
             self._activation = gated_activation(module._apply_gate)
@@ -213,7 +213,9 @@ class PackedExperts:
     ) -> AdaptableExperts:
         num_outputs, num_inputs = self._shape(module, name)
         if name in self._held:
-            packed = [self._pack_held([read_packed(stored) for stored in expert], gated) for expert in self._held[name]]
+            packed, left = [], [*reversed(self._held.pop(name))]
+            while left:  # what is kept of an expert is freed with it
+                packed.append(self._pack_held([read_packed(stored) for stored in left.pop()], gated))
             return AdaptableExperts(self._operations, packed, num_outputs, num_inputs)
         packed = []
         for weight in getattr(module, name).detach():

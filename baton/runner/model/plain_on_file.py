@@ -41,7 +41,7 @@ def dequantized_on_file(stored: StoredWeight, dtype: torch.dtype, device: torch.
     def rows(first: int, stop: int) -> torch.Tensor:
         return stored.dequantized()[first:stop].to(device, dtype)
 
-    return _stored(WeightOnFile(rows, 0, *stored.shape), dtype)
+    return _stored(WeightOnFile(rows, 0, *stored.shape, reads_all=True), dtype)
 
 
 def _stored(weight: WeightOnFile, dtype: torch.dtype) -> StoredWeight:

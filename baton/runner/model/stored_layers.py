@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from baton.runner.backends.quantized_product import narrow_product, product_of_plain_numbers
-from baton.runner.backends.quantized_weight import NarrowWeight
+from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
 from baton.runner.backends.weight_on_file import WeightOnFile
 from baton.runner.backends.weight_rows import Weight, read_weight, rows_of
 from baton.runner.model.quantization.stored_weight import StoredWeight
@@ -83,9 +84,12 @@ class StoredEmbedding(nn.Module):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight as plain numbers: [...] to [..., k]."""
-        held = read_packed(self.stored)
-        rows = [_plain(rows_of(held, token, token + 1), self.dtype) for token in token_ids.flatten().tolist()]
-        return torch.cat(rows).view(*token_ids.shape, -1)
+        held: Weight = read_packed(self.stored)
+        if isinstance(held, WeightOnFile) and held.reads_all:
+            held = held.read()
+        tokens, places = torch.unique(token_ids, return_inverse=True)
+        rows = [_plain(rows_of(held, token, token + 1), self.dtype) for token in tokens.tolist()]
+        return torch.cat(rows)[places]
 
 
 ExpertWeights: TypeAlias = Mapping[str, Sequence[Sequence[StoredWeight]]]
@@ -105,6 +109,57 @@ def held_experts(module: nn.Module) -> ExpertWeights:
     """The weights of an experts module that are in their files; empty if it has none."""
     held: ExpertWeights = getattr(module, "stored_experts", {})
     return held
+
+
+def take_experts(module: nn.Module) -> dict[str, Sequence[Sequence[StoredWeight]]]:
+    """The weights of an experts module, which holds them no longer."""
+    taken = dict(held_experts(module))
+    if taken:
+        object.__setattr__(module, "stored_experts", {})
+    return taken
+
+
+def read_once(module: nn.Module) -> None:
+    """Let a module's quantised weights be unpacked, or quantised, once only: the first reading keeps the codes.
+
+    They take as many bits as packed ones, and are freed with the layer or expert that is packed.
+    """
+    known: dict[int, StoredWeight] = {}
+
+    def once(stored: StoredWeight) -> StoredWeight:
+        # A weight that an embedding and the head share remains one.
+        return known.setdefault(id(stored), replace(stored, read=_ReadOnce(stored)))
+
+    for part in module.modules():
+        if isinstance(part, StoredLinear | StoredEmbedding):
+            part.stored = once(part.stored)
+        elif held := held_experts(part):
+            kept = {name: [[*map(once, expert)] for expert in experts] for name, experts in held.items()}
+            object.__setattr__(part, "stored_experts", kept)
+
+
+class _ReadOnce:
+    """Reads a weight, and keeps what was read; codes of 4 bits two in a byte."""
+
+    def __init__(self, stored: StoredWeight) -> None:
+        self._stored = stored
+        self._kept: NarrowWeight | None = None
+        self._in_pairs = False
+
+    def __call__(self) -> NarrowWeight | WeightOnFile | torch.Tensor:
+        if self._kept is None:
+            weight = self._stored.read()
+            if isinstance(weight, torch.Tensor | WeightOnFile):
+                return weight
+            self._kept = weight
+            if isinstance(weight, QuantizedWeight) and weight.bits == 4 and weight.shape[1] % 2 == 0:
+                self._kept = replace(weight, codes=weight.codes[:, ::2] | weight.codes[:, 1::2] << 4)
+                self._in_pairs = True
+            return weight
+        if not self._in_pairs:
+            return self._kept
+        pairs = self._kept.codes
+        return replace(self._kept, codes=torch.stack((pairs & 15, pairs >> 4), dim=-1).view(self._stored.shape))
 
 
 class _ExpertsOnFile:

@@ -12,9 +12,15 @@ import torch
 
 from baton.errors import ConfigError
 from baton.runner.against_transformers import UnverifiedModel
+from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.loading import load_runner
+from baton.runner.model import quantize_at_load
 from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.plain_on_file import dequantized_on_file
+from baton.runner.model.quantization.quantize import quantized
+from baton.runner.model.quantization.stored_weight import StoredWeight
 from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stored_layers import StoredEmbedding
 from baton.testing.fake_rank_group import FakeRankGroup
 from tests.support.tiny_models import TINY_MODELS
 
@@ -50,6 +56,11 @@ def _second_call(original: Any, self: Any, **arguments: Any) -> Any:
 
 def _unknown_keyword(original: Any, self: Any, **arguments: Any) -> Any:
     return original(self, **(arguments | {"sparsity": 0.5}))
+
+
+def _scores_needed(original: Any, self: Any, **arguments: Any) -> Any:
+    out, scores = original(self, **arguments)
+    return out + 0 * scores.sum(), scores
 
 
 def _scores_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +113,60 @@ def test_an_unverified_model_is_served_on_demand_and_says_so(tmp_path: Path, mon
     _shared_parameter(monkeypatch)
     model = load_runner(tmp_path, dtype="float32", num_blocks=16, allow_unverified=True).model
     assert (model.is_verified, model.bit_exact) == (False, True)
-    assert "computed at once, its logits differ" in model.why_unverified
+    assert model.why_unverified == "not compared: --allow-unverified"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
+def test_the_check_does_not_quantise_a_weight_again(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bytes] = []
+
+    def counted(weight: torch.Tensor, bits: int) -> QuantizedWeight:
+        made.append(weight.numpy().tobytes())
+        return quantized(weight, bits)
+
+    monkeypatch.setattr(quantize_at_load, "quantized", counted)
+    # Tied, so that the embedding and the head are one weight.
+    write_random_model(tmp_path, {**TINY_MODELS[architecture], "tie_word_embeddings": True}, seed=1)
+    assert load_runner(tmp_path, dtype="float32", num_blocks=16, quantization="int4").model.is_verified
+    assert len(made) == len(set(made))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_blocks", "why_not"),
+    [("gemma2", 8, ""), ("llama", 4, ""), ("llama", 2, "not compared: the KV cache is too small")],
+)
+def test_as_many_tokens_are_compared_as_a_small_cache_holds(
+    architecture: str, num_blocks: int, why_not: str, tmp_path: Path
+) -> None:
+    write_random_model(tmp_path, TINY_MODELS[architecture], seed=1)
+    model = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=num_blocks).model
+    assert model.is_verified == (not why_not)
+    assert model.why_unverified.startswith(why_not)
+
+
+@pytest.mark.parametrize("divided", [{}, {"pipeline_parallel": 2}])
+def test_a_step_that_fails_with_weights_that_transformers_computes_with_is_the_architectures(
+    divided: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], seed=1)
+    _attention_wrapped(_scores_needed)(monkeypatch)
+    with pytest.raises(UnsupportedAttention, match="transformers computes with its weights, but its architecture"):
+        load_runner(tmp_path, dtype="float32", num_blocks=16, start_ranks=FakeRankGroup, **divided)
+
+
+def test_an_embedding_reads_a_weight_once_where_some_rows_take_as_long_as_all() -> None:
+    weight, reads = torch.randn(40, 32), []
+
+    def read() -> torch.Tensor:
+        reads.append(1)
+        return weight
+
+    stored = dequantized_on_file(StoredWeight((40, 32), read, None), torch.float32, torch.device("cpu"))
+    tokens = torch.tensor([[3, 39, 3], [0, 7, 39]])
+    assert torch.equal(StoredEmbedding(stored, torch.float32)(tokens), weight[tokens])
+    assert len(reads) == 1
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "gpt2"])

@@ -26,6 +26,7 @@ EXPECTED = {
     errors.Unreachable: 503,
     errors.AttemptsExhausted: 503,
     errors.StreamDiverged: 503,
+    errors.VersionGone: 503,
     errors.TransferFailed: 503,
     errors.DeadlineExceeded: 504,
     errors.Cancelled: 499,
@@ -60,7 +61,9 @@ def test_every_error_has_an_http_status_and_an_error_object(kind: type[BatonErro
     status = next(EXPECTED[parent] for parent in kind.__mro__ if parent in EXPECTED)
     assert kind_of(error).status == status
     found = json.loads(error_body(error))["error"]
-    assert found["message"] == str(error)
+    # LangChain looks for this code in the message alone.
+    code = " (context_length_exceeded)" if kind is errors.ContextLengthExceeded else ""
+    assert found["message"] == f"{error}{code}"
     assert found["type"].endswith("_error")
     assert found["param"] == ("field" if issubclass(kind, InvalidRequest) else None)
     headers = {name.decode(): value.decode() for name, value in error_headers(error)}

@@ -195,7 +195,7 @@ def test_a_kv_cache_that_does_not_fit_is_refused_once_the_model_is_loaded(
         (["generate"], 2, "give either a PROMPT or --token-ids"),
         (["generate", "x", "--max-token", "3"], 2, "--max-tokens"),
         (["generate", "x", "--temperature", "hot"], 2, "--temperature"),
-        (["get", "node"], 2, "Did you mean 'nodes'?"),
+        (["get", "nodez"], 2, "Did you mean 'nodes'?"),
         (["get", "nodes", "-l", "colour=red"], 2, "use name=, role=, status= or model="),
         (["statsu"], 2, "Did you mean 'status'"),
     ],

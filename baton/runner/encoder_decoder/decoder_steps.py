@@ -113,6 +113,7 @@ class DecoderSteps(Transformer):
         self.num_logits = self._head.out_features
         self.why_no_given_rows = ""
         self.max_model_len = self._shape.max_model_len
+        self.long_sequences = None
         self._distance_bias = distance_bias
         if cache is not None:
             self.allocate_cache(cache.blocks(self.layout.block_bytes))

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.errors import ConfigError
 from baton.runner.execution.input_batch import RequestState, flatten
 from baton.runner.model.attention import UnsupportedAttention
-from baton.runner.model.eager_logits import EagerLogits, eager_logits
+from baton.runner.model.eager_logits import EagerLogits, eager_logits, row_errors
 from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.stored_layers import read_once
 from baton.runner.model.transformer import Transformer
@@ -41,9 +40,15 @@ class UnverifiedModel(ConfigError):
 
 _FLOAT32_LIMIT = 1e-3
 """The largest difference in float32 in any row, as a share of the spread of all logits. Rounding gave up to 1e-5."""
+_NOISE, _FP8_NOISE = 2.0**-8, 2.0**-5
+"""The size of noise as a share of each number: a unit in the last place of bfloat16, which is about what int8 rounds;
+and what rounding to the three bits of e4m3, by up to 2⁻⁴, makes typically."""
+_NUM_NOISY, _NUM_NOISY_OF_MIXTURE = 1, 7
+"""Copies with noise. Of a mixture they are several, since other experts are chosen in some only, and if it is for an
+early token, all rows behind it move."""
 _NOISE_RATIO = 4.0
 """In fewer bits, how much more than transformers' own logits move with noise those of the median row may differ.
-Rounding gave up to 1.3."""
+Rounding gave up to 2.1."""
 _LEAST_LIMIT, _MOST_LIMIT = 0.02, 0.5
 """The bounds of the limit that follows, as shares of the spread."""
 
@@ -68,22 +73,24 @@ class TransformersLogits:
         return cls((), None, "not compared: --allow-unverified", "", is_quantized=False, is_mixture=False)
 
     @classmethod
-    def of(cls, loaded: LoadedModel, *, keeps_weights: bool) -> Self:
+    def of(cls, loaded: LoadedModel, *, cache_dtype: str, keeps_weights: bool) -> Self:
         """Compute them; called before parts of the module are replaced, which is as before on return.
 
-        `keeps_weights`: quantised weights that were read for this stay in memory until they are packed.
+        `cache_dtype`: see `load_runner`. `keeps_weights`: quantised weights that were read for this stay in memory
+        until they are packed.
         """
         config = loaded.config
         if keeps_weights:
             read_once(loaded.module)
         tokens = tuple(check_tokens(min(_NUM_TOKENS, config.max_position_embeddings), config.vocab_size))
+        is_mixture = any(map(is_experts, loaded.module.modules()))
+        noise = _FP8_NOISE if cache_dtype == "fp8" else _NOISE
         failure, logits = "", None
         try:
-            logits = eager_logits(loaded, tokens)
+            logits = eager_logits(loaded, tokens, noise, _NUM_NOISY_OF_MIXTURE if is_mixture else _NUM_NOISY)
         # There is no list of what transformers raises.
         except Exception as error:
             failure = f"{type(error).__name__}: {_first_line(error)}"
-        is_mixture = any(map(is_experts, loaded.module.modules()))
         return cls(tokens, logits, failure, loaded.dtype, loaded.weights.is_quantized, is_mixture)
 
     def why_not_compared(self, transformer: Transformer) -> str:
@@ -147,12 +154,11 @@ class TransformersLogits:
         if expected.shape != computed.shape:
             return f"its logits are {list(computed.shape)}, and those of transformers {list(expected.shape)}"
         spread = float(self.logits.exact.std()) or 1.0
-        errors = _row_errors(computed, expected) / spread
+        errors = row_errors(computed, expected) / spread
         if self.dtype == "float32" and not self.is_quantized and not transformer.layout.has_scales:
             limit, found, of = _FLOAT32_LIMIT, float(np.median(errors) if self.is_mixture else errors.max()), "up to"
         else:
-            moved = float(np.median(_row_errors(self.logits.noisy, self.logits.exact))) / spread
-            limit, found, of = _NOISE_RATIO * moved, float(np.median(errors)), "typically"
+            limit, found, of = _NOISE_RATIO * self.logits.moved / spread, float(np.median(errors)), "typically"
             limit = min(max(limit, _LEAST_LIMIT), _MOST_LIMIT)
         # Not a number is no number within the limit.
         if found <= limit:
@@ -165,9 +171,3 @@ class TransformersLogits:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:200]
-
-
-def _row_errors(computed: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """The root of the mean square difference of each row."""
-    errors: npt.NDArray[np.float32] = np.sqrt(np.square(computed - expected).mean(axis=1))
-    return errors

@@ -109,7 +109,7 @@ def load_runner(
             verified_by = TransformersLogits.not_asked()
         else:
             # A rank would keep weights of which it packs a part.
-            verified_by = TransformersLogits.of(loaded, keeps_weights=not in_parts)
+            verified_by = TransformersLogits.of(loaded, cache_dtype=cache_dtype, keeps_weights=not in_parts)
         drafting = LoadedDraftModel.load(draft, loaded, whole, block_size, num_threads) if draft is not None else None
         cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
         if drafting is not None:

@@ -25,44 +25,58 @@ from baton.runner.model.weights import LoadedModel
 _EAGER = "eager"
 
 
-_NOISE = 2.0**-8
-"""What is added to the rows of the embedding, as a share of each number: a unit in the last place of bfloat16."""
-
-
 class EagerLogits(NamedTuple):
-    """What transformers computes of one sequence: [tokens, vocabulary], in float32 on the host."""
+    """What transformers computes of one sequence."""
 
     exact: npt.NDArray[np.float32]
-    noisy: npt.NDArray[np.float32]
-    """With noise in the rows of the embedding: how far the model carries what is rounded once."""
+    """[tokens, vocabulary], on the host."""
+    moved: float
+    """How far noise in the rows of the embedding moves the median row (`row_errors`): the most of all noisy copies."""
 
 
-def eager_logits(loaded: LoadedModel, token_ids: Sequence[int]) -> EagerLogits:
-    """The logits behind each of these tokens. The module is as it was before on return."""
+def eager_logits(loaded: LoadedModel, token_ids: Sequence[int], noise: float, num_noisy: int) -> EagerLogits:
+    """The logits behind each of these tokens, and how far the model carries what is rounded once.
+
+    `noise`: its size as a share of each number; so many copies have some of their own. The module is as it was before
+    on return.
+    """
     module: Any = loaded.module
     mapped = MappedFiles(loaded.checkpoint.weight_files)
     count = len(token_ids)
+
+    def add_noise(_embedding: Any, _given: Any, rows: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        factors = 1 + noise * torch.randn((num_noisy, *rows.shape[1:]), generator=generator)
+        return torch.cat([rows[:1], (rows[1:].float() * factors).to(rows.dtype)])
+
     with ExitStack() as stack:
         stack.callback(mapped.release_all)
-        stack.callback(module.get_input_embeddings().register_forward_hook(_with_noise).remove)
+        stack.callback(module.get_input_embeddings().register_forward_hook(add_noise).remove)
         for part in module.modules():
             for layer in part if isinstance(part, nn.ModuleList) else ():
                 stack.callback(layer.register_forward_hook(lambda *_: mapped.release_all()).remove)
         with _as_transformers_has_it(loaded), torch.inference_mode():
-            # Two sequences at once, since it is the weights that take the time.
+            # All sequences at once, since it is the weights that take the time.
             out = module(
-                input_ids=torch.tensor([list(token_ids)] * 2),
-                position_ids=torch.arange(count).expand(2, count),
+                input_ids=torch.tensor([list(token_ids)] * (1 + num_noisy)),
+                position_ids=torch.arange(count).expand(1 + num_noisy, count),
                 use_cache=False,
                 logits_to_keep=torch.arange(count),
             )
-        return EagerLogits(*out.logits.to(torch.float32).numpy())
+        exact = _on_host(out.logits[0])
+        moved = [np.median(row_errors(_on_host(noisy), exact)) for noisy in out.logits[1:]]
+        return EagerLogits(exact, float(np.max(moved)))
 
 
-def _with_noise(_embedding: Any, _given: Any, rows: torch.Tensor) -> torch.Tensor:
-    """The rows [2, T, K] of two equal sequences, the second with noise."""
-    noise = torch.randn(rows.shape[1:], generator=torch.Generator().manual_seed(0)) * _NOISE
-    return torch.stack([rows[0], (rows[1].float() * (1 + noise)).to(rows.dtype)])
+def row_errors(computed: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The root of the mean square difference of each row."""
+    errors: npt.NDArray[np.float32] = np.sqrt(np.square(computed - expected).mean(axis=1))
+    return errors
+
+
+def _on_host(logits: torch.Tensor) -> npt.NDArray[np.float32]:
+    array: npt.NDArray[np.float32] = logits.to(torch.float32).numpy()
+    return array
 
 
 @contextmanager

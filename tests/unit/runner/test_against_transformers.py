@@ -108,6 +108,20 @@ def test_a_model_that_would_be_computed_wrongly_is_refused_by_what_is_wrong(
         load_runner(tmp_path, dtype="float32", num_blocks=16)
 
 
+@pytest.mark.parametrize("name", ["scores used", "shared parameter"])
+def test_rounding_in_a_cache_hides_no_wrong_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_random_model(tmp_path, {**_SHAPE, "num_hidden_layers": 2, "model_type": "llama"}, seed=1)
+    WRONG[name][1](monkeypatch)
+    with pytest.raises(UnverifiedModel, match="differ from those of transformers typically"):
+        load_runner(tmp_path, dtype="float32", num_blocks=16, cache_dtype="fp8")
+
+
+def test_a_mixture_in_which_rounding_chooses_other_experts_is_verified(tmp_path: Path) -> None:
+    """Of this model only some copies with noise choose others for an early token."""
+    write_random_model(tmp_path, TINY_MODELS["gpt_oss"], seed=3)
+    assert load_runner(tmp_path, dtype="bfloat16", num_blocks=16).model.is_verified
+
+
 def test_an_unverified_model_is_served_on_demand_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=1)
     _shared_parameter(monkeypatch)
@@ -170,7 +184,14 @@ def test_an_embedding_reads_a_weight_once_where_some_rows_take_as_long_as_all() 
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "gpt2"])
-@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "bfloat16", "cache_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16", "cache_dtype": "int8"},
+        {"dtype": "float32", "cache_dtype": "fp8"},
+    ],
+)
 def test_a_model_that_is_computed_rightly_is_verified(
     architecture: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from baton.fair_executor import FairExecutor
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.ids import SCOPED_ID_PATTERN, new_request_id, unscoped
 from baton.messages.request_limits import MAX_POOLED_TOKENS
-from baton.messages.sampling import Constraint
+from baton.messages.sampling import CONSTRAINT_KINDS, Constraint
 from router.admission.bounded_work import BoundedWork
 from router.admission.images import ImageRules
 from router.admission.request import ValidRequest
@@ -109,7 +109,7 @@ class Dispatcher:
         `timeout_s` counts from the first step of the generator. A request that is turned away at once gets no Accepted.
         Chunks that `take` accepts while the generator is awaited are not among its events.
         """
-        return self._stream(lambda started: self._admit(raw, started, timeout_s), take)
+        return self._stream(lambda started: self._admit(raw, started, timeout_s), take, raw.constraint_field)
 
     def resume(
         self,
@@ -129,12 +129,15 @@ class Dispatcher:
         with the same seed gives the same tokens.
         """
         return self._stream(
-            lambda started: self._resume(request_id, next_token_index, started, timeout_s, call, repeat), take
+            lambda started: self._resume(request_id, next_token_index, started, timeout_s, call, repeat),
+            take,
+            repeat.constraint_field if repeat is not None else "",
         )
 
     async def _stream(
-        self, enter: Callable[[float], Awaitable[ActiveRequest]], take: TakeChunk | None
+        self, enter: Callable[[float], Awaitable[ActiveRequest]], take: TakeChunk | None, constraint_field: str
     ) -> AsyncGenerator[GenerateEvent, None]:
+        """`constraint_field`: as in GenerateRequest."""
         active = await enter(self._timers.monotonic())
         queue, request = active.queue, active.request
         queue.pass_chunks_to(take)
@@ -146,6 +149,11 @@ class Dispatcher:
             while (event := await queue.get()) is not None:
                 self.requests.stop_stall_timer_if_read(active)
                 yield event
+        except InvalidRequest as error:
+            # Nodes know a constraint by its kind alone.
+            if constraint_field and error.field in CONSTRAINT_KINDS:
+                raise error.renamed(constraint_field) from error
+            raise
         finally:
             # Another stream of the client may have taken the request over.
             if active.queue is queue:

@@ -25,6 +25,7 @@ from router.admission.validation import (
     check_model,
     check_output_size,
     check_prompt_logprobs,
+    check_token_ids,
     longest_answer,
 )
 from router.http.answer_format import CHAT, COMPLETION, AnswerFormat, quote
@@ -384,6 +385,9 @@ class Completions(_OpenAiEndpoint):
         if not has_output:
             # What the prompt's tokens are comes with the first token of an output, which is not returned.
             requests = [replace(request, max_tokens=1) for request in requests]
+        for used in prompts:
+            if not isinstance(used, str):
+                check_token_ids("prompt", used, card.vocab_size)  # a tokenizer reads no numbers beyond its type
         echoed = [self._echoed(given, used, body) for given, used in zip(body.prompts, prompts, strict=True)]
         _check_echo_size([prompt.text for prompt in echoed], 1 if body.n is None else body.n)
         return replace(parsed, requests=requests, echoed=echoed, options=replace(parsed.options, output=has_output))

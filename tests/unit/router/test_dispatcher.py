@@ -283,11 +283,14 @@ async def test_two_requests_at_once_of_which_one_fails() -> None:
         assert good.text == "ab"
 
 
+@pytest.mark.parametrize("clients_field", ["", "tool_choice"])
 @pytest.mark.parametrize("text", ["", "ab"])
-async def test_a_request_that_a_node_finds_invalid_fails_without_blaming_the_node(text: str) -> None:
+async def test_a_request_that_a_node_finds_invalid_fails_without_blaming_the_node(
+    text: str, clients_field: str
+) -> None:
     async with router_rig(prefill(), decode()) as rig:
         for _ in range(5):
-            reader, attempt = await start_pair(rig, max_tokens=9)
+            reader, attempt = await start_pair(rig, max_tokens=9, constraint_field=clients_field)
             if text:
                 rig.report("p1", attempt, 0, text[0], Outcome.HANDED_OFF)
                 rig.report("d1", attempt, 1, text[1:])
@@ -296,7 +299,8 @@ async def test_a_request_that_a_node_finds_invalid_fails_without_blaming_the_nod
             rig.nodes["d1"].report(RequestDelta(attempt, outcome=Outcome.INVALID, error=why))
             with pytest.raises(InvalidRequest) as caught:
                 await reader.finished()
-            assert (caught.value.field, caught.value.reason) == ("json_schema", "is too complex: 2001 items")
+            found = caught.value.field, caught.value.reason
+            assert found == (clients_field or "json_schema", "is too complex: 2001 items")
             assert (await rig.next_abort("p1")).attempt == attempt
         assert rig.dispatcher.requests.counters.rejections["InvalidRequest"] == (0 if text else 5)
         opened = [f.value for f in rig.dispatcher.requests.placer.figures(0.0) if f.name == "router_breakers_open"]  # type: ignore[union-attr]

@@ -285,6 +285,8 @@ async def test_log_probabilities_of_a_prompt_are_where_vllm_has_them(path: str) 
         ({"echo": True, "max_tokens": 0, "min_tokens": 1}, "min_tokens: must be 0 to max_tokens"),
         ({"prompt": [[1] * 100] * 32, "echo": True, "logprobs": 20, "n": 8}, "logprobs: of 25600 tokens"),
         ({"prompt": [[1] * 1000] * 32, "prompt_logprobs": 20}, "prompt_logprobs: of 32000 tokens"),
+        ({"prompt": [1, -1], "echo": True}, "prompt: token 1 is -1"),
+        ({"prompt": [[1], [10**400]], "echo": True}, "prompt: token 0 is 1000"),
     ],
 )
 async def test_what_does_not_go_with_a_prompts_log_probabilities(body: dict[str, object], said: str) -> None:

@@ -46,7 +46,7 @@ TRUNCATIONS: list[Any] = [*NO_NUMBERS, 0, -2, 1.5, 2**18 + 1]
 FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "temperature": ([0, 0.5, 2, None], [*NO_NUMBERS, -0.1, 2.1, 1e308]),
     "top_p": ([1, 0.5, 1e-300], [*NO_NUMBERS, 0, -1, 1.1]),
-    "top_k": ([-1, 1, SPEC.vocab_size], [*NO_NUMBERS, 0, -2, SPEC.vocab_size + 1, 1.5, 2**64]),
+    "top_k": ([-1, 0, 1, SPEC.vocab_size], [*NO_NUMBERS, -2, SPEC.vocab_size + 1, 1.5, 2**64]),
     "min_p": ([0, 0.1, 1], [*NO_NUMBERS, -0.1, 1.1]),
     "top_n_sigma": ([0, 0.5, 100], [*NO_NUMBERS, -0.1, 100.1]),
     "seed": ([0, 7, 2**64 - 1], [*NO_NUMBERS, -1, 2**64, 0.5]),
@@ -72,7 +72,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "ttft_slo_ms": ([1e6], [*NO_NUMBERS, 0, -1]),
     "tpot_slo_ms": ([1e6], [*NO_NUMBERS, 0, -1]),
     "stream": ([True, False], [1, "true", {}]),
-    "user": (["somebody"], NO_TEXTS),
+    "user": (["somebody", *NO_TEXTS], []),
     "model": (["", SPEC.name, None], [*NO_TEXTS, "another", "\0", "x" * 100_000]),
     "response_format": ([None, {"type": "text"}], [1, {}, {"type": "grammar"}, {"type": "text", "x": 1}, [], *NO_TAGS]),
     "structured_outputs": (
@@ -85,7 +85,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "return_token_ids": ([True, False], [1, "true"]),
     "return_tokens_as_token_ids": ([True, False], [1, "true"]),
     "skip_special_tokens": ([True], [False, "x"]),
-    "metadata": ([{}, {"a": {"b": 1}}], [1, "x"]),
+    "metadata": ([{}, {"a": {"b": 1}}, 1, "x"], []),
     "no_such_field": ([], [None, 1, {"a": 1}]),
     "tool_calls\0": ([], [1]),
 }
@@ -129,11 +129,11 @@ ALONE: dict[str, tuple[str, list[Any], list[Any]]] = {
 }
 OF_EMBEDDINGS: dict[str, tuple[list[Any], list[Any]]] = {
     "input": (
-        ["hello", [1, 2, 96], ["hello", "é"], [[1, 2], [3]], "x" * 128, [1] * 128],
+        ["hello", [1, 2, 96], ["hello", "é"], [[1, 2], [3]], "x" * 128, [1] * 128, ["a"] * 257],
         [
             *(None, 1, "", [], [[]], ["a", ""], ["a", [1]], [1, "a"], {}, [[1], []]),
             *([97], [-1], [[1], [97]], [True], [1.5], [10**400], "x" * 129, [1] * 129, "\ud800", ["a", "\ud800"]),
-            ["a"] * 257,
+            ["a"] * 2049,
         ],
     ),
     "encoding_format": ([None, "float"], ["", "hex", 1, []]),
@@ -185,7 +185,8 @@ def test_good_bodies_are_served_and_one_wrong_field_is_named(run: Run, data: st.
         name: data.draw(st.sampled_from(HEADERS[name][0]))
         for name in data.draw(st.sets(st.sampled_from(["x-request-id"])))
     }
-    spoilt = data.draw(st.sampled_from([None, *sorted(fields_of(path)), *HEADERS]))
+    can_be_wrong = [name for name, (_, bad) in sorted(fields_of(path).items()) if bad]
+    spoilt = data.draw(st.sampled_from([None, *can_be_wrong, *HEADERS]))
     if spoilt in HEADERS:
         headers[spoilt] = data.draw(st.sampled_from(HEADERS[spoilt][1]))
     elif spoilt is not None:

@@ -114,9 +114,14 @@ def test_a_response_has_the_call_of_the_chat_and_goes_on_from_it(client: OpenAI)
     more = client.responses.create(
         **wanted, input=output, tool_choice="none", previous_response_id=made.id, max_output_tokens=4
     )
+    # With none the prompt has no tools, but the call and its result, as in a chat.
+    told = [*fields["messages"], message, {"role": "tool", "tool_call_id": expected.id, "content": "done"}]
+    chat = client.chat.completions.create(**{**fields, "messages": told, "tool_choice": "none", "max_tokens": 4})
+    hello = client.chat.completions.create(**{**fields, "tool_choice": "none", "max_tokens": 4})
     assert more.usage is not None
-    assert made.usage is not None
-    assert more.usage.input_tokens > made.usage.input_tokens
+    assert chat.usage is not None
+    assert hello.usage is not None
+    assert more.usage.input_tokens == chat.usage.prompt_tokens > hello.usage.prompt_tokens
 
 
 def test_a_call_that_is_demanded_of_a_message_is_the_chats(client: OpenAI, url: str) -> None:

@@ -246,19 +246,20 @@ class Endpoint(Generic[P]):
         If the nodes of the version that began it are gone, it begins anew, once, at any version: its client has none of
         the tokens.
         """
-        started, seed = self._clock.monotonic(), request.seed
-        try:
-            async with aclosing(self._handler.generate(request, parsed.timeout_s)) as events:
-                fingerprint, accepted = self._model.card.fingerprint, await accepted_of(events)
-                seed = accepted.seed
-                answer = await collect(accepted, events, parsed.num_sequences)
-        except VersionGone:
-            waited_s = self._clock.monotonic() - started
-            left_s = None if parsed.timeout_s is None else max(0.001, parsed.timeout_s - waited_s)
-            async with aclosing(self._handler.generate(replace(request, seed=seed), left_s)) as events:
-                fingerprint, accepted = self._model.card.fingerprint, await accepted_of(events)
-                answer = await collect(accepted, events, parsed.num_sequences)
-        return replace(answer, fingerprint=fingerprint if fingerprint == self._model.card.fingerprint else "")
+        started, timeout_s, is_anew = self._clock.monotonic(), parsed.timeout_s, False
+        while True:
+            try:
+                async with aclosing(self._handler.generate(request, timeout_s)) as events:
+                    fingerprint, accepted = self._model.card.fingerprint, await accepted_of(events)
+                    request = replace(request, seed=accepted.seed)
+                    answer = await collect(accepted, events, parsed.num_sequences)
+                return replace(answer, fingerprint=fingerprint if fingerprint == self._model.card.fingerprint else "")
+            except VersionGone:
+                if is_anew:
+                    raise
+                is_anew = True
+                if parsed.timeout_s is not None:
+                    timeout_s = max(0.001, parsed.timeout_s - (self._clock.monotonic() - started))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
+from tests.support.caller import Answer
 from tests.support.meant_models import GGUF_FILES, write_gguf_model
 from tests.support.mini_cluster import mini_cluster
 from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model
@@ -26,16 +27,17 @@ BLOCK_SIZE = 16
 CHUNK = 24
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
-async def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
-    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
+async def answers_equal_to_generate(
+    directory: Path, config: Mapping[str, Any], prompts: dict[str, list[int]]
+) -> Sequence[Answer]:
+    """The answers of a pair of nodes to these prompts, after it was asserted that their tokens are generate()'s."""
+    write_random_model(directory, config, seed=5)
 
     def make_runner(node_id: str) -> TorchModelRunner:
-        return load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
+        return load_runner(directory, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
 
-    prompts = make_prompts(256)
-    expected = generate_with_transformers(tmp_path, prompts)
-    async with mini_cluster(make_runner, tmp_path, max_num_batched_tokens=CHUNK, max_num_seqs=8) as cluster:
+    expected = generate_with_transformers(directory, prompts)
+    async with mini_cluster(make_runner, directory, max_num_batched_tokens=CHUNK, max_num_seqs=8) as cluster:
         requests = [
             GenerateRequest(prompt, request_id=key, temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
             for key, prompt in prompts.items()
@@ -44,6 +46,12 @@ async def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
         await cluster.wait_until_idle()
     for key, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == expected[key], key
+    return answers
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+async def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
+    for answer in await answers_equal_to_generate(tmp_path, TINY_MODELS[name], make_prompts(256)):
         assert answer.indices == list(range(NEW_TOKENS))
         path = answer.end.path
         assert (path.prefill_node, path.decode_node, path.attempts) == ("prefill-0", "decode-0", 1)
@@ -52,23 +60,9 @@ async def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("config", [PHI3_LONGROPE, ROPE_TYPES["longrope"]], ids=["starts over", "goes on"])
 async def test_outputs_that_outgrow_short_angles_equal_generate(tmp_path: Path, config: Mapping[str, Any]) -> None:
-    write_random_model(tmp_path, config, seed=5)
-
-    def make_runner(node_id: str) -> TorchModelRunner:
-        return load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
-
     text = make_prompts(256)["prompt-100"]
     prompts = {f"prompt-{n}": text[:n] for n in (30, MOST_SHORT - 5, MOST_SHORT, MOST_SHORT + 1, 100)}
-    expected = generate_with_transformers(tmp_path, prompts)
-    async with mini_cluster(make_runner, tmp_path, max_num_batched_tokens=CHUNK, max_num_seqs=8) as cluster:
-        requests = [
-            GenerateRequest(prompt, request_id=key, temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-            for key, prompt in prompts.items()
-        ]
-        answers = await asyncio.gather(*(cluster.generate(request) for request in requests))
-        await cluster.wait_until_idle()
-    for key, answer in zip(prompts, answers, strict=True):
-        assert answer.token_ids == expected[key], key
+    for answer in await answers_equal_to_generate(tmp_path, config, prompts):
         assert answer.end.path.prefill_node == "prefill-0"
 
 

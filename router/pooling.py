@@ -107,7 +107,7 @@ class PoolingCall:
     most_inputs: int = MAX_INPUTS
     """The most inputs that are taken: scores by cosine have two for each pair."""
     most_second_tokens: int | None = None
-    """Of scores: the second texts of pairs are cut to their first tokens, at most so many; None: they are not."""
+    """The most tokens of a pair's second text, which is cut behind them; None: no text is cut. For scores."""
 
 
 @dataclass(frozen=True, slots=True)

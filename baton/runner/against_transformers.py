@@ -69,7 +69,7 @@ class TransformersLogits:
 
     @classmethod
     def not_asked(cls) -> Self:
-        """Those of a model that is served whatever it computes."""
+        """No logits, for a model that is served whatever it computes."""
         return cls((), None, "not compared: --allow-unverified", "", is_quantized=False, is_mixture=False)
 
     @classmethod

@@ -129,7 +129,7 @@ class HttpFront:
         if error.status_code != 405:
             return HttpError(Kind(error.status_code, "invalid_request_error"), error.detail)
         if scope["path"] in INSTEAD:
-            # It only looks like a path that is served: like the name of a response.
+            # This path only looks like one that is served: like the name of a response.
             return _unknown(scope["path"])
         message = f"{scope['method'][:20]} is not for {scope['path'][:200]!r}"
         # Starlette names the methods of one route alone, and a path may have several (RFC 9110, section 15.5.6).

@@ -356,7 +356,7 @@ class Placer:
         table.set_candidates(candidates)
         able = table.fitting_rows(demand, exclude, with_room=with_room)
         if (able is not None and not able.any()) or not candidates:
-            # It raises with the reason.
+            # This call raises NoCapacity or InvalidRequest with the reason.
             fitting_nodes(_may_be_chosen(candidates, demand, with_room), demand, exclude)
         table.refresh(able, now)
         query = self._query(able, request, demand, waited_s, now)

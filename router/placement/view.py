@@ -32,7 +32,7 @@ _MOST_SIZES = 64
 
 
 _Partners: TypeAlias = Mapping[str, Mapping[tuple[Role, KVFormat], NodeDescription]]
-"""Of each bits, a node of each role and format of the KV that is attached."""
+"""By the bits of a version, an attached node of each role and format of the KV."""
 
 
 class NodeState(enum.Enum):

@@ -149,7 +149,7 @@ async def test_the_clients_own_loop_runs_tools() -> None:
 
     async with served(template=template("hermes")) as one, one.anthropic_client() as client:
         messages: Any = [{"role": "user", "content": "What is 1 + 2?"}]
-        # It tries a thread on the server first.
+        # The client tries a thread on the server first.
         runner = client.beta.messages.tool_runner(model=MODEL, max_tokens=200, messages=messages, tools=[add])
         answer = asyncio.create_task(runner.until_done())
         # The client tells the model of an input that does not fit, and goes on.

@@ -36,7 +36,7 @@ from tests.support.rotary_models import PHI3_LONGROPE, ROPE_TYPES
 BLOCK_SIZE = 16
 NUM_BLOCKS = 96
 MOST_TOKENS = 24
-"""Of an output; those of shorter prompts than the border by fewer cross it."""
+"""The most tokens of an output. Outputs of prompts that are fewer tokens shorter than the border cross it."""
 LENGTHS = (5, 30, 44, 48, 63, 64, 65, 80, 130, 200)
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "phi3": PHI3_LONGROPE,

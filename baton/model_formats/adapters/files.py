@@ -229,7 +229,7 @@ def is_finite(dtype: str, content: bytes) -> bool:
     last = content[size - 1 :: size]
     if dtype == "F16":
         return len(last.translate(None, _HALF_ENDS)) == len(last)
-    # Of 8 bits of exponent, 7 are in the last byte of a number, and one is the highest of the byte before.
+    # The exponent has 8 bits: 7 are in the last byte of a number, and one is the highest of the byte before.
     found = int.from_bytes(last.translate(_ONES_OF_EXPONENT)) & int.from_bytes(content[size - 2 :: size])
     return found == 0
 

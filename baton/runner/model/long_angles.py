@@ -86,7 +86,7 @@ def _is_rotary(part: nn.Module) -> bool:
         return False
     taken = [*inspect.signature(type(part).forward).parameters.values()][2:]
     needed = {parameter.name for parameter in taken if parameter.default is parameter.empty}
-    # Those of encoders of images may be called otherwise, with sizes of a grid.
+    # The rotary modules of encoders of images may be called otherwise, with sizes of a grid.
     names = {parameter.name for parameter in taken}
     return "position_ids" in names and needed <= {"position_ids", "layer_type"}
 

@@ -101,7 +101,7 @@ class GenerationBody(Strict):
     skip_special_tokens: OnlyTrue = None
     spaces_between_special_tokens: OnlyTrue = None
 
-    # Of the client's own bookkeeping, or of speed and cost: every prefix is cached where it can be.
+    # The client's own bookkeeping, speed and cost change no answer: every prefix is cached where it can be.
     user: Ignored = None
     metadata: Ignored = None
     safety_identifier: Ignored = None

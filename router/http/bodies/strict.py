@@ -26,7 +26,7 @@ class Treatment(enum.Enum):
     """Marks a field of a body that is not simply served. The table in docs/http.md is rendered from these marks."""
 
     IGNORED = "ignored"
-    """It can't change what the answer means; the header of the answer names it."""
+    """The field can't change what the answer means; the header of the answer names it."""
     ONE_VALUE = "has one value"
     """Only what is done anyway can be asked for."""
     REFUSED = "refused"
@@ -52,7 +52,7 @@ class Strict(BaseModel):
     _names: ClassVar[frozenset[str]] = frozenset()
     """The names of all fields, as clients write them."""
     _ignored: ClassVar[frozenset[str]] = frozenset()
-    """Those that have no effect."""
+    """The fields that have no effect."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

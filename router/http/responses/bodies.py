@@ -134,7 +134,7 @@ class ResponsesBody(Strict):
     background: OnlyFalse = None
     truncation: Annotated[Literal["disabled"] | None, Treatment.ONE_VALUE] = None
 
-    # Of the client's own bookkeeping, of speed and cost, or of hosted tools, which there are none.
+    # Bookkeeping of the client, speed and cost change no answer, nor do bounds on hosted tools: there are none.
     context_management: Ignored = None
     max_tool_calls: Ignored = None
     prompt_cache_key: RepeatedText = None

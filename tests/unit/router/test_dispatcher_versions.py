@@ -74,7 +74,7 @@ async def test_a_begun_stream_whose_version_does_not_come_back_ends_and_says_why
         kill(rig, "d1")
         await come(rig, *NEW)
         await until_waiting(rig)
-        # It holds up no other request.
+        # The waiting stream holds up no other request.
         other = rig.ask("hello", max_tokens=1)
         rig.report("d3", (await rig.next_submit("d3")).attempt, 0, "x", Outcome.LENGTH)
         await other.finished()

@@ -43,6 +43,7 @@ def fuse(module: nn.Module, operations: Operations, release: Release) -> str:
     generator = torch.Generator().manual_seed(0)
     widths = _angle_widths(module)
     with torch.inference_mode():
+        angle_dtypes = _angle_dtypes(module)
         for parent, name, child in children_of(module):
             norm = _fused_norm(child, operations, generator)
             if norm is not None:
@@ -50,7 +51,7 @@ def fuse(module: nn.Module, operations: Operations, release: Release) -> str:
         for parent, name, child in children_of(module):
             try:
                 fused = _fused_mlp(child, operations, generator) or _fused_attention(
-                    child, operations, generator, widths
+                    child, operations, generator, widths, angle_dtypes
                 )
             except _NotRecognised as reason:
                 why_not = f"{type(child).__name__}: {reason}"
@@ -143,7 +144,11 @@ def _gate_and_up(child: Any) -> tuple[Weight, Weight] | None:
 
 
 def _fused_attention(
-    child: Any, operations: Operations, generator: torch.Generator, widths: list[int]
+    child: Any,
+    operations: Operations,
+    generator: torch.Generator,
+    widths: list[int],
+    angle_dtypes: set[torch.dtype],
 ) -> FusedAttention | None:
     """None for a module that is not attention; raises _NotRecognised if FusedAttention does not compute the same."""
     projections = _projections(child)
@@ -152,6 +157,9 @@ def _fused_attention(
     why = "it takes no rotary angles"
     first = projections[0]
     x = _like_input(first, torch.randn(1, _ROWS, first.in_features, generator=generator))
+    if other := angle_dtypes - {x.dtype}:
+        # OLMo keeps its angles in float32, and rounds only the rotated rows.
+        raise _NotRecognised(f"its rotary angles are {other.pop()}, and its rows {x.dtype}")
     for width in widths:
         angles = torch.rand(1, _ROWS, width, generator=generator) * 6
         cos, sin = angles.cos().to(x), angles.sin().to(x)
@@ -247,3 +255,19 @@ def _angle_widths(module: nn.Module) -> list[int]:
     """The numbers of angles that a position may have: two for each inverse frequency, or one."""
     sizes = {buffer.numel() for name, buffer in module.named_buffers() if name.endswith("inv_freq")}
     return [2 * size for size in sorted(sizes)] + sorted(sizes)
+
+
+def _angle_dtypes(module: nn.Module) -> set[torch.dtype]:
+    """The dtypes of the cosines and sines that rotary modules give for rows in the dtype of the weights."""
+    like = torch.zeros(1, 1, 1, dtype=next((p.dtype for p in module.parameters() if p.is_floating_point()), None))
+    dtypes = set()
+    for rotary in module.modules():
+        if not any(name.endswith("inv_freq") for name, _ in rotary.named_buffers(recurse=False)):
+            continue
+        device = next(rotary.buffers()).device
+        try:
+            angles = rotary(like.to(device), torch.zeros(1, 1, dtype=torch.int64, device=device))
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            continue  # It takes other arguments, so its angles are not known before a step.
+        dtypes |= {part.dtype for part in angles}
+    return dtypes

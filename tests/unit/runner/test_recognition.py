@@ -86,6 +86,13 @@ def test_attention_that_does_something_else_is_left_as_it_is(tmp_path: Path, mon
     assert fused(runner) == (0, 3, 7)
 
 
+@pytest.mark.parametrize(("dtype", "num_fused"), [("float32", 3), ("bfloat16", 0)])
+def test_attention_with_angles_of_another_dtype_is_left_as_it_is(tmp_path: Path, dtype: str, num_fused: int) -> None:
+    runner = loaded(tmp_path, {**TINY_MODELS["llama"], "model_type": "olmo"}, dtype)
+    assert runner.model.bit_exact
+    assert fused(runner)[0] == num_fused
+
+
 def test_experts_of_older_releases_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.mixtral import modeling_mixtral
 

@@ -164,6 +164,10 @@ class QueueFull(Overloaded):
     """The queue is full, and no waiting request is less urgent than this one."""
 
 
+class LogprobsFull(Overloaded):
+    """The log-probabilities of live requests may come to as many bytes as the router keeps."""
+
+
 class WouldBeLate(Overloaded):
     """The request is refused at once because its deadline or its time to first token can't be met now."""
 

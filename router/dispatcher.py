@@ -40,7 +40,7 @@ from router.flight.flight_journal import FlightJournal
 from router.flight.flight_record import FlightRecord
 from router.flight.flight_table import Cancel, GiveUp, LeaveToOtherRouter
 from router.flight.request_spans import RequestSpans
-from router.flight.resumption import ResumedAnswer, check_positions, placement_in_record, replayed
+from router.flight.resumption import ResumedAnswer, check_positions, lacks_logprobs, placement_in_record, replayed
 from router.flight.text_stream import TextCodec
 from router.limits import NUM_TEXT_THREADS, DispatchLimits
 from router.live_requests import LiveRequests, NodeSender
@@ -167,7 +167,7 @@ class Dispatcher:
             self.requests.check_room(raw.priority, embeds=raw.pooling is not None)
             request = await self._validated(raw)
             answer, takeover = Answer(self._codec, request), max(1, raw.call)
-            return self._open(request, answer, started, timeout_s, raw.traceparent, takeover)
+            return self._open(request, answer, started, timeout_s, raw.traceparent, takeover, is_whole=raw.is_whole)
 
     async def _resume(
         self,
@@ -248,6 +248,10 @@ class Dispatcher:
     ) -> ActiveRequest:
         """Let a new stream of the same client continue a live request."""
         check_positions(active.request, positions)
+        if lacks_logprobs(active.request, active.flight.sequences, active.logprobs, positions):
+            self.requests.abandon(active, "its client came back for log-probabilities that are forgotten")
+            name = unscoped(active.request.request_id)
+            raise RequestNotFound(f"request {name!r} has no log-probabilities from there on any more: send it again")
         timers = active.deadline_timer, active.stall_timer
         self.requests.set_deadline(active, started, timeout_s)
         active.flight.takeover = takeover
@@ -361,11 +365,13 @@ class Dispatcher:
         timeout_s: float | None,
         traceparent: str,
         takeover: int,
+        *,
+        is_whole: bool = False,
     ) -> ActiveRequest:
         if self._draining:
             raise self._shutting_down()
         queue = EventQueue(self._turns)
-        return self.requests.open(request, answer, queue, started, timeout_s, traceparent, takeover)
+        return self.requests.open(request, answer, queue, started, timeout_s, traceparent, takeover, is_whole=is_whole)
 
     def _shutting_down(self) -> Draining:
         return Draining("this router is shutting down", self._rng.uniform(0.75, 1.25))

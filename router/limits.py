@@ -46,6 +46,8 @@ class DispatchLimits:
     """The most bytes of rows that a prompt may have in place of tokens; 0: none are taken."""
     max_image_bytes: int = 8 << 20
     """The most bytes of all images of a request."""
+    logprob_memory: int = 256 << 20
+    """The most bytes that log-probabilities of all live requests may come to."""
     thread_text_chars: int = 4096
     """Longer prompts are checked and tokenized in a thread, so that other requests do not wait."""
 

@@ -33,7 +33,9 @@ from baton.messages.adapters import AdapterReport
 from baton.messages.generation import Finished, GenerateEvent, PromptLogprobs
 from baton.messages.ids import AttemptKey, unscoped
 from baton.messages.node import Abort, NodeDescription, RequestDelta, RouterMessage, StepReport, WatchKVCache
+from baton.messages.sampling import TokenLogprobs
 from baton.observe.logs import of_attempt
+from router.admission.logprob_budget import KEPT_TOKENS, LogprobBudget
 from router.admission.request import ValidRequest
 from router.flight.active_request import ActiveRequest
 from router.flight.answer import Answer
@@ -129,6 +131,7 @@ class LiveRequests:
         self._active: dict[str, ActiveRequest] = {}
         self._num_row_bytes = 0
         """Bytes of the rows and images that their prompts have in place of tokens."""
+        self.logprob_budget = LogprobBudget(limits.logprob_memory, rng)
         self._adopting: dict[str, dict[str, ActiveRequest]] = {}
         """By incarnation and request id: adopted requests whose node may still replay what it has of them."""
         self._aborts_at_cut_nodes: dict[str, list[Abort]] = {}
@@ -201,12 +204,15 @@ class LiveRequests:
         timeout_s: float | None = None,
         traceparent: str = "",
         takeover: int = 0,
+        *,
+        is_whole: bool = False,
     ) -> ActiveRequest:
         """Take in a request, which `start` begins and `close` ends.
 
         `queue` receives its events; `started` is when it arrived, on the router's clock; `timeout_s` counts from then.
-        `takeover` is the number of its client's call. Raises DuplicateRequest for an id that is live, DeadlineExceeded
-        if the timeout has passed already, QueueFull if live requests have too many bytes of given rows or images.
+        `takeover` is the number of its client's call; `is_whole`: as in GenerateRequest. Raises DuplicateRequest for an
+        id that is live, DeadlineExceeded if the timeout has passed already, QueueFull if live requests have too many
+        bytes of given rows or images, and what `LogprobBudget.reserve` raises.
         """
         if request.request_id in self._active:
             raise DuplicateRequest(f"request {unscoped(request.request_id)!r} is live")
@@ -215,14 +221,20 @@ class LiveRequests:
             raise QueueFull(
                 "live requests have too many bytes of images or prompt_embeds", self._rng.uniform(0.75, 1.25)
             )
-        active = ActiveRequest(request, self._rng.getrandbits(64), answer, queue, started, takeover)
+        reservation = self.logprob_budget.reserve(request, is_whole=is_whole)
+        flight_id = self._rng.getrandbits(64)
+        active = ActiveRequest(request, flight_id, answer, queue, started, takeover, reservation, is_whole=is_whole)
         active.admitted_at = self._timers.monotonic()
         begun = self._begun.pop(request.request_id, None)
         if begun is not None and takeover > 1:
             active.start_flight = partial(active.flight.start, 0, begun)
-        self.set_deadline(active, started, timeout_s)
-        if self._spans is not None:
-            active.span = self._spans.begin(request, traceparent, started)
+        try:
+            self.set_deadline(active, started, timeout_s)
+            if self._spans is not None:
+                active.span = self._spans.begin(request, traceparent, started)
+        except BaseException:
+            self.logprob_budget.release(reservation)
+            raise
         active.traceparent = active.span.traceparent if active.span is not None else traceparent
         self._active[request.request_id] = active
         self._num_row_bytes = num_row_bytes
@@ -269,6 +281,11 @@ class LiveRequests:
         # The next router that adopts it needs a larger number, and only this router may delete its record.
         self._write_record(active, placement)
         return effects
+
+    def abandon(self, active: ActiveRequest, reason: str) -> None:
+        """End a request that its client sends again at once, and forget it before its stream is closed."""
+        self.feed(active, Cancel(reason))
+        self._forget(active)
 
     def close(self, active: ActiveRequest) -> None:
         """End a request whose client has everything or is gone, with its flight if that is live, and forget it."""
@@ -396,6 +413,7 @@ class LiveRequests:
         if self._active.get(active.request.request_id) is active:
             del self._active[active.request.request_id]
             self._num_row_bytes -= active.request.num_row_bytes
+            self.logprob_budget.release(active.reservation)
         if not self._active:
             self.idle.set()
 
@@ -514,7 +532,7 @@ class LiveRequests:
         """Give the client the tokens of a delta that the flight has taken by `take_if_next`."""
         try:
             if active.logprobs:
-                active.logprobs[delta.sequence_index] += delta.logprobs
+                self._keep_logprobs(active, delta.sequence_index, delta.logprobs)
             effects = self._queue_events(active, active.answer.push_next(delta), delta.sequence_index)
         except Exception as fault:
             self._fault(active, fault)
@@ -527,8 +545,14 @@ class LiveRequests:
         self._note_tokens(active, tokens.sequence_index, now)
         self._note_first_token(active, now)
         if active.logprobs:
-            active.logprobs[tokens.sequence_index] += tokens.logprobs
+            self._keep_logprobs(active, tokens.sequence_index, tokens.logprobs)
         return self._queue_events(active, active.answer.push(tokens), tokens.sequence_index)
+
+    def _keep_logprobs(self, active: ActiveRequest, sequence_index: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Keep the log-probabilities of the next tokens for a client that comes back, and those before them."""
+        kept = active.logprobs[sequence_index]
+        kept.append(logprobs)
+        kept.forget_before_last(KEPT_TOKENS)
 
     def _note_first_token(self, active: ActiveRequest, now: float) -> None:
         """Note when the first token (or the embedding) came."""
@@ -551,6 +575,10 @@ class LiveRequests:
         elif self._is_behind(active):
             until = self._timers.monotonic() + self._limits.stall_s
             active.stall_timer = self._timers.call_at(until, lambda: self._on_stall(active))
+        if active.logprobs and not self.logprob_budget.covers(active.reservation, active.queue.backlog):
+            unread = active.queue.backlog
+            error = SlowReader(f"{unread} tokens with log-probabilities were left unread, for which no memory is left")
+            return active.flight.handle(GiveUp(error))
         found = active.answer.stop_string_found(sequence_index) if active.answer.has_stop_strings else None
         return () if found is None else active.flight.handle(StopStringFound(found, sequence_index))
 

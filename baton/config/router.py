@@ -94,6 +94,12 @@ class RouterSettings(ClusterSettings):
         "images that requests name. The flag may be given several times; elsewhere commas separate them. Default: "
         "none; images come with their requests.",
     )
+    logprob_memory: ByteSize = Field(
+        ByteSize(256 << 20),
+        gt=0,
+        description="Most bytes that log-probabilities of all requests of this router may come to, such as 512MiB: 16 "
+        "for each token and 8 for each alternative. What may need more is refused before it begins.",
+    )
     max_audio_bytes: ByteSize = Field(
         ByteSize(25 << 20),
         gt=0,

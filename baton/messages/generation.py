@@ -9,6 +9,7 @@ from typing import Literal
 from baton.messages.adapters import AdapterSource
 from baton.messages.capabilities import Capability
 from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
+from baton.messages.logprob_rows import joined_logprobs
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling, PoolingRequest
 from baton.messages.sampling import RepetitionDetection, SamplingDefaults, TokenLogprobs
 from baton.model_formats.encoder_decoders import EncoderDecoder
@@ -102,6 +103,9 @@ class GenerateRequest:
     audio: bytes = b""
     """Speech for a model that writes it down: one channel of 16-bit little-endian PCM, 16,000 samples a second, at most
     MAX_AUDIO_BYTES. The prompt is then the beginning of what its decoder writes, as token ids."""
+    is_whole: bool = False
+    """Whether the client gets the answer only when it is complete, so that nobody comes back for a part of it. Only the
+    HTTP service sets it."""
     schemas: Mapping[str, str] = field(default_factory=dict)
     """JSON schemas that are checked and otherwise not used, by the field that a refusal names."""
 
@@ -157,7 +161,7 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
         chunks[0].first_index,
         tuple(token for chunk in chunks for token in chunk.token_ids),
         "".join(chunk.text for chunk in chunks),
-        tuple(position for chunk in chunks for position in chunk.logprobs),
+        joined_logprobs([chunk.logprobs for chunk in chunks if chunk.logprobs]),
         chunks[0].sequence_index,
     )
 

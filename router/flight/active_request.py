@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from baton.errors import BatonError, NoCapacity, Overloaded
 from baton.messages.generation import Finished, PromptLogprobs
-from baton.messages.sampling import TokenLogprobs
+from baton.messages.logprob_rows import LogprobLog
 from baton.observe.tracing import Span
 from router.admission.admission import LatencyTargets, Ticket
+from router.admission.logprob_budget import LogprobReservation
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue
@@ -30,9 +31,13 @@ class ActiveRequest:
         queue: EventQueue,
         started: float,
         takeover: int = 0,
+        reservation: LogprobReservation | None = None,
+        *,
+        is_whole: bool = False,
     ) -> None:
         """`started`: when the request arrived, in seconds on the router's clock. `takeover`: the number of the client's
-        call, with which the router claims the request's attempts on nodes.
+        call, with which the router claims the request's attempts on nodes. `reservation`: the memory of its
+        log-probabilities. `is_whole`: nobody comes back for a part of the answer.
         """
         self.request = request
         self.flight = Flight(request, flight_id, takeover)
@@ -68,10 +73,12 @@ class ActiveRequest:
         """Ends the request if its client reads too slowly for too long."""
         self.start_flight: Callable[[], Sequence[FlightEffect]] | None = self.flight.start
         """Returns the flight's first effects; None once it was called."""
-        self.logprobs: list[list[TokenLogprobs]] = []
-        """The log-probabilities of each sequence, kept for a client that comes back; empty if none are wanted."""
-        if request.sampling_params.logprobs is not None:
-            self.logprobs = [[] for _ in range(request.sampling_params.n)]
+        self.reservation = reservation or LogprobReservation()
+        self.logprobs: list[LogprobLog] = []
+        """The latest log-probabilities of each sequence, kept for a client that comes back; empty if none are wanted,
+        or nobody comes back."""
+        if request.sampling_params.logprobs is not None and not is_whole:
+            self.logprobs = [LogprobLog() for _ in range(request.sampling_params.n)]
         self.prompt_logprobs: PromptLogprobs | None = None
         """Kept for a client that comes back; None if none are wanted, or as long as they have not come."""
         self.finish: tuple[Finish, Finished] | None = None

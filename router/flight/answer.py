@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 from baton.messages.generation import Chunk, GenerateEvent, SequenceFinished, joined
+from baton.messages.logprob_rows import logprobs_alone
 from baton.messages.node import RequestDelta
 from router.admission.request import ValidRequest
 from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
 from router.flight.text_stream import TextCodec, TextStream
 
+MAX_LOGPROBS_AT_ONCE = 64
+"""The most tokens of a chunk with log-probabilities that is made here: writing it takes some milliseconds."""
+_TOKENS_JOINED = 64
+"""Chunks that are kept until the choice are joined to one of so many tokens."""
 MAX_PARSED_TOKENS = 256
 """The longest chunk of an answer that is parsed, if the answer comes at once: parsing it takes about a millisecond."""
 
@@ -19,13 +25,27 @@ MAX_PARSED_TOKENS = 256
 class _Sequence:
     """One sequence: its text, how it ended, and with best-of its chunks, which are kept until the choice."""
 
-    __slots__ = ("finish_reason", "kept", "stop_reason", "text")
+    __slots__ = ("_num_joined", "_num_tokens", "finish_reason", "kept", "stop_reason", "text")
 
     def __init__(self, text: TextStream) -> None:
         self.text = text
         self.finish_reason = ""
         self.stop_reason: int | str | None = None
         self.kept: list[Chunk] = []
+        self._num_joined = 0
+        """How many chunks of `kept`, from the first on, are joined, or can't be."""
+        self._num_tokens = 0
+        """Number of tokens of the others."""
+
+    def keep(self, chunk: Chunk, *, joins: bool) -> None:
+        """Keep a chunk until the choice. A chunk without tokens, the rest of the text, stays as it is."""
+        self.kept.append(chunk)
+        self._num_tokens += len(chunk.token_ids)
+        if not chunk.token_ids:
+            self._num_joined, self._num_tokens = len(self.kept), 0
+        elif joins and self._num_tokens >= _TOKENS_JOINED:
+            self.kept[self._num_joined :] = [joined(self.kept[self._num_joined :])]
+            self._num_joined, self._num_tokens = self._num_joined + 1, 0
 
     def end(self, finish_reason: str, stop_reason: int | str | None) -> str:
         """End the sequence; returns the text that was held back, which may still complete a stop string."""
@@ -37,11 +57,14 @@ class _Sequence:
 
     @property
     def cumulative_logprob(self) -> float:
-        return math.fsum(position.logprob for chunk in self.kept for position in chunk.logprobs)
+        return math.fsum(chain.from_iterable([logprobs_alone(chunk.logprobs) for chunk in self.kept]))
 
 
 class Answer:
     """The answer to one client. Events are to be sent in the order in which the methods return them."""
+
+    joins_kept = True
+    """Whether chunks that are kept until the choice may be joined."""
 
     __slots__ = (
         "_is_best_of",
@@ -96,6 +119,12 @@ class Answer:
 
     def push(self, tokens: EmitTokens) -> Sequence[GenerateEvent]:
         """The events for these tokens."""
+        if len(tokens.logprobs) > MAX_LOGPROBS_AT_ONCE:
+            cuts = range(MAX_LOGPROBS_AT_ONCE, len(tokens.token_ids), MAX_LOGPROBS_AT_ONCE)
+            return [event for part in tokens.divided(cuts) for event in self._push(part)]
+        return self._push(tokens)
+
+    def _push(self, tokens: EmitTokens) -> Sequence[GenerateEvent]:
         index = tokens.sequence_index
         text = self._sequences[index].text
         ends = tokens.ends_with_stop_token
@@ -105,6 +134,8 @@ class Answer:
     def push_next(self, delta: RequestDelta) -> Sequence[GenerateEvent]:
         """The events for a delta whose tokens continue the output; none of them is a stop token."""
         index = delta.sequence_index
+        if delta.logprobs and len(delta.logprobs) > MAX_LOGPROBS_AT_ONCE:
+            return self.push(EmitTokens(delta.first_index, delta.token_ids, delta.logprobs, False, index))
         return self._give(index, self._sequences[index].text.push(delta.first_index, delta.token_ids, delta.logprobs))
 
     def end_sequence(self, ended: SequenceEnded) -> Sequence[GenerateEvent]:
@@ -121,7 +152,7 @@ class Answer:
 
     def _give(self, index: int, chunk: Chunk) -> Sequence[GenerateEvent]:
         if self._is_best_of:
-            self._sequences[index].kept.append(chunk)
+            self._sequences[index].keep(chunk, joins=self.joins_kept)
             return ()
         return (replace(chunk, sequence_index=index),) if index else (chunk,)
 
@@ -146,7 +177,7 @@ class Answer:
         return events
 
     def _whole(self, chunks: Sequence[Chunk], place: int) -> Sequence[Chunk]:
-        """All tokens as one chunk, or as several if the text is parsed.
+        """All tokens as one chunk, or as several if the text is parsed or has log-probabilities.
 
         Text that came without tokens stays a chunk, as it has its own position.
         """
@@ -154,7 +185,8 @@ class Answer:
         chunks = [chunk for chunk in chunks if chunk.token_ids]
         if not chunks:
             return rest
-        parts = [joined(one) for one in (_in_pieces(chunks) if self._is_parsed else [chunks])]
+        most = MAX_LOGPROBS_AT_ONCE if self._keeps_logprobs else MAX_PARSED_TOKENS if self._is_parsed else 0
+        parts = [joined(one) for one in (_in_pieces(chunks, most) if most else [chunks])]
         for part in parts:
             part.sequence_index = place
             if not self._keeps_logprobs:
@@ -162,13 +194,13 @@ class Answer:
         return [*parts, *rest]
 
 
-def _in_pieces(chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
-    """The chunks in groups, each of at most MAX_PARSED_TOKENS tokens unless it is one chunk."""
+def _in_pieces(chunks: Sequence[Chunk], most: int) -> Sequence[Sequence[Chunk]]:
+    """The chunks in groups, each of at most `most` tokens unless it is one chunk."""
     pieces: list[list[Chunk]] = []
-    num_tokens = MAX_PARSED_TOKENS
+    num_tokens = most
     for chunk in chunks:
         num_tokens += len(chunk.token_ids)
-        if num_tokens > MAX_PARSED_TOKENS:
+        if num_tokens > most:
             pieces.append([])
             num_tokens = len(chunk.token_ids)
         pieces[-1].append(chunk)

@@ -12,11 +12,20 @@ from baton.messages.request_limits import MAX_SEQUENCES
 from router.flight.fair_queue import FairQueue
 
 MAX_JOINED_TOKENS = 256
+MAX_JOINED_LOGPROBS = 64
+"""So many tokens at most are joined if they have log-probabilities, which take ten times as long to write as text."""
 LONG_TEXT = 512
 """From so many characters on, a chunk may take long to write, since its text may be parsed: other readers then have a
 turn behind it."""
+MANY_LOGPROBS = 16
+"""Likewise of the tokens of a chunk with log-probabilities."""
 MAX_SEPARATE_EVENTS = 64
 """From so many waiting events on, a chunk is joined to the last one of its sequence, although others lie between."""
+
+
+def _most_joined(first: Chunk) -> int:
+    """How many tokens a chunk may have that is joined to this one."""
+    return MAX_JOINED_LOGPROBS if first.logprobs else MAX_JOINED_TOKENS
 
 
 class EventQueue:
@@ -69,7 +78,7 @@ class EventQueue:
             before = events[place]
             if isinstance(before, Chunk) and before.sequence_index == index:
                 num_tokens = len(before.token_ids) + len(chunk.token_ids)
-                if not before.token_ids or not chunk.token_ids or num_tokens > MAX_JOINED_TOKENS:
+                if not before.token_ids or not chunk.token_ids or num_tokens > _most_joined(before):
                     return False
                 events[place] = joined((before, chunk))
                 return True
@@ -111,6 +120,8 @@ class EventQueue:
         if isinstance(event, Chunk):
             event = self._joined(event)
             self.backlog -= len(event.token_ids)
+            if event.logprobs:
+                self._turns.charge(len(event.logprobs))
         del self._events[0]
         return event
 
@@ -118,14 +129,14 @@ class EventQueue:
         """The first event, joined with the chunks of its sequence directly behind it; it replaces them in the queue."""
         if len(self._events) == 1 or not first.token_ids:
             return first
-        chunks, num_tokens = [first], len(first.token_ids)
+        chunks, num_tokens, most = [first], len(first.token_ids), _most_joined(first)
         for following in islice(self._events, 1, None):
             if not isinstance(following, Chunk) or not following.token_ids:
                 break
             if following.sequence_index != first.sequence_index:
                 break
             num_tokens += len(following.token_ids)
-            if num_tokens > MAX_JOINED_TOKENS:
+            if num_tokens > most:
                 break
             chunks.append(following)
         if len(chunks) == 1:
@@ -171,7 +182,8 @@ class EventQueue:
             if not isinstance(event, Chunk):
                 return False
             event = self._joined(event)
-            if len(event.text) > LONG_TEXT or not take(event):
+            is_long = len(event.text) > LONG_TEXT or (event.logprobs and len(event.logprobs) > MANY_LOGPROBS)
+            if is_long or not take(event):
                 return False
             del events[0]
             self.backlog -= len(event.token_ids)

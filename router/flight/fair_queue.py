@@ -63,8 +63,16 @@ class FairQueue:
         self.serve(go)
         await waiter
 
+    def charge(self, count: int) -> None:
+        """Count work for a reader whose turn it is as that of so many more readers."""
+        self._left = max(0, self._left - count)
+        self._end_later()
+
     def _take_one(self) -> None:
         self._left -= 1
+        self._end_later()
+
+    def _end_later(self) -> None:
         if self._ends is None:
             loop = self._loop or asyncio.get_running_loop()
             self._ends = loop.call_soon(self._next_turn)

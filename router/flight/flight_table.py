@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 from baton.errors import BatonError
@@ -222,6 +223,20 @@ class EmitTokens:
     ends_with_stop_token: bool
     """Whether the last token is a stop token, which is not part of the text."""
     sequence_index: int = 0
+
+    def divided(self, cuts: Sequence[int]) -> list[EmitTokens]:
+        """The same tokens in pieces, which are cut before these places."""
+        count = len(self.token_ids)
+        return [
+            replace(
+                self,
+                first_index=self.first_index + first,
+                token_ids=self.token_ids[first:last],
+                logprobs=self.logprobs[first:last],
+                ends_with_stop_token=self.ends_with_stop_token and last == count,
+            )
+            for first, last in zip([0, *cuts], [*cuts, count], strict=True)
+        ]
 
 
 @value(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.errors import StreamDiverged
+from baton.messages.logprob_rows import joined_logprobs
 from baton.messages.sampling import TokenLogprobs
 from baton.values import value
 
@@ -30,8 +31,8 @@ class OutputMerge:
         self._is_held = is_held
         self.token_ids: list[int] = []
         """The output so far, without a gap."""
-        self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        """Tokens behind a gap, by index."""
+        self._early: dict[int, tuple[int, Sequence[TokenLogprobs]]] = {}
+        """Tokens behind a gap, by index, each with its log-probabilities or none."""
 
     def begin_attempt(self) -> None:
         """Forget tokens behind a gap: the next attempt sends them again."""
@@ -56,7 +57,7 @@ class OutputMerge:
             index = first_index + offset
             known = self._known(index)
             if known is None:
-                self._early[index] = (token, logprobs[offset] if offset < len(logprobs) else None)
+                self._early[index] = (token, logprobs[offset : offset + 1])
             elif known != token:
                 raise StreamDiverged(f"token {index} came back as {token} after {known} had been computed before")
         return self._close_gap()
@@ -76,11 +77,10 @@ class OutputMerge:
         if self._is_held:
             return None
         first = len(self.token_ids)
-        logprobs: list[TokenLogprobs] = []
+        logprobs: list[Sequence[TokenLogprobs]] = []
         while (entry := self._early.pop(len(self.token_ids), None)) is not None:
             self.token_ids.append(entry[0])
-            if entry[1] is not None:
-                logprobs.append(entry[1])
+            logprobs.append(entry[1])
         if len(self.token_ids) == first:
             return None
-        return TokenRun(first, tuple(self.token_ids[first:]), tuple(logprobs))
+        return TokenRun(first, tuple(self.token_ids[first:]), joined_logprobs(logprobs))

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import Chunk, GenerateEvent, KnownText
+from baton.messages.logprob_rows import LogprobLog
 from baton.messages.node import NodeDescription, RequestDelta
 from baton.messages.sampling import TokenLogprobs
 from router.admission.request import ValidRequest
@@ -38,18 +39,19 @@ class ResumedAnswer(Answer):
     """An answer from a position on in each sequence that the client gets; positions that are missing are 0."""
 
     __slots__ = ("_begin",)
+    joins_kept = False
 
     def __init__(self, codec: TextCodec | None, request: ValidRequest, positions: Sequence[int]) -> None:
         super().__init__(codec, request)
         self._begin = [*positions, *[0] * (request.sampling_params.n - len(positions))]
 
     def push(self, tokens: EmitTokens) -> Sequence[GenerateEvent]:
-        return [event for part in self._cut(tokens) for event in super(ResumedAnswer, self).push(part)]
+        return [event for part in self._cut_known(tokens) for event in super(ResumedAnswer, self).push(part)]
 
     def push_next(self, delta: RequestDelta) -> Sequence[GenerateEvent]:
         return self.push(EmitTokens(delta.first_index, delta.token_ids, delta.logprobs, False, delta.sequence_index))
 
-    def _cut(self, tokens: EmitTokens) -> Iterable[EmitTokens]:
+    def _cut_known(self, tokens: EmitTokens) -> Iterable[EmitTokens]:
         """The same tokens in pieces, none of which lies on both sides of the client's position, or is long to parse."""
         count = len(tokens.token_ids)
         if self._is_best_of:
@@ -60,14 +62,7 @@ class ResumedAnswer(Answer):
             cuts = [at] if 0 < at < count else []
             if self._is_parsed:
                 cuts = sorted({*cuts, *range(MAX_PARSED_TOKENS, count, MAX_PARSED_TOKENS)})
-        for first, last in zip([0, *cuts], [*cuts, count], strict=True):
-            yield replace(
-                tokens,
-                first_index=tokens.first_index + first,
-                token_ids=tokens.token_ids[first:last],
-                logprobs=tokens.logprobs[first:last],
-                ends_with_stop_token=tokens.ends_with_stop_token and last == count,
-            )
+        return tokens.divided(cuts)
 
     def _give(self, index: int, chunk: Chunk) -> Sequence[GenerateEvent]:
         if not self._is_best_of and chunk.next_position <= self._begin[index]:
@@ -95,13 +90,32 @@ def _known(chunk: Chunk) -> Chunk:
     return KnownText(chunk.next_position - 1, (), chunk.text, known_token_ids=chunk.token_ids)
 
 
+def lacks_logprobs(
+    request: ValidRequest, sequences: Sequence[FlightSequence], kept: Sequence[LogprobLog], positions: Sequence[int]
+) -> bool:
+    """Whether log-probabilities behind a client's positions are forgotten, or were never kept (`kept` is empty)."""
+    params = request.sampling_params
+    if params.logprobs is None:
+        return False
+    is_best_of = request.num_returned < params.n
+    for sequence in sequences:
+        if kept and not kept[sequence.index].num_forgotten:
+            continue
+        first = sequence.num_tokens - (len(kept[sequence.index]) if kept else 0)
+        # The best sequences are chosen by all log-probabilities.
+        is_from_start = is_best_of or sequence.index >= len(positions)
+        if first > (0 if is_from_start else positions[sequence.index]):
+            return True
+    return False
+
+
 def replayed(
-    answer: Answer, sequences: Sequence[FlightSequence], logprobs: Sequence[Sequence[TokenLogprobs]]
+    answer: Answer, sequences: Sequence[FlightSequence], logprobs: Sequence[LogprobLog]
 ) -> Sequence[GenerateEvent]:
     """The events of a new answer for all tokens of a live flight so far, without its end."""
     events: list[GenerateEvent] = []
     for sequence in sequences:
-        events += _replayed_sequence(answer, sequence, logprobs[sequence.index] if logprobs else ())
+        events += _replayed_sequence(answer, sequence, logprobs[sequence.index].whole() if logprobs else ())
         if sequence.is_closed and len(sequences) > 1:
             ended = SequenceEnded(sequence.index, sequence.finish_reason, sequence.stop_reason)
             events += answer.end_sequence(ended)
@@ -114,7 +128,7 @@ def _replayed_sequence(
     tokens = tuple(sequence.token_ids)
     events: list[GenerateEvent] = []
     ends = sequence.is_closed and isinstance(sequence.stop_reason, int)
-    # The first tokens may have none: an attempt that was adopted does not know them.
+    # The first tokens may have none: an attempt that was adopted does not know them, and a long stream forgets them.
     at = len(tokens) - len(logprobs) if logprobs else 0
     if at:
         events += answer.push(EmitTokens(0, tokens[:at], (), False, sequence.index))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.messages.sampling import TokenLogprobs
-from router.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
+from router.http.logprobs import ChatLogprobs, CompletionLogprobs, ListWriter, TokenTexts
 
 quote: Callable[[str], str] = json.JSONEncoder(ensure_ascii=False).encode
 """A string as JSON; much quicker than `json.dumps` with the same setting."""
@@ -17,8 +17,13 @@ quote: Callable[[str], str] = json.JSONEncoder(ensure_ascii=False).encode
 class LogprobWriter(Protocol):
     """Writes the log-probabilities of one sequence, piece by piece."""
 
+    @property
+    def lists(self) -> Mapping[str, ListWriter]:
+        """The lists of the format, by name. Each is to be given all positions, in order."""
+        ...
+
     def take(self, positions: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        """The lists of the format, by name, for the next positions."""
+        """All lists, by name, for the next positions."""
         ...
 
 

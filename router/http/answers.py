@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -23,21 +24,26 @@ from baton.messages.generation import (
 from baton.messages.sampling import TokenLogprobs
 from baton.wire.codec.generation import path_to_metadata
 from router.flight.event_queue import LONG_TEXT
-from router.http.answer_format import AnswerFormat, LogprobWriter
+from router.http.answer_format import AnswerFormat
 from router.http.client import Client
 from router.http.errors import Headers
 from router.http.events import AnswerOptions, Label, final_usage
-from router.http.logprobs import Spelling, TokenTexts, prompt_entries, unknown
+from router.http.logprobs import ListWriter, Spelling, TokenTexts, prompt_entries, unknown
 from router.http.parsed_text import ParsedMessage, ParsedSequence
 
 _log = logging.getLogger(__name__)
 
 Events = AsyncGenerator[GenerateEvent, None]
+Pieces = AsyncGenerator[str, None]
 
-_CHUNKS_JOINED = 256
+_CHUNKS_JOINED = 64
 """So many chunks of a sequence are joined to one while an answer is collected."""
 _POSITIONS_A_TURN = 64
 """Positions whose log-probabilities are written in one turn of the event loop: some milliseconds' work."""
+_SHORT_ANSWER_BYTES = 1 << 20
+"""About how long an answer may be that is sent as one piece, with its length."""
+_WRITE_BYTES = 64 << 10
+"""Of a longer answer, about so many bytes are sent at once."""
 _json = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -171,7 +177,7 @@ class Collected:
         echo: EchoedPrompt | None = None,
         parsed: ParsedSequence | None = None,
         **more: object,
-    ) -> str:
+    ) -> Pieces:
         """A sequence as one of OpenAI's choices, in JSON. `place`: that of the sequence; `more`: further fields.
 
         `parsed`: the parser of its text, if that is parsed.
@@ -187,27 +193,48 @@ class Collected:
         after = {"finish_reason": finish_reason, "stop_reason": stop_reason, **more}
         if options.token_ids:
             after["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
-        logprobs = "null"
+        yield f'{_json(before)[:-1]}, "logprobs": '
         if options.logprobs:
-            before_output: list[TokenLogprobs] = []
-            if echo is not None and echo.token_ids:
-                most = echo.num_logprobs
-                of_prompt_tokens = [replace(position, top=position.top[:most]) for position in self.prompt_logprobs]
-                before_output = [unknown(echo.token_ids[0]), *of_prompt_tokens]
-            writer = answer_format.logprobs(texts, len(before_output), 0 if echo is None else len(echo.text))
-            logprobs = await _logprobs_json(writer, chunks, before_output)
-        of_prompt = ""
+            async for piece in self._logprobs(answer_format, texts, chunks, echo):
+                yield piece
+        else:
+            yield "null"
         if options.prompt_logprobs and place == 0 and not answer_format.has_one_prompt:
-            of_prompt = f'"prompt_logprobs": {await self.prompt_logprobs_json(texts.spelling)}, '
-        return f'{_json(before)[:-1]}, "logprobs": {logprobs}, {of_prompt}{_json(after)[1:]}'
+            yield ', "prompt_logprobs": '
+            async for piece in self.prompt_logprobs_json(texts.spelling):
+                yield piece
+        yield f", {_json(after)[1:]}"
 
-    async def prompt_logprobs_json(self, spelling: Spelling) -> str:
+    async def _logprobs(
+        self, answer_format: AnswerFormat, texts: TokenTexts, chunks: Sequence[Chunk], echo: EchoedPrompt | None
+    ) -> Pieces:
+        """The log-probabilities of a sequence, behind those of an echoed prompt, as one object in JSON."""
+        num_echoed = len(self.prompt_logprobs) + 1 if echo is not None and echo.token_ids else 0
+        writer = answer_format.logprobs(texts, num_echoed, 0 if echo is None else len(echo.text))
+        brace = "{"
+        for name, entries in writer.lists.items():
+            yield f'{brace}"{name}": ['
+            async for piece in _entries_json(entries, self._runs(chunks, echo)):
+                yield piece
+            yield "]"
+            brace = ", "
+        yield "}"
+
+    def _runs(self, chunks: Sequence[Chunk], echo: EchoedPrompt | None) -> Iterator[Sequence[TokenLogprobs]]:
+        """The positions of a sequence, behind those of an echoed prompt, a few at a time."""
+        if echo is not None and echo.token_ids:
+            yield [unknown(echo.token_ids[0])]
+            for run in _in_runs(self.prompt_logprobs):
+                yield [replace(position, top=position.top[: echo.num_logprobs]) for position in run]
+        yield from runs_of(chunks)
+
+    async def prompt_logprobs_json(self, spelling: Spelling) -> Pieces:
         """The log-probabilities of the prompt in vLLM's format. The first token has none."""
-        parts = ["null"]
-        for first in range(0, len(self.prompt_logprobs), _POSITIONS_A_TURN):
+        yield "[null"
+        for run in _in_runs(self.prompt_logprobs):
             await asyncio.sleep(0)
-            parts += map(_json, prompt_entries(self.prompt_logprobs[first : first + _POSITIONS_A_TURN], spelling))
-        return f"[{', '.join(parts)}]"
+            yield "".join(f", {_json(entry)}" for entry in prompt_entries(run, spelling))
+        yield "]"
 
 
 async def in_turns(chunks: Sequence[Chunk]) -> AsyncGenerator[Chunk, None]:
@@ -228,27 +255,24 @@ async def _message(parsed: ParsedSequence, chunks: Sequence[Chunk]) -> Mapping[s
     return message.fields()
 
 
-async def logprob_lists(
-    writer: LogprobWriter, chunks: Sequence[Chunk], before: Sequence[TokenLogprobs] = ()
-) -> Mapping[str, str]:
-    """The log-probabilities of a sequence, behind those of `before`: each list of `writer` in JSON, by its name.
+def runs_of(chunks: Sequence[Chunk]) -> Iterator[Sequence[TokenLogprobs]]:
+    """The log-probabilities of chunks, as few at a time as are written in one turn of the event loop."""
+    for chunk in chunks:
+        yield from _in_runs(chunk.logprobs)
 
-    They may be a million numbers, so other requests get their turns.
-    """
-    positions = [*before, *(position for chunk in chunks for position in chunk.logprobs)]
-    lists: dict[str, list[str]] = {name: [] for name in writer.take(())}
+
+def _in_runs(positions: Sequence[TokenLogprobs]) -> Iterator[Sequence[TokenLogprobs]]:
     for first in range(0, len(positions), _POSITIONS_A_TURN):
-        if first:
-            await asyncio.sleep(0)
-        for name, items in writer.take(positions[first : first + _POSITIONS_A_TURN]).items():
-            lists[name].append(_json(items)[1:-1])
-    return {name: f"[{', '.join(parts)}]" for name, parts in lists.items()}
+        yield positions[first : first + _POSITIONS_A_TURN]
 
 
-async def _logprobs_json(writer: LogprobWriter, chunks: Sequence[Chunk], before: Sequence[TokenLogprobs] = ()) -> str:
-    """The log-probabilities of a sequence, behind those of `before`, as one object in JSON."""
-    lists = await logprob_lists(writer, chunks, before)
-    return "{" + ", ".join(f'"{name}": {items}' for name, items in lists.items()) + "}"
+async def _entries_json(entries: ListWriter, runs: Iterator[Sequence[TokenLogprobs]]) -> Pieces:
+    """The entries of one list in JSON. They may be a million numbers, so other requests get their turns."""
+    comma = ""
+    for run in runs:
+        await asyncio.sleep(0)
+        yield comma + _json(entries(run))[1:-1]
+        comma = ", "
 
 
 async def whole_answer(
@@ -260,35 +284,70 @@ async def whole_answer(
     prompts: Sequence[Sequence[int]] = (),
     echoed: Sequence[EchoedPrompt] = (),
     parser: Callable[[int], ParsedSequence] | None = None,
-) -> bytes:
+) -> Pieces:
     """The answers of all prompts as one JSON object.
 
     `prompts`: the token ids of the prompts, if they are wanted. `echoed`: the prompts that begin their outputs' texts.
     `parser` makes the parser of a choice, if texts are parsed.
     """
-    choices: list[str] = []
-    num_reasoning_tokens = 0
-    for answer, prompt, echo in zip_longest(answers, prompts, echoed):
-        for place in range(len(answer.chunks)):
-            if choices:
-                await asyncio.sleep(0)  # there may be hundreds of long ones
-            # In the first choice of each prompt alone, since a prompt may be long and its choices many.
-            more = {"prompt_token_ids": prompt} if prompt and place == 0 and not answer_format.has_one_prompt else {}
-            index = len(choices)
-            parsed = parser(index) if parser is not None else None
-            choices.append(await answer.choice(answer_format, options, texts, place, index, echo, parsed, **more))
-            num_reasoning_tokens += parsed.num_reasoning_tokens if parsed is not None else 0
-    ends = [answer.finished for answer in answers]
-    usage = final_usage(ends, num_reasoning_tokens, has_output=options.output)
     head = {"id": label.id, "object": answer_format.object_name, "created": label.created, "model": label.model}
     head["system_fingerprint"] = label.fingerprint
-    tail: dict[str, object] = {"usage": usage}
+    yield f'{_json(head)[:-1]}, "choices": ['
+    index = num_reasoning_tokens = 0
+    for answer, prompt, echo in zip_longest(answers, prompts, echoed):
+        for place in range(len(answer.chunks)):
+            if index:
+                await asyncio.sleep(0)  # there may be hundreds of long ones
+                yield ", "
+            # In the first choice of each prompt alone, since a prompt may be long and its choices many.
+            more = {"prompt_token_ids": prompt} if prompt and place == 0 and not answer_format.has_one_prompt else {}
+            parsed = parser(index) if parser is not None else None
+            async for piece in answer.choice(answer_format, options, texts, place, index, echo, parsed, **more):
+                yield piece
+            num_reasoning_tokens += parsed.num_reasoning_tokens if parsed is not None else 0
+            index += 1
+    ends = [answer.finished for answer in answers]
+    tail: dict[str, object] = {"usage": final_usage(ends, num_reasoning_tokens, has_output=options.output)}
     if prompts and answer_format.has_one_prompt:
         tail["prompt_token_ids"] = prompts[0]
-    of_prompt = ""
+    yield "], "
     if options.prompt_logprobs and answer_format.has_one_prompt:
-        of_prompt = f'"prompt_logprobs": {await answers[0].prompt_logprobs_json(texts.spelling)}, '
-    return f'{_json(head)[:-1]}, "choices": [{", ".join(choices)}], {of_prompt}{_json(tail)[1:]}'.encode()
+        yield '"prompt_logprobs": '
+        async for piece in answers[0].prompt_logprobs_json(texts.spelling):
+            yield piece
+        yield ", "
+    yield _json(tail)[1:]
+
+
+async def send_whole(
+    client: Client, headers: Headers, pieces: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]
+) -> None:
+    """Send an answer as it is written: at once if it is short, and otherwise in pieces, as fast as the client reads.
+
+    `close` is awaited before the last piece is sent: when a client has its answer, its requests are over.
+    """
+    waiting: list[bytes] = []
+    num_bytes, most = 0, _SHORT_ANSWER_BYTES
+    try:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                if num_bytes >= most:
+                    if not client.has_begun:
+                        client.will_answer_in_pieces(headers)
+                    await client.write(b"".join(waiting))
+                    waiting, num_bytes, most = [], 0, _WRITE_BYTES
+                waiting.append(piece)
+                num_bytes += len(piece)
+        await close()
+    except Exception:
+        if not client.has_begun:
+            raise
+        _log.exception("an answer failed while it was sent: its connection is cut")
+        return
+    if client.has_begun:
+        await client.write(b"".join(waiting), more=False)
+    else:
+        await client.answer(200, headers, b"".join(waiting))
 
 
 def path_headers(finished: Finished) -> Headers:

@@ -36,7 +36,9 @@ class Client:
         self._keep_alive = keep_alive
         self._owner: asyncio.Task[object] | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._stream_headers: Headers | None = None
+        self._headers: Headers = []
+        """Of an answer that is sent in pieces."""
+        self._takes_comments = False
         self._is_sending = False
         self._was_idle = True
         self.has_begun = False
@@ -63,15 +65,19 @@ class Client:
 
     def will_stream(self, headers: Headers) -> None:
         """Answer with a stream with these headers, which begins with the first piece that is sent."""
-        self._stream_headers = [*STREAM_HEADERS, *headers]
+        self._headers, self._takes_comments = [*STREAM_HEADERS, *headers], True
+
+    def will_answer_in_pieces(self, headers: Headers) -> None:
+        """Answer with these headers and with pieces of a body whose length is not known."""
+        self._headers = headers
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
-        """Send a piece of the stream; returns once the connection takes more."""
+        """Send a piece of the answer; returns once the connection takes more."""
         self._is_sending = True
         self._was_idle = False
         if not self.has_begun:
             self.has_begun = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": self._stream_headers or []})
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._is_sending = False
 
@@ -104,7 +110,7 @@ class Client:
                 async with asyncio.timeout(self._keep_alive_s):
                     message = await self._receive()
             except TimeoutError:
-                if self._was_idle and self._stream_headers is not None and not self._is_sending:
+                if self._was_idle and self._takes_comments and not self._is_sending:
                     await self.write(self._keep_alive)
                 self._was_idle = True
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +38,7 @@ from router.http.answers import (
     collect,
     path_headers,
     seed_headers,
+    send_whole,
     stream,
     whole_answer,
 )
@@ -202,8 +203,8 @@ class Endpoint(Generic[P]):
         """The writer of a stream. `positions`: where each sequence begins."""
         raise NotImplementedError
 
-    async def _whole_answer(self, parsed: P, answers: Sequence[Collected]) -> bytes:
-        """The answer as one JSON object, from the answers of all prompts."""
+    def _whole_answer(self, parsed: P, answers: Sequence[Collected]) -> AsyncGenerator[bytes, None]:
+        """The answer as one JSON object in pieces, from the answers of all prompts."""
         raise NotImplementedError
 
     def _id_headers(self, request_id: str) -> Headers:
@@ -211,7 +212,8 @@ class Endpoint(Generic[P]):
         return [(b"x-request-id", request_id.encode())]
 
     async def _stream(self, client: Client, parsed: P) -> None:
-        streams = [self._handler.generate(request, parsed.timeout_s) for request in parsed.requests]
+        requests = [replace(request, is_whole=not self.can_resume) for request in parsed.requests]
+        streams = [self._handler.generate(request, parsed.timeout_s) for request in requests]
         events = streams[0] if len(streams) == 1 else merged(parsed.request_id, streams, parsed.num_sequences)
         await self._send_events(client, parsed, events, None)
 
@@ -231,28 +233,34 @@ class Endpoint(Generic[P]):
             await stream(client, events, writer, writer.opening() if positions is None else b"")
 
     async def _whole(self, client: Client, parsed: P) -> None:
-        answers = await gather_all([self._collect(request, parsed) for request in parsed.requests])
-        headers = [
-            (b"content-type", b"application/json"),
-            *self._id_headers(parsed.request_id),
-            *seed_headers(answers[0].accepted),
-            *path_headers(answers[0].finished),
-        ]
-        await client.answer(200, headers, await self._whole_answer(parsed, answers))
+        # Requests with log-probabilities, which are large, count as live until the client has read them.
+        async with AsyncExitStack() as unread:
+            answers = await gather_all([self._collect(request, parsed, unread) for request in parsed.requests])
+            headers = [
+                (b"content-type", b"application/json"),
+                *self._id_headers(parsed.request_id),
+                *seed_headers(answers[0].accepted),
+                *path_headers(answers[0].finished),
+            ]
+            await send_whole(client, headers, self._whole_answer(parsed, answers), unread.aclose)
 
-    async def _collect(self, request: GenerateRequest, parsed: P) -> Collected:
-        """Collect the answer to one prompt.
+    async def _collect(self, request: GenerateRequest, parsed: P, unread: AsyncExitStack) -> Collected:
+        """Collect the answer to one prompt. With log-probabilities its stream is left open, to be closed by `unread`.
 
         If the nodes of the version that began it are gone, it begins anew, once, at any version: its client has none of
         the tokens.
         """
         started, timeout_s, is_anew = self._clock.monotonic(), parsed.timeout_s, False
+        request = replace(request, is_whole=True)
         while True:
             try:
-                async with aclosing(self._handler.generate(request, timeout_s)) as events:
+                async with AsyncExitStack() as stack:
+                    events = await stack.enter_async_context(aclosing(self._handler.generate(request, timeout_s)))
                     fingerprint, accepted = self._model.card.fingerprint, await accepted_of(events)
                     request = replace(request, seed=accepted.seed)
                     answer = await collect(accepted, events, parsed.num_sequences)
+                    if request.logprobs is not None or request.prompt_logprobs is not None:
+                        unread.push_async_exit(stack.pop_all())
                 return replace(answer, fingerprint=fingerprint if fingerprint == self._model.card.fingerprint else "")
             except VersionGone:
                 if is_anew:
@@ -305,15 +313,16 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
             self.answer_format, label, parsed.options, positions, accepted.prompt_tokens, texts, prompts, echoes
         )
 
-    async def _whole_answer(self, parsed: OptionsRequest, answers: Sequence[Collected]) -> bytes:
+    async def _whole_answer(self, parsed: OptionsRequest, answers: Sequence[Collected]) -> AsyncGenerator[bytes, None]:
         prompts = parsed.prompts if parsed.options.token_ids else ()
         fingerprints = {answer.fingerprint for answer in answers}
         label = self._label(parsed.request_id, parsed, fingerprints.pop() if len(fingerprints) == 1 else "")
         parsing, texts = parsed.parsing, self._texts(parsed)
         parser = partial(parsing.sequence, parsed.request_id) if parsing.is_needed else None
-        return await whole_answer(
+        async for piece in whole_answer(
             self.answer_format, label, answers, parsed.options, texts, prompts, parsed.echoed, parser
-        )
+        ):
+            yield piece.encode()
 
     def _texts(self, parsed: OptionsRequest) -> TokenTexts:
         model = self._model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,9 @@ from baton.text.detokenizer import Detokenizer
 
 LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON does not have; as in vLLM."""
+
+ListWriter = Callable[[Sequence[TokenLogprobs]], list[Any]]
+"""Makes the entries of a list for the next positions."""
 
 Spelling = Callable[[int], bytes]
 """The bytes that a token stands for, or a name of the token."""
@@ -87,16 +90,21 @@ class CompletionLogprobs:
         self._spelling = texts.spelling
         self._num_echoed, self._echoed_chars = num_echoed, echoed_chars
         self._offsets = TextOffsets(texts)
+        self.lists: Mapping[str, ListWriter] = {
+            "tokens": lambda positions: [_text(self._spelling(position.token_id)) for position in positions],
+            "token_logprobs": lambda positions: [
+                _finite(position.logprob) if position.rank else None for position in positions
+            ],
+            "top_logprobs": lambda positions: [
+                self._top(position) if position.rank else None for position in positions
+            ],
+            "text_offset": lambda positions: [self._offset(position.token_id) for position in positions],
+        }
 
     def take(self, positions: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         """The lists for the next positions; some may be `unknown`."""
-        offsets = [self._offset(position.token_id) for position in positions]
-        return {
-            "tokens": [_text(self._spelling(position.token_id)) for position in positions],
-            "token_logprobs": [_finite(position.logprob) if position.rank else None for position in positions],
-            "top_logprobs": [self._top(position) if position.rank else None for position in positions],
-            "text_offset": offsets,
-        }
+        positions = list(positions)  # packed ones are read once
+        return {name: entries(positions) for name, entries in self.lists.items()}
 
     def _offset(self, token_id: int) -> int:
         if self._num_echoed == 0:
@@ -121,16 +129,18 @@ class ChatLogprobs:
 
     def __init__(self, spelling: Spelling) -> None:
         self._spelling = spelling
+        self.lists: Mapping[str, ListWriter] = {"content": self._content}
 
     def take(self, positions: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         """The list for the next positions."""
-        return {
-            "content": [
-                self._entry(position.token_id, position.logprob)
-                | {"top_logprobs": [self._entry(token, logprob) for token, logprob in position.top]}
-                for position in positions
-            ]
-        }
+        return {"content": self._content(positions)}
+
+    def _content(self, positions: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        return [
+            self._entry(position.token_id, position.logprob)
+            | {"top_logprobs": [self._entry(token, logprob) for token, logprob in position.top]}
+            for position in positions
+        ]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         spelling = self._spelling(token_id)

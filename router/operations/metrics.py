@@ -17,6 +17,8 @@ def figures(requests: LiveRequests, view: ClusterView, now: float, wall: float) 
     text = "Requests on nodes, or whose client still reads."
     yield Figure("num_requests_running", text, requests.num_live - waiting, {})
     yield Figure("num_requests_waiting", "Requests that wait for a node.", waiting, {})
+    text = "Bytes that log-probabilities of live requests may come to."
+    yield Figure("logprob_reserved_bytes", text, requests.logprob_budget.num_bytes, {})
     yield from declared_figures(requests.counters)
     yield from requests.placer.figures(now)
     for status in view.statuses(now, wall):

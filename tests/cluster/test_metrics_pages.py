@@ -130,6 +130,7 @@ ROUTER = {
     "connections_refused_total": counter("limit"),
     "num_requests_running": gauge(),
     "num_requests_waiting": gauge(),
+    "logprob_reserved_bytes": gauge(),
     "prompt_tokens_total": counter(),
     "generation_tokens_total": counter(),
     "request_success_total": counter("finished_reason"),

@@ -46,6 +46,7 @@ CODES = {
     "Overloaded": "UNAVAILABLE",
     "NoCapacity": "UNAVAILABLE",
     "QueueFull": "UNAVAILABLE",
+    "LogprobsFull": "UNAVAILABLE",
     "WouldBeLate": "UNAVAILABLE",
     "Draining": "UNAVAILABLE",
     "ContinuedElsewhere": "UNAVAILABLE",

@@ -18,8 +18,8 @@ from cachetools import FIFOCache
 from baton.machine import Machine
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
+from baton.messages.logprob_rows import LogprobLog, LogprobRows
 from baton.messages.node import Outcome, RequestDelta, StageTimings
-from baton.messages.sampling import TokenLogprobs
 from baton.node.attempts.attempt_clock import AttemptClock
 
 MAX_ENDED = 4096
@@ -90,7 +90,9 @@ class _Sequence:
 
     first_index: int
     token_ids: array[int] = field(default_factory=lambda: array("I"))
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: LogprobLog = field(default_factory=LogprobLog)
+    num_logprobs: int = 0
+    """Number of log-probabilities, those of alternatives included."""
     end: RequestDelta | None = None
     draft_counts: DraftCounts | None = None
     """What became of all its drafts; None: it had none."""
@@ -98,9 +100,8 @@ class _Sequence:
     @property
     def num_entries(self) -> int:
         """How much memory it takes, counted in tokens and log-probabilities."""
-        per_token = 1 + len(self.logprobs[0].top) if self.logprobs else 0
         embedded = len(self.end.embedding) // 4 if self.end is not None else 0
-        return len(self.token_ids) + len(self.logprobs) * per_token + embedded
+        return len(self.token_ids) + self.num_logprobs + embedded
 
 
 class Attempt:
@@ -130,7 +131,7 @@ class Attempt:
         """The timings that were reported last."""
         self._machine = Machine(f"attempt {key}", AttemptState.RUNNING, ATTEMPT_TABLE)
         self._sequences: dict[int, _Sequence] = {}
-        self._prompt_logprobs: Sequence[TokenLogprobs] = ()
+        self._prompt_logprobs = LogprobRows.of(())
 
     @property
     def state(self) -> AttemptState:
@@ -152,9 +153,11 @@ class Attempt:
             sequence = self._sequences[delta.sequence_index] = _Sequence(delta.first_index)
         sequence.token_ids.extend(delta.token_ids)
         if delta.logprobs:
-            sequence.logprobs.extend(delta.logprobs)
+            rows = LogprobRows.of(delta.logprobs)
+            sequence.logprobs.append(rows)
+            sequence.num_logprobs += rows.num_values
         if delta.prompt_logprobs:
-            self._prompt_logprobs = delta.prompt_logprobs
+            self._prompt_logprobs = LogprobRows.of(delta.prompt_logprobs)
         if delta.timings is not None:
             self.timings = delta.timings
         if delta.draft_counts is not None:
@@ -165,7 +168,7 @@ class Attempt:
     @property
     def num_entries(self) -> int:
         """Number of tokens and log-probabilities that it keeps."""
-        of_prompt = len(self._prompt_logprobs) * (1 + len(self._prompt_logprobs[0].top)) if self._prompt_logprobs else 0
+        of_prompt = self._prompt_logprobs.num_values
         return len(self.given) + of_prompt + sum(sequence.num_entries for sequence in self._sequences.values())
 
     def replayed(self, num_known: Sequence[int] = ()) -> Iterator[RequestDelta]:
@@ -185,6 +188,7 @@ class Attempt:
         end, num_tokens = sequence.end, len(sequence.token_ids)
         first = min(max(0, num_known - sequence.first_index), num_tokens)
         ends_with_token = end is not None and end.outcome in _OUTCOMES_WITH_TOKEN
+        logprobs = sequence.logprobs.whole()
         for start in range(first, num_tokens, _MAX_REPLAYED_TOKENS):
             stop = min(start + _MAX_REPLAYED_TOKENS, num_tokens)
             is_last = stop == num_tokens and ends_with_token
@@ -192,7 +196,7 @@ class Attempt:
                 self.key,
                 sequence.first_index + start,
                 tuple(sequence.token_ids[start:stop]),
-                tuple(sequence.logprobs[start:stop]),
+                logprobs[start:stop],
                 end.outcome if end is not None and is_last else None,
                 end.stop_token_id if end is not None and is_last else None,
                 timings=end.timings if end is not None and is_last else None,

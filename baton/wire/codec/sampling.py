@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from baton.messages.logprob_rows import LogprobRows, packed_row
 from baton.messages.sampling import RepetitionDetection, SamplingParams, TokenLogprobs
 from baton.v1 import generation_pb2 as generation
 from baton.wire.codec.derived import Codec, FieldConversion
@@ -41,8 +42,13 @@ def logprobs_to_pb(logprobs: Iterable[TokenLogprobs]) -> list[generation.Positio
     ]
 
 
-def logprobs_from_pb(pbs: Iterable[generation.PositionLogprobs]) -> list[TokenLogprobs]:
-    """One value per output position."""
-    return [
-        TokenLogprobs(pb.token_id, pb.logprob, pb.rank, [(top.token_id, top.logprob) for top in pb.top]) for pb in pbs
-    ]
+def logprobs_from_pb(pbs: Iterable[generation.PositionLogprobs]) -> LogprobRows:
+    """One row per output position: a router keeps them until its client has read them, so they are packed at once."""
+    return LogprobRows.of_rows([_row_of(pb) for pb in pbs])
+
+
+def _row_of(pb: generation.PositionLogprobs) -> bytes:
+    top: list[float] = []
+    for one in pb.top:
+        top += (one.token_id, one.logprob)
+    return packed_row(pb.token_id, pb.logprob, pb.rank, top)

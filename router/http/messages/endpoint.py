@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,7 +86,7 @@ class MessagesEndpoint(Endpoint[MessagesRequest]):
         sequence = parsed.parsing.sequence(parsed.request_id, 0)
         return MessageWriter(parsed.label, accepted.prompt_tokens, sequence, shows_thinking=parsed.shows_thinking)
 
-    async def _whole_answer(self, parsed: MessagesRequest, answers: Sequence[Collected]) -> bytes:
+    async def _whole_answer(self, parsed: MessagesRequest, answers: Sequence[Collected]) -> AsyncGenerator[bytes, None]:
         (answer,) = answers
         sequence, content = parsed.parsing.sequence(parsed.request_id, 0), WholeContent()
         async for chunk in in_turns(answer.chunks[0]):
@@ -95,7 +95,7 @@ class MessagesEndpoint(Endpoint[MessagesRequest]):
         content.finish(sequence.last_parts(), is_complete=finish_reason != "length")
         stop = parsed.label.stop(sequence.finish_reason(finish_reason), stop_reason)
         blocks = content.blocks(shows_thinking=parsed.shows_thinking)
-        return parsed.label.message(blocks, usage_of(answer.finished), stop)
+        yield parsed.label.message(blocks, usage_of(answer.finished), stop)
 
     def _id_headers(self, request_id: str) -> Headers:
         return id_headers(request_id)

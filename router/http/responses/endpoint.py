@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -15,7 +16,7 @@ from baton.messages.generation import Accepted, ModelCard
 from baton.messages.request_limits import MAX_MESSAGES, MAX_REQUEST_BYTES
 from baton.security.callers import current_caller
 from router.admission.validation import check_model, longest_answer
-from router.http.answers import Collected, in_turns, logprob_lists
+from router.http.answers import Collected, in_turns, runs_of
 from router.http.bodies.strict import read_as
 from router.http.chat_plan import plan_offer, reasoning_variables
 from router.http.client import Client
@@ -125,16 +126,20 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
     def _writer(self, parsed: ResponsesRequest, accepted: Accepted, positions: Sequence[int]) -> ResponseWriter:
         return ResponseWriter(parsed.begun(), self._model.spelling, self._clock.wall, partial(self._keep, parsed))
 
-    async def _whole_answer(self, parsed: ResponsesRequest, answers: Sequence[Collected]) -> bytes:
+    async def _whole_answer(
+        self, parsed: ResponsesRequest, answers: Sequence[Collected]
+    ) -> AsyncGenerator[bytes, None]:
         (answer,) = answers
         response = parsed.begun()
         if parsed.draft.has_logprobs:
-            lists = await logprob_lists(ChatLogprobs(self._model.spelling), answer.chunks[0])
-            response.take_logprobs(lists["content"][1:-1])
+            writer = ChatLogprobs(self._model.spelling)
+            for run in runs_of(answer.chunks[0]):
+                await asyncio.sleep(0)
+                response.take_logprobs(json.dumps(writer.take(run)["content"], ensure_ascii=False)[1:-1])
         async for chunk in in_turns(answer.chunks[0]):
             response.take(chunk)
         response.finish(answer.ends[0][0])
-        return self._keep(parsed, response.ended(answer.finished, self._clock.wall()))
+        yield self._keep(parsed, response.ended(answer.finished, self._clock.wall()))
 
     def _keep(self, parsed: ResponsesRequest, ended: EndedResponse) -> bytes:
         """The response in JSON as bytes, which are stored if the client wants that."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from baton.errors import EngineFault
 from baton.messages.generation import Accepted, Chunk, GenerateEvent, KnownText, SequenceFinished
 from baton.messages.sampling import TokenLogprobs
-from router.flight.event_queue import LONG_TEXT, MAX_JOINED_TOKENS, EventQueue
+from router.flight.event_queue import LONG_TEXT, MANY_LOGPROBS, MAX_JOINED_LOGPROBS, MAX_JOINED_TOKENS, EventQueue
 from router.flight.fair_queue import FairQueue
 
 
@@ -59,13 +60,32 @@ async def test_long_texts_are_left_to_the_reader() -> None:
     assert [one.text for one in taken] == ["a"]
 
 
-async def test_a_long_backlog_is_delivered_in_messages_of_bounded_size() -> None:
+@pytest.mark.parametrize("most", [MAX_JOINED_TOKENS, MAX_JOINED_LOGPROBS])
+async def test_a_long_backlog_is_delivered_in_messages_of_bounded_size(most: int) -> None:
     queue = EventQueue()
-    count = 2 * MAX_JOINED_TOKENS + 5
-    queue.put_all(chunk(index, "a") for index in range(count))
+    chunks = [chunk(index, "a") for index in range(2 * most + 5)]
+    if most == MAX_JOINED_TOKENS:
+        chunks = [replace(one, logprobs=()) for one in chunks]
+    queue.put_all(chunks)
     queue.end()
     sizes = [len(event.token_ids) for event in await all_of(queue) if isinstance(event, Chunk)]
-    assert sizes == [MAX_JOINED_TOKENS, MAX_JOINED_TOKENS, 5]
+    assert sizes == [most, most, 5]
+
+
+async def test_many_log_probabilities_are_left_to_the_reader_and_use_up_the_turn() -> None:
+    turns = FairQueue()
+    many, other = EventQueue(turns), EventQueue(turns)
+    taker = Taker(many)
+    await asyncio.sleep(0)
+    many.put(chunk(0, "a" * MANY_LOGPROBS))
+    assert taker.num_woken == 0
+    many.put(chunk(MANY_LOGPROBS, "a" * MAX_JOINED_LOGPROBS))
+    other.put(chunk(0, "b"))
+    await asyncio.sleep(0)
+    assert (taker.num_woken, len(taker.text)) == (1, MANY_LOGPROBS + MAX_JOINED_LOGPROBS)
+    assert not turns.may_go()
+    many.end()
+    await taker.task
 
 
 async def test_a_waiting_reader_is_woken_and_may_be_cancelled() -> None:
@@ -213,7 +233,7 @@ async def test_the_end_wakes_a_reader_that_has_taken_everything() -> None:
 async def test_a_slow_reader_of_many_sequences_makes_no_long_list() -> None:
     queue, count, steps = EventQueue(), 128, 300
     for step in range(steps):
-        queue.put_all(chunk(step, "a", index) for index in range(count))
+        queue.put_all(Chunk(step, (97,), "a", (), index) for index in range(count))
     queue.put_all(SequenceFinished(index, "length", None, steps) for index in range(count))
     queue.end()
     assert queue.backlog == count * steps

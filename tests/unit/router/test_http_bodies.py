@@ -78,6 +78,8 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
         "call": 0,
         # Read by the endpoint, which knows how many bytes are taken.
         "prompt_embeds": (),
+        # Follows from the endpoint and from `stream`.
+        "is_whole": False,
         # Parts of chats alone.
         "images": (),
         # Only forms have it.

@@ -1,0 +1,105 @@
+"""Bounds the memory that log-probabilities of all live requests take together.
+
+A request reserves, before anything is allocated for it, the bytes of all log-probabilities that a router may have to
+keep for it at once. An answer that is sent when it is complete keeps all of them, and so does one of which the best
+sequences are chosen. A stream keeps the latest ones, for a client that comes back, and those that its client has not
+read; if more than `UNREAD_TOKENS` of each sequence are unread, it reserves more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from baton.errors import InvalidRequest, LogprobsFull
+from baton.messages.logprob_rows import row_bytes
+from router.admission.request import ValidRequest
+
+KEPT_TOKENS = 1024
+"""So many of the latest tokens of each sequence keep their log-probabilities until a stream has ended."""
+UNREAD_TOKENS = 256
+"""For so many unread tokens of each sequence a stream reserves memory at its beginning."""
+
+
+@dataclass(slots=True)
+class LogprobReservation:
+    """What one request has reserved."""
+
+    num_bytes: int = 0
+    bytes_each: int = 0
+    """For one more unread token; 0: the request has reserved all that it may ever need."""
+    num_unread: int = 0
+    """For so many unread tokens, of all sequences together, a stream has reserved memory."""
+
+
+class LogprobBudget:
+    """The log-probabilities of the live requests of one router."""
+
+    def __init__(self, most: int, rng: Random) -> None:
+        """`most`: the bytes that all reservations may come to."""
+        self._most = most
+        self._rng = rng
+        self.num_bytes = 0
+        """Bytes that are reserved now."""
+
+    def reserve(self, request: ValidRequest, *, is_whole: bool) -> LogprobReservation:
+        """Reserve memory for a request, which `release` gives back.
+
+        `is_whole`: the client gets its answer when it is complete. Raises InvalidRequest if the request needs more than
+        there is for all, and LogprobsFull if the others leave too little.
+        """
+        reservation = reservation_for(request, is_whole=is_whole)
+        needed = reservation.num_bytes
+        if needed > self._most:
+            field = "logprobs" if request.sampling_params.logprobs is not None else "prompt_logprobs"
+            raise InvalidRequest(
+                field,
+                f"of this request may take {needed} bytes, and those of all requests {self._most} (--logprob-memory): "
+                f"ask for less (logprobs, max_tokens, n){'' if not is_whole else ', or for a stream'}",
+            )
+        if needed and self.num_bytes + needed > self._most:
+            raise LogprobsFull(
+                f"logprobs: those of this request may take {needed} bytes, and {self._most - self.num_bytes} of "
+                f"{self._most} (--logprob-memory) are free: try again later, or ask for less (logprobs, max_tokens, n)",
+                self._rng.uniform(0.75, 1.25),
+            )
+        self.num_bytes += needed
+        return reservation
+
+    def covers(self, reservation: LogprobReservation, num_unread: int) -> bool:
+        """Whether memory for so many unread tokens of a stream is reserved, or could be reserved now."""
+        if not reservation.bytes_each or num_unread <= reservation.num_unread:
+            return True
+        num_unread = max(num_unread, 2 * reservation.num_unread)
+        more = (num_unread - reservation.num_unread) * reservation.bytes_each
+        if self.num_bytes + more > self._most:
+            return False
+        reservation.num_unread = num_unread
+        reservation.num_bytes += more
+        self.num_bytes += more
+        return True
+
+    def release(self, reservation: LogprobReservation) -> None:
+        """Give the memory of a request back. Idempotent."""
+        self.num_bytes -= reservation.num_bytes
+        reservation.num_bytes = reservation.bytes_each = 0
+
+
+def reservation_for(request: ValidRequest, *, is_whole: bool) -> LogprobReservation:
+    """What a request needs at its beginning."""
+    params = request.sampling_params
+    of_prompt = 0
+    if params.prompt_logprobs is not None:
+        of_prompt = max(0, request.num_prompt_tokens - 1) * row_bytes(params.prompt_logprobs)
+    if params.logprobs is None or request.embeds:
+        return LogprobReservation(of_prompt)
+    each, longest = row_bytes(params.logprobs), params.max_tokens
+    is_best_of = request.num_returned < params.n
+    if is_whole or is_best_of:
+        kept = 0 if is_whole else min(longest, KEPT_TOKENS)
+        return LogprobReservation(of_prompt + params.n * (longest + kept) * each)
+    unread = params.n * UNREAD_TOKENS
+    most = min(params.n * longest, params.n * KEPT_TOKENS + unread)
+    if params.n * longest <= most:
+        return LogprobReservation(of_prompt + most * each)
+    return LogprobReservation(of_prompt + most * each, each, unread)

@@ -1,0 +1,181 @@
+"""The memory of log-probabilities: reserved before a request begins, and given back however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from baton.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DuplicateRequest,
+    EngineFault,
+    InvalidRequest,
+    LogprobsFull,
+    RequestNotFound,
+    SlowReader,
+)
+from baton.messages.generation import GenerateRequest
+from baton.messages.logprob_rows import row_bytes
+from baton.messages.node import Outcome
+from baton.messages.sampling import SamplingParams
+from router.admission.logprob_budget import KEPT_TOKENS, UNREAD_TOKENS, LogprobBudget, reservation_for
+from router.admission.request import ValidRequest
+from router.limits import DispatchLimits
+from tests.support.router_parts import decode, prefill
+from tests.support.router_rig import RouterRig, router_rig
+
+EACH = row_bytes(2)
+LIMITS = DispatchLimits(logprob_memory=10 * EACH)
+LARGE = prefill(max_model_len=5000, num_blocks=5000), decode(max_model_len=5000, num_blocks=5000)
+FEW = KEPT_TOKENS + UNREAD_TOKENS
+
+
+def request(**fields: int) -> ValidRequest:
+    returned = fields.pop("num_returned", fields.get("n", 1))
+    return ValidRequest("r", "m", (1,) * 5, SamplingParams(seed=1, **fields), num_returned=returned)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_whole", "num_bytes", "num_unread"),
+    [
+        (request(max_tokens=9), True, 0, 0),
+        (request(max_tokens=9, logprobs=2), False, 9 * EACH, 0),
+        (request(max_tokens=9000, logprobs=2), True, 9000 * EACH, 0),
+        (request(max_tokens=9000, logprobs=2, n=3), False, 3 * FEW * EACH, 3 * UNREAD_TOKENS),
+        (request(max_tokens=9000, logprobs=0, n=3, num_returned=1), True, 3 * 9000 * 16, 0),
+        (request(max_tokens=9000, logprobs=0, n=3, num_returned=1), False, 3 * (9000 + KEPT_TOKENS) * 16, 0),
+        (request(max_tokens=9, prompt_logprobs=2), True, 4 * EACH, 0),
+        (request(max_tokens=9, prompt_logprobs=0, logprobs=2), True, 4 * 16 + 9 * EACH, 0),
+    ],
+)
+def test_a_request_reserves_what_may_have_to_be_kept(
+    asked: ValidRequest, is_whole: bool, num_bytes: int, num_unread: int
+) -> None:
+    found = reservation_for(asked, is_whole=is_whole)
+    assert (found.num_bytes, found.num_unread) == (num_bytes, num_unread)
+
+
+def test_a_stream_that_is_not_read_reserves_more_until_there_is_none() -> None:
+    asked = request(max_tokens=90_000, logprobs=2)
+    budget = LogprobBudget((FEW + 3 * UNREAD_TOKENS) * EACH, Random(1))
+    reserved = budget.reserve(asked, is_whole=False)
+    assert budget.covers(reserved, UNREAD_TOKENS)
+    assert budget.num_bytes == FEW * EACH
+    assert budget.covers(reserved, UNREAD_TOKENS + 1)
+    assert budget.num_bytes == (FEW + UNREAD_TOKENS) * EACH, "twice as many, to be asked seldom"
+    assert not budget.covers(reserved, 4 * UNREAD_TOKENS + 1)
+    budget.release(reserved)
+    assert budget.num_bytes == 0
+    assert budget.covers(reserved, 10**6)
+    assert budget.num_bytes == 0, "what comes after its end is not kept"
+
+
+async def test_what_is_too_much_is_refused_before_it_begins() -> None:
+    async with router_rig(prefill(), decode(), limits=LIMITS) as rig:
+        with pytest.raises(InvalidRequest, match=r"logprobs: .* 352 bytes, and those of all requests 320") as caught:
+            await rig.ask(max_tokens=11, logprobs=2).finished()
+        assert caught.value.field == "logprobs"
+        first = rig.ask(request_id="r", max_tokens=6, logprobs=2)
+        await first.wait_until_accepted()
+        with pytest.raises(LogprobsFull, match=r"logprobs: .* 160 bytes, and 128 of 320 .* are free") as refused:
+            await rig.ask(max_tokens=5, logprobs=2).finished()
+        assert refused.value.retry_after_s > 0
+        assert rig.dispatcher.requests.counters.rejections == {"InvalidRequest": 1, "LogprobsFull": 1}
+        plain = rig.ask(request_id="plain", max_tokens=50)
+        await plain.wait_until_accepted()
+        for name in ("r", "plain"):
+            rig.dispatcher.cancel(name)
+        for reader in (first, plain):
+            with pytest.raises(Cancelled):
+                await reader.finished()
+
+
+@pytest.mark.parametrize("how", ["ends", "cancelled", "failed", "left", "late", "duplicate"])
+async def test_memory_is_given_back_however_a_request_ends(how: str) -> None:
+    async with router_rig(prefill(), decode(), limits=LIMITS) as rig:
+        budget = rig.dispatcher.requests.logprob_budget
+        if how == "late":
+            with pytest.raises(DeadlineExceeded):
+                await rig.ask(max_tokens=9, logprobs=2, timeout_s=-1.0).finished()
+            assert budget.num_bytes == 0
+            return
+        await _end(rig, how)
+        assert budget.num_bytes == 0
+
+
+async def _end(rig: RouterRig, how: str) -> None:
+    budget = rig.dispatcher.requests.logprob_budget
+    asked = GenerateRequest("hello", request_id="r", max_tokens=2, logprobs=2)
+    events = rig.dispatcher.generate(asked)
+    await anext(events)
+    assert budget.num_bytes == 2 * EACH
+    attempt = (await rig.next_submit("p1")).attempt
+    await rig.next_submit("d1")
+    rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
+    match how:
+        case "ends":
+            rig.report("d1", attempt, 1, "b", Outcome.LENGTH, logprob=-0.5)
+            assert len([event async for event in events]) >= 2
+        case "cancelled":
+            rig.dispatcher.cancel("r")
+            with pytest.raises(Cancelled):
+                [event async for event in events]
+        case "failed":
+            rig.report("d1", attempt, 1, "", Outcome.ERROR)
+            with pytest.raises(EngineFault):
+                [event async for event in events]
+        case "left":
+            await events.aclose()
+        case "duplicate":
+            with pytest.raises(DuplicateRequest):
+                await anext(rig.dispatcher.generate(asked))
+            assert budget.num_bytes == 2 * EACH
+            await events.aclose()
+
+
+async def test_a_stream_that_is_not_read_ends_when_no_memory_is_left() -> None:
+    limits = DispatchLimits(logprob_memory=(FEW + 10) * 16)
+    async with router_rig(*LARGE, limits=limits) as rig:
+        rig.card = replace(rig.card, max_model_len=LARGE[0].max_model_len)
+        events = rig.dispatcher.generate(GenerateRequest("hello", request_id="r", max_tokens=4000, logprobs=0))
+        await anext(events)
+        attempt = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d1")
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
+        rig.report("d1", attempt, 1, "b" * (UNREAD_TOKENS + 10), logprob=-0.5)
+        with pytest.raises(SlowReader, match="no memory is left"):
+            [event async for event in events]
+        assert rig.dispatcher.requests.logprob_budget.num_bytes == 0
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_again(is_whole: bool) -> None:
+    async with router_rig(*LARGE) as rig:
+        rig.card = replace(rig.card, max_model_len=LARGE[0].max_model_len)
+        asked = {"request_id": "r", "max_tokens": 4000, "logprobs": 0, "is_whole": is_whole}
+        old = rig.ask(**asked)  # type: ignore[arg-type]
+        attempt = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d1")
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
+        for first in range(1, 2 * KEPT_TOKENS, 16):
+            rig.report("d1", attempt, first, "b" * 16, logprob=-0.5)
+        count = 2 * KEPT_TOKENS + 1
+        await old.wait_for_tokens(count)
+        if not is_whole:
+            kept = rig.resume("r", count - KEPT_TOKENS)
+            await kept.wait_for_tokens(KEPT_TOKENS)
+            assert sum(len(one.logprobs) for one in kept.chunks) == KEPT_TOKENS
+        with pytest.raises(RequestNotFound, match="send it again"):
+            await rig.resume("r", 100).finished()
+        again = rig.ask(**asked)  # type: ignore[arg-type]
+        await again.wait_until_accepted()
+        rig.dispatcher.cancel("r")
+        for reader in (old, again, *([] if is_whole else [kept])):
+            with pytest.raises(Cancelled):
+                await reader.finished()
+        await asyncio.sleep(0)
+        assert rig.dispatcher.requests.logprob_budget.num_bytes == 0

@@ -30,6 +30,7 @@ from baton.messages.request_limits import MAX_POOLED_TOKENS
 from baton.messages.sampling import CONSTRAINT_KINDS, Constraint
 from router.admission.bounded_work import BoundedWork
 from router.admission.images import ImageRules
+from router.admission.priorities import with_allowed_priority
 from router.admission.request import ValidRequest
 from router.admission.validation import validate
 from router.flight.active_request import ActiveRequest
@@ -164,6 +165,7 @@ class Dispatcher:
             if self._draining:
                 raise self._shutting_down()
             # Checked before any work is done for the request.
+            raw = with_allowed_priority(raw, self._limits.min_priority)
             self.requests.check_room(raw.priority, embeds=raw.pooling is not None)
             request = await self._validated(raw)
             answer, takeover = Answer(self._codec, request), max(1, raw.call)
@@ -316,7 +318,7 @@ class Dispatcher:
         encode, encode_part = (codec.encode, codec.encode_rendered) if codec is not None else (None, None)
         limits = self._limits
         args = (
-            *(raw, self._card(), encode, self._rng, limits.min_priority, encode_part),
+            *(raw, self._card(), encode, self._rng, encode_part),
             *(limits.prompt_embeds_bytes, self._image_rules),
         )
         # The ids of a vector's input are only compared with bounds. A call has up to 2,048 inputs: were each long one

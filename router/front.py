@@ -57,7 +57,7 @@ class GenerationHandler:
         caller = current_caller.get()
         if not caller.tenant:
             return self._dispatcher.generate(request, timeout_s, take)
-        owned = replace(request, tenant=caller.tenant)
+        owned = replace(request, tenant=caller.tenant, min_priority=caller.min_priority)
         return self._tenants.counted(caller, lambda: self._dispatcher.generate(owned, timeout_s, take))
 
     def most_at_once(self) -> int | None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated
 
-from baton.config import MIN_PRIORITY
 from baton.metric import Metric
 from baton.observe.metrics import FIRST_TOKEN_BUCKETS_S, Histogram
 from router.flight.flight_table import AttemptCause
@@ -40,8 +39,8 @@ class DispatchLimits:
     """A client that has left more tokens of each sequence unread is a slow reader."""
     stall_s: float = 30.0
     """How long a client may be a slow reader before its request is ended."""
-    min_priority: int = MIN_PRIORITY
-    """Requests with a smaller number are refused."""
+    min_priority: int = 0
+    """Requests with a smaller number are refused, except those of API keys with a bound of their own."""
     prompt_embeds_bytes: int = 0
     """The most bytes of rows that a prompt may have in place of tokens; 0: none are taken."""
     max_image_bytes: int = 8 << 20

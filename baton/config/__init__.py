@@ -1,6 +1,6 @@
 """The settings of each process, as frozen models that are loaded from flags, environment and file."""
 
-from baton.config.cluster import MIN_PRIORITY, bundled_model_dir
+from baton.config.cluster import bundled_model_dir
 from baton.config.kinds import KVDigests
 from baton.config.load import MODELS, Loaded, config_file, load
 from baton.config.node import NodeConfig
@@ -8,7 +8,6 @@ from baton.config.router import RouterConfig
 from baton.config.up import UpConfig
 
 __all__ = [
-    "MIN_PRIORITY",
     "MODELS",
     "KVDigests",
     "Loaded",

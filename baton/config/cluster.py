@@ -14,9 +14,6 @@ from baton.security.access import DEFAULT_CLUSTER
 from baton.security.binds import Protection
 from baton.security.tls_files import TlsFiles
 
-MIN_PRIORITY = -(2**31)
-"""The smallest priority that a request can have; priorities are 32-bit integers."""
-
 
 def bundled_model_dir() -> Path:
     """The directory of the model that comes with Baton and is served by default."""
@@ -62,9 +59,6 @@ class ClusterSettings(Settings):
     priority_ageing_s: Seconds = Field(
         60.0,
         description="Seconds of waiting that count as much as one step of priority; 0: waiting does not count.",
-    )
-    min_priority: int = Field(
-        MIN_PRIORITY, ge=MIN_PRIORITY, description="Requests with a smaller priority are refused."
     )
     drain_s: Seconds = Field(30.0, description="Seconds that running requests get to end when a process is stopped.")
     api_keys: Path | None = Field(

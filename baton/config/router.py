@@ -14,7 +14,9 @@ from baton.messages.request_limits import (
     MAX_IMAGE_BYTES,
     MAX_IMAGE_PIXELS,
     MAX_IMAGES,
+    MAX_PRIORITY,
     MAX_PROMPT_EMBEDS_BYTES,
+    MIN_PRIORITY,
 )
 
 
@@ -40,6 +42,11 @@ class RouterSettings(ClusterSettings):
     )
     max_running: Count = Field(
         16_384, description="Most requests of one router that are on nodes at once; more wait at the router."
+    )
+    min_priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = Field(
+        0,
+        description="Smallest priority that requests may ask for; smaller ones are refused. 0: no client comes before "
+        "requests without a priority. The API keys that `baton keys add --min-priority` makes have one of their own.",
     )
     placement: Literal["cost", "least-loaded", "round-robin"] = Field(
         "cost",

@@ -64,7 +64,7 @@ from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.admission import Admission
 from baton.engine.waiting.preemption import Preemption
 from baton.engine.waiting.waiting_requests import WaitingRequests
-from baton.errors import DuplicateRequest, InvalidRequest
+from baton.errors import DuplicateRequest
 from baton.messages.node import Leg
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -140,15 +140,12 @@ class Scheduler:
         """Queue a new request. A request that can never fit ends at once; `take_refusals` returns its output.
 
         `awaits_adapter`: its adapter is not loaded yet, and it waits for `adapter_loaded`. Raises DuplicateRequest if a
-        request or a transfer's blocks with its id are here, and InvalidRequest for a priority, number of sequences or
+        request or a transfer's blocks with its id are here, and InvalidRequest for a number of sequences or a
         combination of parameters that this engine does not accept.
         """
         state = self._state
         check_sequences(request.sampling_params)
         check_beams_stay(request, state)
-        if request.priority < self.config.min_priority:
-            least = self.config.min_priority
-            raise InvalidRequest("priority", f"must be at least {least} here, not {request.priority}")
         if self._is_taken(request.request_id):
             raise DuplicateRequest(f"request {request.request_id} is here already")
         request.is_long = state.is_long(request)

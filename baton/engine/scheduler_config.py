@@ -53,8 +53,6 @@ class SchedulerConfig:
     (reroute); it is computed here (recompute); or it ends with ERROR (fail)."""
     speculation: SpeculationConfig | None = None
     """How tokens are drafted; None: they are not."""
-    min_priority: int = -(2**31)
-    """Requests with a smaller priority number are refused, so that no client can put itself before all others."""
     max_loras: int = 8
     """The most different adapters of requests that run at a time."""
     long_sequences: LongSequences | None = None

@@ -79,6 +79,8 @@ class GenerateRequest:
     cache_salt: str = ""
     tenant: str = ""
     """The owner of the request, found by the API key of the call; clients can't set it."""
+    min_priority: int | None = None
+    """The smallest priority that this API key may ask for; None: the router's setting says it."""
     ttft_slo_ms: float | None = None
     """Objective: the longest time to the first token, from the request's arrival at the router."""
     tpot_slo_ms: float | None = None

@@ -57,6 +57,8 @@ MAX_PROMPT_LOGPROB_VALUES = 1 << 18
 counts twice, and once more for each alternative that is returned."""
 MAX_CALL_PROMPT_LOGPROB_VALUES = 1 << 19
 """The same for all prompts of a call over HTTP, and for each output that repeats its prompt (`echo`)."""
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+"""Priorities are 32-bit integers, of which the smallest comes first."""
 MAX_SALT_BYTES = 256
 
 MAX_PROMPT_EMBEDS_BYTES = 12 << 20

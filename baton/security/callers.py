@@ -20,6 +20,8 @@ class Caller:
     """The name of the caller's API key in logs and commands; empty: the caller sent no key."""
     max_concurrent: int | None = None
     """Limit of concurrent requests of the tenant. None: no limit."""
+    min_priority: int | None = None
+    """The smallest priority that its requests may have. None: the router's setting says it."""
 
 
 ANYONE = Caller(CallerRole.ANYONE)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError, Unauthenticated
+from baton.messages.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from baton.security.callers import Caller
 from baton.security.matrix import KEY_ROLES, CallerRole
 
@@ -38,6 +39,8 @@ MAX_KEY_CHARS = 256
 _PREFIX = "baton-"
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}\Z")
 _FIELDS = {"sha256", "tenant", "role", "max_concurrent", "created"}
+_OPTIONAL_FIELDS = {"min_priority"}
+"""Fields that are written only for keys that have them, so that other versions of Baton read the other keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class ApiKey:
     created: str
     """The day on which the key was made, as text."""
     max_concurrent: int | None = None
+    min_priority: int | None = None
 
     @property
     def key_id(self) -> str:
@@ -60,14 +64,20 @@ class ApiKey:
     @property
     def caller(self) -> Caller:
         """The caller that shows this key."""
-        return Caller(self.role, self.tenant, self.key_id, self.max_concurrent)
+        return Caller(self.role, self.tenant, self.key_id, self.max_concurrent, self.min_priority)
 
 
-def new_key(tenant: str, role: CallerRole, created: str, max_concurrent: int | None = None) -> tuple[str, ApiKey]:
+def new_key(
+    tenant: str,
+    role: CallerRole,
+    created: str,
+    max_concurrent: int | None = None,
+    min_priority: int | None = None,
+) -> tuple[str, ApiKey]:
     """Make a key, which is shown once, and its entry for the file. Raises ConfigError for a bad tenant name."""
     check_tenant(tenant)
     key = _PREFIX + secrets.token_urlsafe(32)
-    return key, ApiKey(_digest(key).hex(), tenant, role, created, max_concurrent)
+    return key, ApiKey(_digest(key).hex(), tenant, role, created, max_concurrent, min_priority)
 
 
 def check_tenant(tenant: str) -> None:
@@ -104,6 +114,7 @@ def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
             "role": key.role.value,
             "max_concurrent": key.max_concurrent,
             "created": key.created,
+            **({} if key.min_priority is None else {"min_priority": key.min_priority}),
         }
         for key in keys
     ]
@@ -182,8 +193,8 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def _key(entry: Mapping[str, Any]) -> ApiKey:
-    if set(entry) != _FIELDS:
-        raise ValueError(f"a key has the fields {', '.join(sorted(_FIELDS))}")
+    if set(entry) - _OPTIONAL_FIELDS != _FIELDS:
+        raise ValueError(f"a key has the fields {', '.join(sorted(_FIELDS))}, and may have min_priority")
     role, most = CallerRole(entry["role"]), entry["max_concurrent"]
     if role not in KEY_ROLES:
         raise ValueError(f"a key can't have the role {role.value}")
@@ -191,5 +202,8 @@ def _key(entry: Mapping[str, Any]) -> ApiKey:
         raise ValueError("sha256 has a wrong length")
     if most is not None and (type(most) is not int or most < 1):
         raise ValueError("max_concurrent must be a number of at least 1, or null")
+    least = entry.get("min_priority")
+    if least is not None and (type(least) is not int or not MIN_PRIORITY <= least <= MAX_PRIORITY):
+        raise ValueError("min_priority must be a 32-bit integer, or null")
     check_tenant(entry["tenant"])
-    return ApiKey(entry["sha256"], entry["tenant"], role, str(entry["created"]), most)
+    return ApiKey(entry["sha256"], entry["tenant"], role, str(entry["created"]), most, least)

@@ -9,7 +9,6 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from baton.config import MIN_PRIORITY
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from baton.messages.encoder_contents import EncoderContent
@@ -72,12 +71,13 @@ def validate(
     card: ModelCard,
     encode: Callable[[str], list[int]] | None,
     rng: Random,
-    min_priority: int = MIN_PRIORITY,
     encode_part: Callable[[str], list[int]] | None = None,
     max_prompt_embeds: int = 0,
     image_rules: ImageRules | None = None,
 ) -> ValidRequest:
     """The request within all bounds and with every default filled in; raises InvalidRequest or UnknownModel.
+
+    Its priority is checked elsewhere (priorities.py), since it decides whether the request may even wait.
 
     `encode` tokenizes; without it only token ids are accepted. `encode_part` tokenizes a part of a text, without
     special tokens; None: `encode` does. `max_prompt_embeds`: most bytes of rows in place of tokens; 0: none are taken.
@@ -86,10 +86,6 @@ def validate(
     """
     request_id = _request_id(raw.request_id, rng)
     check_model(raw.model, card)
-    if not MIN_PRIORITY <= raw.priority < 2**31:
-        raise InvalidRequest("priority", f"must be a 32-bit integer, not {raw.priority}")
-    if raw.priority < min_priority:
-        raise InvalidRequest("priority", f"must be at least {min_priority} here, not {raw.priority}")
     _check_name("cache_salt", raw.cache_salt, MAX_SALT_BYTES)
     if raw.pooling is not None and raw.prompt_embeds:
         raise InvalidRequest("prompt_embeds", "is for generated text alone")

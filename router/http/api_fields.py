@@ -167,7 +167,8 @@ FIELDS: Mapping[str, str] = {
     "return_documents": "Whether the answer has the texts. Default: true.",
     # The request itself
     "request_id": "Name of the request; the header x-request-id has it, too.",
-    "priority": "Requests with a smaller number are served first. Default: 0.",
+    "priority": "Requests with a smaller number are served first. Default: 0, also the smallest that is taken unless "
+    "the operator allows others.",
     "cache_salt": "Only requests with the same salt share cached prefixes of prompts.",
     "ttft_slo_ms": "The longest acceptable time to the first token; a request that is predicted to miss it is refused.",
     "tpot_slo_ms": "The longest acceptable mean time per token after the first; the request is refused likewise.",

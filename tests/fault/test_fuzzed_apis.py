@@ -38,7 +38,7 @@ PART = {"type": "input_text", "text": "a"}
 COMMON: dict[str, tuple[list[Any], list[Any]]] = {
     "top_p": ([1, 0.5], [*NO_NUMBERS, 0, -1, 1.1]),
     "seed": ([0, 2**64 - 1], [*NO_NUMBERS, -1, 2**64]),
-    "priority": ([0, -5], [*NO_NUMBERS, 2**31]),
+    "priority": ([0, 5], [*NO_NUMBERS, 2**31, -1]),
     "cache_salt": (["", "salt"], [*NO_TEXTS, "a\0", "x" * 257, "\ud800"]),
     "stream": ([True, False], [1, "true", {}]),
     "tools": ([None, []], [[{"type": "function"}], 1]),

@@ -67,7 +67,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "ignore_eos": ([True, False], [0, 1, "true", []]),
     "include_stop_str_in_output": ([True, False], [0, 1, "true", []]),
     "n": ([1, 2, 3], [*NO_NUMBERS, 0, -1, 129, 1.5]),
-    "priority": ([0, -5, 2**31 - 1], [*NO_NUMBERS, 2**31, -(2**31) - 1]),
+    "priority": ([0, 5, 2**31 - 1], [*NO_NUMBERS, 2**31, -1]),
     "cache_salt": (["", "salt"], [*NO_TEXTS, "a\0", "x" * 257, "\ud800"]),
     "ttft_slo_ms": ([1e6], [*NO_NUMBERS, 0, -1]),
     "tpot_slo_ms": ([1e6], [*NO_NUMBERS, 0, -1]),

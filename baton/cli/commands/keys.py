@@ -26,6 +26,7 @@ from baton.cli.output import (
     print_yaml,
 )
 from baton.errors import BatonError, ExitCode
+from baton.messages.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from baton.security.access import DEFAULT_CLUSTER
 from baton.security.keys import ApiKey, new_key, read_keys, write_keys
 from baton.security.matrix import CallerRole
@@ -77,10 +78,20 @@ def add(
             help="Largest number of concurrent requests of the tenant. Default: no limit.", metavar="N", min=1
         ),
     ] = None,
+    min_priority: Annotated[
+        int | None,
+        typer.Option(
+            help="Smallest priority that requests with this key may ask for; smaller numbers come first. Default: "
+            "the routers' --min-priority.",
+            metavar="N",
+            min=MIN_PRIORITY,
+            max=MAX_PRIORITY,
+        ),
+    ] = None,
 ) -> None:
     """Create a key, print it, and write its hash to the file. The key can't be shown again."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    key, entry = new_key(tenant, CallerRole(role.value), today, max_concurrent)
+    key, entry = new_key(tenant, CallerRole(role.value), today, max_concurrent, min_priority)
     with _locked(file):
         write_keys(file, [*(read_keys(file) if file.exists() else ()), entry])
     print_text(key)
@@ -102,8 +113,9 @@ def list_keys(
     elif output is ListFormat.YAML:
         print_yaml({"version": VERSION, "keys": [_key_json(key) for key in found]})
     else:
-        rows = [[key.key_id, key.tenant, key.role.value, str(key.max_concurrent or "-"), key.created] for key in found]
-        print_table(["ID", "TENANT", "ROLE", "MAX", "CREATED"], rows, headers=not no_headers)
+        print_table(
+            ["ID", "TENANT", "ROLE", "MAX", "PRIORITY", "CREATED"], [_row(key) for key in found], headers=not no_headers
+        )
 
 
 def revoke(
@@ -133,12 +145,18 @@ def redis_user(
     )
 
 
+def _row(key: ApiKey) -> list[str]:
+    most, least = key.max_concurrent or "-", "-" if key.min_priority is None else key.min_priority
+    return [key.key_id, key.tenant, key.role.value, str(most), str(least), key.created]
+
+
 def _key_json(key: ApiKey) -> dict[str, object]:
     return {
         "id": key.key_id,
         "tenant": key.tenant,
         "role": key.role.value,
         "max_concurrent": key.max_concurrent,
+        "min_priority": key.min_priority,
         "created": key.created,
     }
 

@@ -20,8 +20,14 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "keys.json"
 
 
-def add(file: Path, tenant: str = "acme", role: CallerRole = CallerRole.CLIENT, most: int | None = None) -> str:
-    key, entry = new_key(tenant, role, "2026-01-02", most)
+def add(
+    file: Path,
+    tenant: str = "acme",
+    role: CallerRole = CallerRole.CLIENT,
+    most: int | None = None,
+    min_priority: int | None = None,
+) -> str:
+    key, entry = new_key(tenant, role, "2026-01-02", most, min_priority)
     write_keys(file, [*(read_keys(file) if file.exists() else ()), entry])
     return key
 
@@ -45,6 +51,13 @@ def test_a_key_identifies_its_tenant_and_role(file: Path) -> None:
     for wrong in ("", client[:-1], client + "x", client.upper(), read_keys(file)[0].sha256, "\ud800", "ß"):
         with pytest.raises(Unauthenticated):
             ring.caller(wrong, 0.0)
+
+
+def test_a_key_may_have_a_smallest_priority_and_others_are_written_as_before(file: Path) -> None:
+    urgent, other = add(file, min_priority=-(2**31)), add(file)
+    ring = KeyRing(file)
+    assert [ring.caller(key, 0.0).min_priority for key in (urgent, other)] == [-(2**31), None]
+    assert ["min_priority" in entry for entry in json.loads(file.read_text())["keys"]] == [True, False]
 
 
 def test_a_key_that_is_too_long_is_not_hashed(file: Path) -> None:
@@ -90,6 +103,8 @@ def test_an_unreadable_file_leaves_the_known_keys_valid(file: Path) -> None:
         ({"role": "king"}, "king"),
         ({"sha256": "ab"}, "sha256 has a wrong length"),
         ({"max_concurrent": 0}, "max_concurrent"),
+        ({"min_priority": -(2**31) - 1}, "min_priority must be"),
+        ({"min_priority": True}, "min_priority must be"),
         ({"tenant": "Acme Inc."}, "tenant"),
         ({"tenant": "a/b"}, "tenant"),
         ({"tenant": ""}, "tenant"),

@@ -78,20 +78,21 @@ def test_a_key_is_created_listed_and_revoked(tmp_path: Path, capsys: pytest.Capt
     output = capsys.readouterr()
     key = output.out.strip()
     assert key not in output.err
-    assert main(["keys", "add", file, "--role", "operator"]) == 0
+    assert main(["keys", "add", file, "--role", "operator", "--min-priority", "-3"]) == 0
     operator = capsys.readouterr().out.strip()
     ring = KeyRing(Path(file))
     assert (ring.caller(key, 0.0).tenant, ring.caller(key, 0.0).max_concurrent) == ("acme", 7)
-    assert ring.caller(operator, 0.0).role is CallerRole.OPERATOR
+    assert (ring.caller(operator, 0.0).role, ring.caller(operator, 0.0).min_priority) == (CallerRole.OPERATOR, -3)
     assert main(["keys", "list", file, "-o", "json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [entry["tenant"] for entry in listed["keys"]] == ["acme", "default"]
+    assert [entry["min_priority"] for entry in listed["keys"]] == [None, -3]
     assert main(["keys", "revoke", file, listed["keys"][0]["id"]]) == 0
     assert [entry.tenant for entry in read_keys(Path(file))] == ["default"]
     assert main(["keys", "revoke", file, "00000000"]) == ExitCode.NOT_FOUND
     capsys.readouterr()
     assert main(["keys", "list", file]) == 0
-    assert capsys.readouterr().out.split()[:5] == ["ID", "TENANT", "ROLE", "MAX", "CREATED"]
+    assert capsys.readouterr().out.split()[:6] == ["ID", "TENANT", "ROLE", "MAX", "PRIORITY", "CREATED"]
     assert main(["keys", "add", file, "--tenant", "a/b"]) == ExitCode.BAD_CONFIG
     assert main(["keys", "add", file, "--role", "router"]) == ExitCode.USAGE
     assert main(["keys", "list", str(tmp_path / "none")]) == ExitCode.BAD_CONFIG

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request
 from baton.engine.waiting.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig
 
@@ -133,17 +133,6 @@ def test_a_stream_of_urgent_requests_starves_no_other_request() -> None:
         rig.step()
         rig.clock.advance(1.0)
     assert 10 <= list(rig.ends).index("patient") <= 12
-
-
-def test_a_priority_below_the_bound_is_refused_and_changes_nothing() -> None:
-    rig = EngineRig(min_priority=0)
-    with pytest.raises(InvalidRequest, match="priority: must be at least 0 here, not -1"):
-        rig.add("pushy", 4, priority=-1)
-    assert not rig.scheduler.has_requests()
-    assert rig.scheduler.requests == {}
-    rig.add("pushy", 4, max_tokens=1)
-    rig.run()
-    assert rig.requests["pushy"].status is RequestStatus.LENGTH_CAPPED
 
 
 @pytest.mark.parametrize("ageing_s", [-1.0, float("nan"), float("inf")])

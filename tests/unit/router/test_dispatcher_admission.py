@@ -54,7 +54,10 @@ async def turned_away(reader: Reader) -> BatonError:
 async def test_requests_beyond_a_nodes_capacity_wait_at_the_router_in_order() -> None:
     async with router_rig(small()) as rig:
         running = await start_requests(rig)
-        late, better = rig.ask(request_id="late", max_tokens=1), rig.ask(request_id="better", max_tokens=1, priority=-1)
+        late, better = (
+            rig.ask(request_id="late", max_tokens=1, priority=1),
+            rig.ask(request_id="better", max_tokens=1),
+        )
         await late.wait_until_accepted()
         await better.wait_until_accepted()
         assert (rig.dispatcher.requests.num_waiting, rig.nodes["d1"].inbox.qsize()) == (2, 3)
@@ -276,7 +279,7 @@ async def test_a_cancelled_request_makes_room_at_once() -> None:
 
 
 async def test_a_request_that_lost_its_node_goes_first_even_to_a_full_node() -> None:
-    async with router_rig(small("d1"), small("d2")) as rig:
+    async with router_rig(small("d1"), small("d2"), limits=DispatchLimits(min_priority=-5)) as rig:
         running = await start_requests(rig, count=6)
         waiting = rig.ask(request_id="waits", max_tokens=1, priority=-5)
         await waiting.wait_until_accepted()

@@ -189,7 +189,7 @@ async def test_room_that_texts_and_embeddings_can_use_goes_by_queue_order() -> N
         rig.nodes["p1"].report(load=LoadReport(running=1, waiting=9))
         await rig.nodes["p1"].all_read()
         asked = {}
-        for name, embeds, priority in (("e1", True, 0), ("t1", False, 0), ("e2", True, -1), ("t2", False, -1)):
+        for name, embeds, priority in (("e1", True, 1), ("t1", False, 1), ("e2", True, 0), ("t2", False, 0)):
             pooling = PoolingRequest() if embeds else None
             asked[name] = rig.ask(pooling=pooling, request_id=name, priority=priority, max_tokens=1)
             await asked[name].wait_until_accepted()

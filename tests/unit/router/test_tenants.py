@@ -18,6 +18,7 @@ from baton.security.matrix import CallerRole
 from baton.testing.fake_tokenizer import FakeTokenizer
 from router.admission.tenants import MAX_LABELS, OTHERS, Tenants
 from router.front import GenerationHandler
+from router.limits import DispatchLimits
 from tests.support.router_parts import MODEL, decode
 from tests.support.router_rig import Reader, RouterRig, router_rig
 
@@ -32,14 +33,19 @@ class Fronts:
         self.handler = GenerationHandler(rig.dispatcher, FakeTokenizer(), lambda: CARD, self.tenants)
 
     def ask(
-        self, tenant: str, request_id: str = "r", most: int | None = None, **fields: object
+        self,
+        tenant: str,
+        request_id: str = "r",
+        most: int | None = None,
+        min_priority: int | None = None,
+        **fields: object,
     ) -> AsyncGenerator[GenerateEvent, None]:
         request = GenerateRequest("hello", request_id=request_id, max_tokens=2, **fields)  # type: ignore[arg-type]
-        return self.by(tenant, most).run(self.handler.generate, request, None)
+        return self.by(tenant, most, min_priority).run(self.handler.generate, request, None)
 
-    def by(self, tenant: str, most: int | None = None) -> contextvars.Context:
+    def by(self, tenant: str, most: int | None = None, min_priority: int | None = None) -> contextvars.Context:
         context = contextvars.copy_context()
-        context.run(current_caller.set, Caller(CallerRole.CLIENT, tenant, "id", most))
+        context.run(current_caller.set, Caller(CallerRole.CLIENT, tenant, "id", most, min_priority))
         return context
 
     def figures(self) -> dict[tuple[str, str], float]:
@@ -61,6 +67,38 @@ async def test_two_tenants_may_use_the_same_request_id() -> None:
         for reader in readers:
             await reader.finished()
             assert reader.accepted.request_id == "r", "nothing of the tenant is in what clients see"
+
+
+@pytest.mark.parametrize(
+    ("tenant", "of_key", "of_router", "asked", "given"),
+    [
+        ("acme", None, 0, 0, 0),
+        ("acme", None, 0, 2**31 - 1, 2**31 - 1),
+        ("acme", None, 0, -1, "must be 0 to 2147483647, the range of this router, not -1"),
+        ("acme", None, -5, -5, -5),
+        ("acme", None, -5, -6, "must be -5 to 2147483647, the range of this router, not -6"),
+        ("acme", -7, 0, -7, -7),
+        ("acme", 0, -5, -1, "must be 0 to 2147483647, the range of this API key, not -1"),
+        ("acme", 100, 0, 0, 100),
+        ("acme", 100, 0, 99, "must be 100 to 2147483647, the range of this API key, not 99"),
+        ("", None, 0, -(2**31), "must be 0 to 2147483647, the range of this router, not -2147483648"),
+        ("", None, 0, 2**31, "not 2147483648"),
+        ("", None, 3, 0, 3),
+    ],
+)
+async def test_a_client_gets_the_priority_that_its_key_or_the_router_allows(
+    tenant: str, of_key: int | None, of_router: int, asked: int, given: int | str
+) -> None:
+    async with router_rig(decode(), limits=DispatchLimits(min_priority=of_router)) as rig:
+        reader = Reader(Fronts(rig).ask(tenant, min_priority=of_key, priority=asked))
+        if isinstance(given, str):
+            with pytest.raises(InvalidRequest, match=f"priority: .*{given}"):
+                await reader.finished()
+            return
+        submit = await rig.next_submit("d1")
+        assert submit.priority == given
+        rig.report("d1", submit.attempt, 0, "ab", Outcome.LENGTH)
+        await reader.finished()
 
 
 async def test_another_tenants_request_is_not_found() -> None:

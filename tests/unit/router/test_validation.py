@@ -287,7 +287,6 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     *[("logit_bias", {"logit_bias": b}) for b in ({100: 1.0}, {1: NAN}, {1: -INF})],
     *[("allowed_token_ids", {"allowed_token_ids": a}) for a in ([100], [-1], [0] * 4097)],
     *[("bad_words", {"bad_words": w}) for w in (["x"] * 257, [""], [" "], ["x" * 4097], ["\0"], ["\udfff"])],
-    *[("priority", {"priority": p}) for p in (2**31, -(2**31) - 1)],
     *[("cache_salt", {"cache_salt": s}) for s in ("\0", "x" * 257)],
     *[(slo, {slo: ms}) for slo in ("ttft_slo_ms", "tpot_slo_ms") for ms in (NAN, INF, 0.0, -1.0)],
     *[("json_schema", {"json_schema": s}) for s in ("\0", "\ud800", "x" * (64 * 1024 + 1))],
@@ -341,13 +340,6 @@ def test_without_a_tokenizer_only_token_ids_are_accepted() -> None:
     for field, fields in bad.items():
         with pytest.raises(InvalidRequest, match=f"{field}: this model is served without a tokenizer"):
             validate(GenerateRequest(**fields), CARD, None, Random(1))
-
-
-def test_an_operator_limits_the_priority_of_clients() -> None:
-    least = validate(GenerateRequest((1,), priority=-2), CARD, encode, Random(0), min_priority=-2)
-    assert least.priority == -2
-    with pytest.raises(InvalidRequest, match="priority: must be at least -2 here, not -3"):
-        validate(GenerateRequest((1,), priority=-3), CARD, encode, Random(0), min_priority=-2)
 
 
 def test_the_models_own_values_fill_in_what_a_request_leaves_unset() -> None:

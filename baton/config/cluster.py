@@ -60,7 +60,11 @@ class ClusterSettings(Settings):
         60.0,
         description="Seconds of waiting that count as much as one step of priority; 0: waiting does not count.",
     )
-    drain_s: Seconds = Field(30.0, description="Seconds that running requests get to end when a process is stopped.")
+    drain_s: Seconds = Field(
+        30.0,
+        description="Seconds that running requests get to end when a process is stopped, or a node changes its role; "
+        "then they continue elsewhere.",
+    )
     api_keys: Path | None = Field(
         None,
         description="File with the hashes of API keys, one of which each caller must show; `baton keys` writes it. "

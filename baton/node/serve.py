@@ -286,8 +286,8 @@ class Node:
     async def _drain(self, service: NodeService, stop: NodeStop) -> None:
         """Refuse new work and wait until the running work has ended.
 
-        A second request to stop ends the wait, and so does drain_s, unless the node only changes its role. What is left
-        is logged.
+        A second request to stop ends the wait, and so does drain_s. A node that only changes its role then gives back
+        what runs, for other nodes, and waits until nobody reads its blocks. What is left is logged.
         """
         service.refuse_new_work()
         await self._rpc.set_ready(False)
@@ -295,7 +295,12 @@ class Node:
         forced = asyncio.create_task(stop.forced.wait())
         for_good = asyncio.create_task(stop.for_good.wait())
         try:
-            await asyncio.wait((idle, forced, for_good), return_when=asyncio.FIRST_COMPLETED)
+            ends = (idle, forced, for_good)
+            await asyncio.wait(ends, timeout=self._config.drain_s, return_when=asyncio.FIRST_COMPLETED)
+            if not any(one.done() for one in ends):
+                given_back = service.give_back_work()
+                _log.info("requests that were not done in time continue at other nodes", requests=given_back)
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait((idle, forced), timeout=self._config.drain_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (idle, forced, for_good):

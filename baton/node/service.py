@@ -65,6 +65,7 @@ from baton.observe.logs import of_attempt
 from baton.observe.metrics import Figure
 
 _log = logging.getLogger(__name__)
+_GIVEN_BACK = "it changes its role, and what it ran had its time to end"
 LOAD_EVERY_S = 0.1
 """A router without requests here is told of the load at most this often. Of ten routers of a busy node nine may have
 none, and would otherwise get a report of each step for the load alone."""
@@ -117,6 +118,8 @@ class NodeService:
         self._gave_up = gave_up
         self._notice = gave_up
         self._draining = False
+        self._gives_back = False
+        """Whether what ran was given back, so that an attempt which ends as aborted is not the router's doing."""
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -226,6 +229,19 @@ class NodeService:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._idle.wait()
         return ()
+
+    def give_back_work(self) -> int:
+        """Abort all attempts that run, so that their routers continue them at other nodes; returns how many.
+
+        To be called after `refuse_new_work`. Blocks that peers still read stay until those reads are over.
+        """
+        self._gives_back = True
+        given_back = self._attempts.all_running()
+        self._driver.abort([str(attempt.key) for attempt in given_back])
+        for attempt in given_back:
+            self._log.record("abort", attempt.key, 0, _GIVEN_BACK)
+            self._role.attempt_aborted(attempt.key)
+        return len(given_back)
 
     def work_left(self) -> str:
         """What keeps the node from being idle, for a log line."""
@@ -557,6 +573,8 @@ class NodeService:
         elif outcome is not None and attempt.timings is not None:
             timings = replace(attempt.timings, decode_ms=attempt.clock.decode_ms(self._clock.monotonic()))
         delta = request_delta(attempt.key, sequence_index, output, outcome, timings)
+        if self._gives_back and outcome is Outcome.ABORTED:
+            delta = replace(delta, error=_GIVEN_BACK)
         if attempt.runs:
             attempt.note(delta)
             if outcome is not None and attempt.clock.sequence_ended(outcome):

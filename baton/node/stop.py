@@ -18,7 +18,7 @@ class NodeStop:
         self.requested = asyncio.Event()
         """The running incarnation is to end when its work is done."""
         self.for_good = asyncio.Event()
-        """No other incarnation follows, so the time for the running work is bounded."""
+        """No other incarnation follows, so what is left after `drain_s` ends with the process."""
         self.forced = asyncio.Event()
         """Nothing is waited for any more."""
         self.on_drained: Callable[[], None] = lambda: None
@@ -48,7 +48,7 @@ class NodeStop:
         self.forced.set()
 
     def change_role(self, role: Role) -> None:
-        """Start again in this role when the running work is done, however long that takes. The last call counts."""
+        """Start again in this role when the running work is done, here or elsewhere. The last call counts."""
         self._next_role = role
         self.requested.set()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,14 @@ class ClusterState:
     def http_addresses(self) -> tuple[str, ...]:
         """The HTTP addresses of all routers that have announced one."""
         return tuple(p.http_address for p in self.processes if p.role == "router" and p.http_address)
+
+    def gone(self, start_time_of: Callable[[int], int]) -> tuple[str, ...]:
+        """The names of processes that have ended since the state was written.
+
+        For a moment after each end there are some; for longer only if the supervisor can't write the state.
+        `start_time_of`: as `start_time`.
+        """
+        return tuple(p.name for p in self.processes if p.start_time and start_time_of(p.pid) != p.start_time)
 
     def to_json(self) -> dict[str, Any]:
         """The state as a JSON object."""

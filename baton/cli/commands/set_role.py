@@ -17,6 +17,8 @@ from baton.errors import BatonError, DeadlineExceeded
 from baton.messages.cluster import NodeStatus
 
 _POLL_INTERVAL_S = 0.2
+_KNOWN_EVERYWHERE_S = 5.0
+"""By then every router has read which role is wanted; one that was asked earlier may still know of an earlier wish."""
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -35,8 +37,9 @@ def set_role(
 ) -> None:
     """Make a node a prefill node or a decode node, also after restarts.
 
-    The node finishes its running work first and keeps its model loaded. The exit code is 6 if that takes longer than
-    --timeout; the role changes nevertheless.
+    The node keeps its model loaded. Its running work gets --drain-s of the node, by default 30 s, to end; after that
+    requests continue at other nodes. The exit code is 6 if the change takes longer than --timeout; the role changes
+    nevertheless. It is 1 if the node gets another role meanwhile, since the last command counts.
     """
     deadline = Deadline(timeout)
     asked = ask_any_router(address, run_dir, lambda router: router.set_role(node, role, ANSWER_TIMEOUT_S))
@@ -69,6 +72,28 @@ def _summary(node: str, role: str, spent: str, *, is_changed: bool, is_ready: bo
     return f"{node} becomes a {role} node when its work is done"
 
 
+class OtherWishes:
+    """Notices that somebody else gave the node another role, so that a command does not wait for its own for ever."""
+
+    def __init__(self, node: str, role: str) -> None:
+        self._node = node
+        self._role = role
+        self._since: float | None = None
+        """Since when, in seconds of the command, routers have known of another wish without a break."""
+
+    def check(self, status: NodeStatus, now: float) -> None:
+        """Raises BatonError if another role has been wanted for so long that no router can know a later wish."""
+        if status.desired_role in ("", self._role):
+            self._since = None
+            return
+        self._since = now if self._since is None else self._since
+        if now - self._since >= _KNOWN_EVERYWHERE_S:
+            raise BatonError(
+                f"another change of {self._node}'s role is under way: a later `baton set-role` makes it a "
+                f"{status.desired_role} node"
+            )
+
+
 def _progress(status: NodeStatus) -> str:
     if status.status in ("Lost", "Suspect"):
         return "restarting"
@@ -76,8 +101,11 @@ def _progress(status: NodeStatus) -> str:
 
 
 def _wait_for_role(node: str, role: str, address: str | None, run_dir: Path | None, deadline: Deadline) -> NodeStatus:
-    """Wait until a router says that the node is ready in its new role. Raises DeadlineExceeded."""
-    line, progress = ProgressLine(), "not found"
+    """Wait until a router says that the node is ready in its new role.
+
+    Raises DeadlineExceeded, and BatonError if the node is to have another role by now.
+    """
+    line, progress, wishes = ProgressLine(), "not found", OtherWishes(node, role)
     try:
         while True:
             try:
@@ -87,6 +115,7 @@ def _wait_for_role(node: str, role: str, address: str | None, run_dir: Path | No
             for status in found:
                 if status.role == role and status.status in ("Ready", "Cordoned", "Incompatible"):
                     return status
+                wishes.check(status, deadline.elapsed_s)
                 progress = _progress(status)
             line.show(f"{node}: {progress}")
             if deadline.has_passed:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from baton.cli.cluster.state import ClusterState, ProcessState
+from baton.cli.cluster.state import ClusterState, ProcessState, start_time
 from baton.cli.target import local_cluster
 from baton.errors import DeadlineExceeded, Unreachable
 from baton.messages.cluster import ClusterStatus, NodeStatus
@@ -63,16 +63,27 @@ def _ask(address: str, timeout_s: float) -> ClusterStatus:
         client.close()
 
 
-def combine(router: ClusterStatus | None, problem: str, state: ClusterState | None) -> ClusterView:
+def combine(
+    router: ClusterStatus | None,
+    problem: str,
+    state: ClusterState | None,
+    start_time_of: Callable[[int], int] = start_time,
+) -> ClusterView:
     """The router's status, corrected by the supervisor's state, which knows of deaths and restarts.
 
-    `problem` says why no router answered, or why others than this one did not.
+    `problem` says why no router answered, or why others than this one did not. `start_time_of`: as `start_time`; what
+    the state says of processes that have ended is not shown.
     """
     nodes = {node.name: node for node in (router.nodes if router is not None else ())}
     process_problems = []
+    gone = state.gone(start_time_of) if state is not None else ()
     for process in state.processes if state is not None else ():
         known = nodes.get(process.name)
-        if process.status != "Ready":
+        if process.name in gone:
+            why = f"its process {process.pid} has ended, and the run directory does not say yet what follows"
+            process_problems.append(f"{process.name}: {why}")
+            process = replace(process, status="Lost", pid=0, incarnation="", last_exit=why)
+        elif process.status != "Ready":
             restarts = f" after {process.restarts} restarts" if process.restarts else ""
             process_problems.append(f"{process.name} is {process.status}{restarts}")
         if process.role == "redis":

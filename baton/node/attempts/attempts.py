@@ -277,6 +277,10 @@ class AttemptBook:
         """The attempts of one router that have not ended."""
         return [attempt for attempt in self._attempts.values() if attempt.owner == owner and attempt.runs]
 
+    def all_running(self) -> list[Attempt]:
+        """The attempts that have not ended, those that wait for adoption included."""
+        return [attempt for attempt in self._attempts.values() if attempt.runs]
+
     def owners(self) -> set[int | None]:
         """The client indices of routers that have attempts which have not ended; None among them for orphans."""
         return {attempt.owner for attempt in self._attempts.values() if attempt.runs}

@@ -11,6 +11,7 @@ import pytest
 
 from baton.cli.commands.drain import remaining_work
 from baton.cli.commands.events import event_row
+from baton.cli.commands.set_role import OtherWishes
 from baton.cli.commands.wait import nodes_by_name, parse_condition
 from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, NodeNotFound, Unreachable, UsageError
 from baton.messages.cluster import NodeStatus
@@ -384,3 +385,20 @@ def test_an_event_as_a_row() -> None:
     event = ClusterEvent(7, 1.0, "Normal", "Failover", "", request_id="r", detail="attempt 2", router="r1.a")
     assert event_row(event, "3s", wide=False) == ["3s", "Normal", "Failover", "-", "attempt 2"]
     assert event_row(event, "3s", wide=True)[5:] == ["7", "-", "r", "r1.a"]
+
+
+def test_a_command_does_not_wait_for_a_role_after_a_later_one_wants_another() -> None:
+    wishes = OtherWishes("d1", "prefill")
+    status = NodeStatus("d1", "decode", "Draining", "d1.a", "h:1", 1, MODEL, 1, 0, 0.5)
+    # Routers that read the registry late, or that know of no wish.
+    for now, wanted in (
+        (0.0, "decode"),
+        (4.9, "decode"),
+        (5.0, "prefill"),
+        (5.1, "decode"),
+        (10.0, ""),
+        (10.1, "decode"),
+    ):
+        wishes.check(replace(status, desired_role=wanted), now)
+    with pytest.raises(BatonError, match=r"another change of d1's role is under way: .* makes it a decode node"):
+        wishes.check(replace(status, desired_role="decode"), 15.2)

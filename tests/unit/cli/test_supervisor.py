@@ -19,8 +19,9 @@ from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
 from baton.cli.cluster.supervisor.cluster import ClusterPlan, ClusterSupervisor, StartFailed
 from baton.cli.cluster.supervisor.plan import ChildSpec
+from baton.cli.views.cluster_view import combine
 from baton.clock import SystemClock
-from baton.errors import ExitCode
+from baton.errors import ConfigError, ExitCode
 
 BOUND_S = 60.0
 CHILD = Path(__file__).parents[2] / "support" / "supervised.py"
@@ -133,6 +134,48 @@ async def test_a_process_that_dies_is_restarted_with_a_new_incarnation(bench: Be
     assert process(second, "decode-0").last_exit == "SIGKILL"
     assert process(second, "decode-0").incarnation != process(first, "decode-0").incarnation
     assert process(second, "router-0") == process(first, "router-0")
+    bench.stop()
+    await running
+
+
+class FullDisk(RunDir):
+    """A run directory on a disk that may be full."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.is_full = False
+        self.written = asyncio.Event()
+
+    def write_state(self, state: ClusterState) -> None:
+        if self.is_full:
+            raise ConfigError("No space left on device")
+        super().write_state(state)
+        self.written.set()
+
+
+async def test_a_state_that_a_full_disk_kept_back_is_known_to_be_old_and_written_once_there_is_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.cli.cluster.supervisor.cluster._WRITE_AGAIN_S", 0.01)
+    bench.run_dir = disk = FullDisk(bench.run_dir.path)
+    running = asyncio.create_task(bench.run(bench.child("decode-0"), bench.child("router-0", role="router")))
+    first = await bench.wait_for_state(lambda s: s.phase == "ready")
+    disk.is_full = True
+    os.kill(process(first, "decode-0").pid, signal.SIGKILL)
+    second = await bench.wait_for_state(lambda s: process(s, "decode-0").restarts == 1 and all_ready(s))
+    old = disk.read_state()
+    assert old == first
+    view = combine(None, "", old)
+    assert [(node.name, node.status, node.pid) for node in view.nodes] == [
+        ("decode-0", "Lost", 0),
+        ("router-0", "Starting", process(first, "router-0").pid),
+    ]
+    assert "has ended, and the run directory does not say yet what follows" in view.detail
+    disk.written.clear()
+    disk.is_full = False
+    async with asyncio.timeout(BOUND_S):
+        await disk.written.wait()
+    assert disk.read_state() == second
     bench.stop()
     await running
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config import NodeConfig
-from baton.engine.batch import SchedulerOutput
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.connector import KVTransferOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.errors import BackgroundFault, BatonError, ConfigError, EngineFault, NodeLost
@@ -412,6 +413,39 @@ async def test_a_node_changes_its_role_when_its_work_is_done_and_keeps_its_model
         await again.close()
 
 
+class HeldRunner(FakeRunner):
+    """Ends no step of a request before it is released."""
+
+    def __init__(self) -> None:
+        super().__init__(33, 16)
+        self.released = threading.Event()
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        assert self.released.wait(30.0)
+        return super().execute_model(scheduler_output)
+
+
+async def test_what_runs_longer_than_a_change_of_role_may_take_is_given_back_to_its_router(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = HeldRunner()
+    monkeypatch.setattr(FakeRole, "attempt_aborted", lambda role, attempt: runner.released.set())
+    async with changing(tmp_path, runner, drain_s=0) as (_, ready, _):
+        first = await ready.get()
+        client = NodeClient(first.address)
+        stream = QueuedReports(await client.attach("router-0", first.incarnation))
+        stream.send(submit(max_tokens=400))
+        async for report in stream:
+            if report.deltas:
+                break
+        await client.set_role(Role.DECODE, first.incarnation)
+        ended = await until_end(stream)
+        assert ended.outcome is Outcome.ABORTED
+        assert ended.error == "it changes its role, and what it ran had its time to end"
+        assert (await ready.get()).role is Role.DECODE
+        await client.close()
+
+
 @pytest.mark.parametrize("side", HandoffSide)
 async def test_a_change_of_role_that_leaves_reads_behind_says_so_and_reuses_no_memory_that_they_may_write_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: HandoffSide
@@ -484,16 +518,23 @@ class ReportingRole(FakeRole):
 
 @asynccontextmanager
 async def changing(
-    directory: Path,
+    directory: Path, runner: FakeRunner | None = None, **settings: object
 ) -> AsyncIterator[tuple[Changing, asyncio.Queue[NodeDescription], asyncio.Task[None]]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     node, ready = Changing(), asyncio.Queue[NodeDescription]()
     values = {"role": "prefill", "node_id": "p", "registry": "memory://", "cluster": "test", "model": directory}
-    config = NodeConfig.model_validate({**values, "block_size": 16, "max_num_seqs": 4, "port": port})
-    runner = FakeRunner(33, 16)
+    config = NodeConfig.model_validate({**values, "block_size": 16, "max_num_seqs": 4, "port": port, **settings})
     task = asyncio.create_task(
-        serve_roles(config, runner, Role.PREFILL, node.role_maker, node.registry, ready.put_nowait, node.stop)
+        serve_roles(
+            config,
+            runner or FakeRunner(33, 16),
+            Role.PREFILL,
+            node.role_maker,
+            node.registry,
+            ready.put_nowait,
+            node.stop,
+        )
     )
     try:
         yield node, ready, task

@@ -29,6 +29,8 @@ from baton.observe.ready import Failed, Ready
 
 _log = structlog.get_logger(__name__)
 
+_WRITE_AGAIN_S = 2.0
+"""Seconds after which a state that could not be written is written again."""
 _STOP_GRACE_S = 5.0
 """Seconds in addition to the drain time after which a process that has not ended is killed."""
 
@@ -123,6 +125,8 @@ class ClusterSupervisor:
         self._force = asyncio.Event()
         self._rotation = LogRotation(run_dir.logs)
         self._next_rotation: asyncio.TimerHandle | None = None
+        self._next_write: asyncio.TimerHandle | None = None
+        """Set while the state in the run directory is an old one, because it can't be written."""
 
     async def run(self, on_ready: Callable[[ClusterState], None]) -> None:
         """Start all processes, call `on_ready`, keep them running until a signal, then stop them.
@@ -146,8 +150,9 @@ class ClusterSupervisor:
             self._write()
             await self._stop_all()
             self._death_pipe.close()
-            if self._next_rotation is not None:
-                self._next_rotation.cancel()
+            for timer in (self._next_rotation, self._next_write):
+                if timer is not None:
+                    timer.cancel()
 
     def stop(self) -> None:
         """Begin to drain. A second call ends all processes at once."""
@@ -285,11 +290,27 @@ class ClusterSupervisor:
 
     def _write(self) -> None:
         self._changed.set()
-        state = self.state()
-        with suppress(ConfigError):
-            # A cluster that serves must not end because a disk is full or gone.
-            self._run_dir.write_state(state)
-        self._on_change(state)
+        self._write_state()
+        self._on_change(self.state())
+
+    def _write_state(self) -> None:
+        """Write the state, or else again and again: a cluster that serves must not end because a disk is full or gone.
+
+        Meanwhile readers see by the start times of processes that what they have is old.
+        """
+        failed_before = self._next_write is not None
+        if self._next_write is not None:
+            self._next_write.cancel()
+            self._next_write = None
+        try:
+            self._run_dir.write_state(self.state())
+        except ConfigError as error:
+            if not failed_before:
+                _log.warning("commands see an old state of the cluster, since it can't be written", reason=str(error))
+            self._next_write = self._loop.call_later(_WRITE_AGAIN_S, self._write_state)
+        else:
+            if failed_before:
+                _log.info("the state of the cluster can be written again")
 
 
 def _pinned_ports(spec: ChildSpec, ready: Ready) -> Mapping[str, str]:

@@ -261,7 +261,8 @@ def _load_nixl() -> tuple[Any, _NixlErrors]:
         _api, _bindings = import_module(f"{package}._api"), import_module(f"{package}._bindings")
     except ImportError as error:
         raise ConfigError(
-            f"NIXL is not installed or could not be loaded ({error}): install it with `pip install nixl`"
+            f"NIXL is not installed or could not be loaded ({error}): install it with `pip install nixl-cu13`, or "
+            "nixl-cu12 beside a torch that is built for CUDA 12"
         ) from error
     # On import NIXL sets up logging: it writes INFO lines to stdout, and silences errors inside handlers.
     logging.raiseExceptions = raise_exceptions
@@ -279,17 +280,17 @@ def _load_nixl() -> tuple[Any, _NixlErrors]:
 
 
 def _nixl_package() -> str:
-    """The name of the NIXL build to import.
+    """The name of the NIXL build to import; raises ImportError if it is not installed.
 
-    The package `nixl` chooses among its builds by torch's CUDA version, and imports torch for that, which takes a
-    second or more. A process that has not loaded torch has nothing on a GPU, so any build will do; they are tried in
-    the order in which `nixl` tries them when it finds no CUDA.
+    With memory of a GPU it has to be built for torch's version of CUDA. A process that has not loaded torch has nothing
+    on a GPU, so any build will do, and it must not import torch for this, which takes a second or more.
     """
-    if "torch" not in sys.modules:
-        for name in ("nixl_cu13", "nixl_cu12"):
-            if find_spec(name) is not None:
-                return name
-    return "nixl"
+    cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
+    builds = (f"nixl_cu{cuda.partition('.')[0]}",) if cuda else ("nixl_cu13", "nixl_cu12", "nixl_rocm")
+    for name in builds:
+        if find_spec(name) is not None:
+            return name
+    raise ImportError(f"there is no {' or '.join(builds)}" + (f", and torch is built for CUDA {cuda}" if cuda else ""))
 
 
 def _describe(error: Exception) -> str:

@@ -19,7 +19,7 @@ ELSEWHERE = {
     ".venv/bin/baton up --model smollm2": "tests/oracle/test_smollm2.py asks this model",
     ".venv/bin/baton chat --temperature 0": "test_gguf_model.py chats with a tiny model",
     "./scripts/test": "this is one of its tests",
-    "pip install torch --index-url https://download.pytorch.org/whl/cpu": "tests use no network",
+    "pip install 'torch<2.14' --index-url https://download.pytorch.org/whl/cpu": "tests use no network",
     "pip install dist/baton_serve-*.whl": "test_wheel.py installs it",
     "baton demo": "test_wheel.py runs it",
 }

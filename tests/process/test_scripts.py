@@ -155,13 +155,28 @@ def test_setup_names_what_is_missing(shell: Shell, copy: Path) -> None:
 FAKE_PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m pip") [ "$3" = --version ] || exit "${CODE_OF_PIP:-0}" ;;
+    "-m pip") [ "$3" = --version ] || { echo "$@" >>"$LOG"; exit "${CODE_OF_PIP:-0}"; } ;;
+    "-c import sys, urllib"*) echo "asks $3" >>"$LOG"; exit "$CODE_OF_INDEX" ;;
     "--version "*) echo "Python 3.11.0" ;;
 esac
 """
 
 
-def test_setup_says_what_it_does_and_nothing_when_there_is_nothing_to_do(shell: Shell, copy: Path) -> None:
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+@pytest.mark.parametrize(
+    ("named", "reachable", "asked", "given"),
+    [
+        (None, "0", f"{CPU_INDEX}/torch/", ["--extra-index-url", CPU_INDEX]),
+        (None, "1", f"{CPU_INDEX}/torch/", []),
+        ("https://x/cu", "0", "https://x/cu/torch/", ["--extra-index-url", "https://x/cu"]),
+        ("", "0", None, []),
+    ],
+)
+def test_setup_says_what_it_does_and_takes_torch_from_its_own_index_where_that_is_reachable(
+    shell: Shell, copy: Path, named: str | None, reachable: str, asked: str | None, given: list[str]
+) -> None:
     for part in ("pyproject.toml", "constraints.txt", "setup.py"):
         shutil.copy(ROOT / part, copy)
     kernels = "baton/runner/backends/cpu/kernels/csrc"
@@ -170,7 +185,9 @@ def test_setup_says_what_it_does_and_nothing_when_there_is_nothing_to_do(shell: 
     python = copy / "fake-python"
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
-    settings = {"CC": "true", "PYTHON": str(python)}
+    log = copy / "log"
+    settings = {"CC": "true", "PYTHON": str(python), "LOG": str(log), "CODE_OF_INDEX": reachable}
+    settings |= {} if named is None else {"TORCH_INDEX": named}
     failed = shell.run([str(copy / "scripts/setup")], settings | {"CODE_OF_PIP": "1"})
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr.splitlines()[-1].startswith("scripts/setup: pip failed, see above: when the cause is mended")
@@ -185,6 +202,15 @@ def test_setup_says_what_it_does_and_nothing_when_there_is_nothing_to_do(shell: 
         "done",
     ]
     assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
+    *index, torch, others = log.read_text().splitlines()[-2 - (asked is not None) :]
+    assert index == ([] if asked is None else [f"asks {asked}"])
+    version = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    assert torch.split() == [
+        *["-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"],
+        *given,
+        version,
+    ]
+    assert others.endswith("-c constraints.txt -e .[dev]")
 
 
 def test_an_interrupted_demo_stops_what_it_started(shell: Shell) -> None:

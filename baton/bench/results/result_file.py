@@ -30,7 +30,7 @@ KINDS = ("serve", "compare", "nodes", "simulate", "validate")
 Result = dict[str, Any]
 _HIDDEN = "..."
 _PASSWORD = re.compile(r"(://[^/@:\s]*:).*@")
-_PACKAGES = ("baton-serve", "torch", "transformers", "nixl", "grpcio", "numpy")
+_PACKAGES = ("baton-serve", "torch", "transformers", "nixl-cu13", "grpcio", "numpy")
 
 
 def new_result(

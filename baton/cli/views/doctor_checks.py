@@ -269,7 +269,7 @@ def _nixl(facts: Facts) -> Finding:
         "nixl",
         Level.CRITICAL,
         f"NIXL does not work ({chosen}): {facts.nixl_reason}",
-        "pip install nixl; unset UCX_TLS if it names a transport that this machine does not have",
+        "pip install nixl-cu13; unset UCX_TLS if it names a transport that this machine does not have",
     )
 
 

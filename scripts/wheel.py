@@ -27,6 +27,8 @@ NEEDED = (
     "baton/bench/report/page.js",
     "baton/cli/cluster/emit/baton.sbatch",
     "router/http/chat.html",
+    "router/http/chat_page/page.css",
+    "router/http/chat_page/page.js",
     "router/http/docs.html",
     "router/http/live.html",
 )

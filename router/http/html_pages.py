@@ -1,4 +1,4 @@
-"""Pages for browsers: each is one HTML file, whose script fetches what it shows from its own router.
+"""Pages for browsers: each is sent as one HTML text, whose scripts fetch what they show from their own router.
 
 The pages themselves hold no secret and are open to everybody; their scripts send the key that a person types in, or the
 browser the one that it was asked for.
@@ -21,10 +21,11 @@ from starlette.routing import Route
 from router.http.openapi import description
 
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
+_FILES = re.compile(rb'<script src="([a-z_/.]+)"></script>|<link rel="stylesheet" href="([a-z_/.]+)">')
 
 
 def page_headers(page: bytes) -> Mapping[str, str]:
-    """The headers of an HTML page: a policy by which a browser runs the page's own script and no other.
+    """The headers of an HTML page: a policy by which a browser runs the page's own scripts and no other.
 
     Even text of a model that became markup by mistake could neither run nor load anything (W3C's Content Security
     Policy Level 3 and Trusted Types).
@@ -47,8 +48,18 @@ def page_headers(page: bytes) -> Mapping[str, str]:
 
 
 def read_page(name: str) -> bytes:
-    """The HTML of a page of this folder."""
-    return Path(__file__).with_name(name).read_bytes()
+    """The HTML of a page of this folder, with the scripts and styles in it that it names as files of this folder.
+
+    So a page comes whole or not at all, with one request, and needs no further path.
+    """
+    folder = Path(__file__).parent
+
+    def inlined(found: re.Match[bytes]) -> bytes:
+        script, style = found.groups()
+        tag = b"script" if script else b"style"
+        return b"<%b>\n%b</%b>" % (tag, folder.joinpath((script or style).decode()).read_bytes(), tag)
+
+    return _FILES.sub(inlined, folder.joinpath(name).read_bytes())
 
 
 def html_pages() -> list[Route]:

@@ -98,6 +98,17 @@ class ServedModel:
         return 0 if self._image_rules is None else self._image_rules.most_bytes
 
     @property
+    def image_limits(self) -> Mapping[str, int] | None:
+        """The bounds of a request's images under the names of the router's settings; None: the model takes none."""
+        if (rules := self._image_rules) is None:
+            return None
+        return {
+            "max_images": rules.most_images,
+            "max_image_bytes": rules.most_bytes,
+            "max_image_pixels": rules.most_pixels,
+        }
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template of its own, and so was probably trained on chats."""
         return self._template is not None and not self._template.is_default

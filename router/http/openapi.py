@@ -53,6 +53,7 @@ _CARD = {
     "max_model_len": 2048,
     "capabilities": ["generate", "embed"],
     "has_chat_template": False,
+    "image_limits": None,
     "tool_call_parser": None,
     "default_sampling_params": {"temperature": 0.7, "top_k": 40},
 }

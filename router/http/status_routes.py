@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import baton
-from baton.messages.capabilities import in_order
+from baton.messages.capabilities import Capability, in_order
 from baton.messages.generation import ModelCard
 from baton.observe.metrics import CONTENT_TYPE
 from router.admission.validation import check_model
@@ -32,6 +32,7 @@ def status_routes(
             "max_model_len": served.max_model_len,
             "capabilities": in_order(served.capabilities),
             "has_chat_template": model.has_chat_template,
+            "image_limits": model.image_limits if Capability.IMAGE in served.capabilities else None,
             "tool_call_parser": model.answer_parsers.tool_call_parser,
             "default_sampling_params": served.defaults.given(),
         }

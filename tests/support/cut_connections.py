@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +15,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def cut_connections_to(address: str) -> int:
     """Cut every connection from this process to `address` (HOST:PORT). Returns their number."""
+    return _cut(lambda connection: connection.getpeername()[:2] == _parsed(address))
+
+
+def cut_connections_at(address: str) -> int:
+    """Cut every connection that this process has accepted at `address` (HOST:PORT). Returns their number."""
+    # What has no peer is the socket that accepts connections, and raises OSError.
+    return _cut(lambda connection: bool(connection.getpeername()) and connection.getsockname()[:2] == _parsed(address))
+
+
+def _parsed(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _cut(is_meant: Callable[[socket.socket], bool]) -> int:
     cut = 0
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -23,7 +37,7 @@ def cut_connections_to(address: str) -> int:
                 continue
             # The owner's descriptor stays open: it notices that the connection is gone.
             with socket.socket(fileno=os.dup(int(entry))) as connection:
-                if connection.getpeername()[:2] == (host, int(port)):
+                if is_meant(connection):
                     connection.shutdown(socket.SHUT_RDWR)
                     cut += 1
     return cut

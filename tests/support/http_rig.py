@@ -15,6 +15,7 @@ from baton.testing.fake_handler import FakeCall, FakeHandler
 from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from baton.text.prompt_template import PromptTemplate
+from router.admission.images import ImageRules
 from router.http.adapters import adapter_routes
 from router.http.app import HttpFront
 from router.http.audio.endpoint import SpeechRules
@@ -43,7 +44,9 @@ class HttpRig(AsgiClient):
         vocabulary: FakeTokenizer | None = None,
         prompt_embeds_bytes: int = 0,
         speech: SpeechRules | None = None,
+        image_rules: ImageRules | None = None,
     ) -> None:
+        self._image_rules = image_rules
         self.card = card
         self.clock = FakeClock(5.0)
         self.store = ResponseStore(bounds, self.clock)
@@ -59,7 +62,12 @@ class HttpRig(AsgiClient):
 
     def front(self, handler: Handler, keep_alive_s: float, template: str) -> HttpFront:
         model = ServedModel(
-            lambda: self.card, self._vocabulary, ChatTemplate(template, {}), lambda: NOW, self._request_template
+            lambda: self.card,
+            self._vocabulary,
+            ChatTemplate(template, {}),
+            lambda: NOW,
+            self._request_template,
+            image_rules=self._image_rules,
         )
         return HttpFront(
             handler,

@@ -8,6 +8,7 @@ from functools import partial
 
 from baton.background import OnFault, current_watch
 from baton.messages.ids import AttemptKey
+from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.reports.figures import KV_FETCH_HELP
@@ -114,9 +115,14 @@ class DecodeRole:
     def attempt_aborted(self, attempt: AttemptKey) -> None:
         self.intake.abandon(attempt)
 
+    def attempt_timed(self, attempt: AttemptKey, timings: StageTimings) -> None:
+        return
+
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         stats = self._connector.stats(attempt)
-        return TransferFigures(stats.num_bytes, stats.read_s * 1e3) if stats else None
+        if stats is None:
+            return None
+        return TransferFigures(stats.num_bytes, stats.read_s * 1e3, self.intake.prompt_timings(attempt))
 
     def figures(self) -> Sequence[Figure | Distribution]:
         counts = self.intake.counts()

@@ -31,7 +31,7 @@ from baton.engine.runner import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.messages.ids import AttemptKey
-from baton.messages.node import Leg
+from baton.messages.node import Leg, StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.messages.peer import Peer
 from baton.observe.log_limit import LimitedLog
@@ -162,7 +162,8 @@ class Intake:
         """Size of each linked sender's pool in blocks, and the sizes of blocks, by incarnation."""
         self._may_plan: set[AttemptKey] = set()
         """Expected attempts whose sender has begun to compute the prompt, so that blocks may be reserved for them."""
-        self._stats: OrderedDict[AttemptKey, TransferStats] = OrderedDict()
+        self._arrived: OrderedDict[AttemptKey, tuple[TransferStats, StageTimings | None]] = OrderedDict()
+        """What is known of each of the latest attempts whose KV has arrived."""
         self._watch = current_watch.get()
         self._mover_watch: asyncio.Task[None] | None = None
         self._stopped = False
@@ -275,7 +276,13 @@ class Intake:
     def stats(self, attempt: AttemptKey) -> TransferStats | None:
         """The statistics of an attempt's transfer; None before the KV has arrived, and for older attempts. May be
         called from any thread."""
-        return self._stats.get(attempt)
+        arrived = self._arrived.get(attempt)
+        return arrived[0] if arrived is not None else None
+
+    def prompt_timings(self, attempt: AttemptKey) -> StageTimings | None:
+        """What the sender measured of an attempt whose KV has arrived; None: it did not say, as for `stats`."""
+        arrived = self._arrived.get(attempt)
+        return arrived[1] if arrived is not None else None
 
     def counts(self) -> TransferCounts:
         return self._book.counts()
@@ -422,9 +429,9 @@ class Intake:
         key = str(effect.attempt)
         match effect:
             case Arrived(attempt, closing, stats, partly_filled):
-                self._stats[attempt] = stats
-                if len(self._stats) > _MAX_STATS:
-                    self._stats.popitem(last=False)
+                self._arrived[attempt] = stats, closing.prompt_timings
+                if len(self._arrived) > _MAX_STATS:
+                    self._arrived.popitem(last=False)
                 arrived = ArrivedKV(tuple(closing.first_token_ids), closing.first_logprobs, partly_filled)
                 self._tell_engine(KVTransferOutput(arrived={key: arrived}))
             case Failed(attempt, cause, detail, num_valid_blocks, partly_filled):

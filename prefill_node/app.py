@@ -7,6 +7,7 @@ from functools import partial
 
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
+from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.role import NodeRole, RoleContext, Servicer
@@ -88,6 +89,9 @@ class PrefillRole:
 
     def attempt_aborted(self, attempt: AttemptKey) -> None:
         self.handoff.withdraw(attempt, "aborted", TransferCause.CANCELLED)
+
+    def attempt_timed(self, attempt: AttemptKey, timings: StageTimings) -> None:
+        self.handoff.timed(attempt, timings)
 
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         return None

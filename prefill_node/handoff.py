@@ -12,8 +12,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from cachetools import FIFOCache
 
 from baton.background import OnFault, current_watch
 from baton.clock import Clock
@@ -24,7 +26,7 @@ from baton.errors import TransferCause
 from baton.failpoints import failpoint
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import NULL_BLOCK
-from baton.messages.node import Leg
+from baton.messages.node import Leg, StageTimings
 from baton.messages.node_report import KV_PROBE_FAILED, FailedProbe, HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
 from baton.runner.blocks.block_digests import BlockDigests
@@ -45,6 +47,8 @@ from kv_transfer.sender.lease_values import CutLink, LeaseEffect, LeaseStats, Le
 from kv_transfer.sender.probe_offers import FailLink, FillProbe, OfferEffect, ProbeOffers
 
 _log = logging.getLogger(__name__)
+_MAX_TIMED = 4096
+"""Attempts whose timings are kept until their last blocks are offered, which are offered at once."""
 _COMPUTED = frozenset({RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED})
 
 
@@ -98,6 +102,8 @@ class HandOff:
         num_groups = len(memory.layout.groups) if memory.layout is not None else 1
         self.probes = ProbeOffers(identity.node_id, identity.incarnation, probe_block, clock, num_groups=num_groups)
         self._probes_log = LimitedLog(_log, now=clock.monotonic)
+        self._timings: FIFOCache[AttemptKey, StageTimings] = FIFOCache(_MAX_TIMED)
+        """What the node measured of attempts, until their last blocks are offered."""
         self._num_leases = 0
         """Leases that may be read."""
         self._num_readers = 0
@@ -155,6 +161,10 @@ class HandOff:
         """Note that a prompt has all the blocks that it needs, and will be computed."""
         self._carry_out(self._book.begun(attempt))
 
+    def timed(self, attempt: AttemptKey, timings: StageTimings) -> None:
+        """Note what the node measured of the attempt, which its reader is told with the last offer."""
+        self._timings[attempt] = timings
+
     def offer(
         self,
         attempt: AttemptKey,
@@ -168,6 +178,8 @@ class HandOff:
         `digest_parts`: how many digests each block gets, the same for all of the attempt.
         """
         failpoint("offer" if closing is None else "closing-offer", attempt.request_id)
+        if closing is not None:
+            closing = replace(closing, prompt_timings=self._timings.pop(attempt, None))
         try:
             effects = self._book.offer(attempt, first_block, block_ids, closing, digest_parts)
         except ValueError:

@@ -307,6 +307,9 @@ class RequestDelta:
     prompt."""
     draft_counts: DraftCounts | None = None
     """What became of all drafts of the sequence in this attempt so far; None: nothing new."""
+    prompt_timings: StageTimings | None = None
+    """With the timings of a decode leg: those of the node that computed the prompt, which came with its KV; None: no KV
+    came, or from a version that does not say it."""
 
 
 @value(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from baton.config import NodeConfig
 from baton.engine.connector import KVConnector, KVTransferOutput
 from baton.engine.runner import ModelRunner
 from baton.messages.ids import AttemptKey
+from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.observe.metrics import Distribution, Figure
@@ -82,6 +83,10 @@ class NodeRole(Protocol):
 
     def attempt_aborted(self, attempt: AttemptKey) -> None:
         """The router gave up the attempt, which may have ended here already. Idempotent."""
+        ...
+
+    def attempt_timed(self, attempt: AttemptKey, timings: StageTimings) -> None:
+        """The node has measured the attempt and tells its router, before the connector's offer of its last blocks."""
         ...
 
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:

@@ -566,13 +566,15 @@ class NodeService:
             port = self._ports.get(client_index)
             owner = client_index if port is not None and key not in port.moved_away else None
             return owner, request_delta(key, sequence_index, output, outcome)
-        timings = None
+        timings = prompt_timings = None
         if sequence_index == 0 and (outcome is not None or output.first_index - len(attempt.given) <= 1):
             moved, now = self._role.transfer_figures(attempt.key), self._clock.monotonic()
             timings = attempt.clock.timings(now, output.num_cached_tokens, output.num_external_tokens, moved)
+            self._role.attempt_timed(attempt.key, timings)
+            prompt_timings = moved.prompt_timings if moved is not None else None
         elif outcome is not None and attempt.timings is not None:
             timings = replace(attempt.timings, decode_ms=attempt.clock.decode_ms(self._clock.monotonic()))
-        delta = request_delta(attempt.key, sequence_index, output, outcome, timings)
+        delta = request_delta(attempt.key, sequence_index, output, outcome, timings, prompt_timings)
         if self._gives_back and outcome is Outcome.ABORTED:
             delta = replace(delta, error=_GIVEN_BACK)
         if attempt.runs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.messages.ids import AttemptKey
+from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.role import Servicer
@@ -19,6 +20,8 @@ class FakeRole:
         self.connector = connector if connector is not None else FakeConnector()
         self.servicers: Sequence[Servicer] = ()
         self.aborted: list[AttemptKey] = []
+        self.timed: dict[AttemptKey, StageTimings] = {}
+        """The last timings of each attempt."""
         self.moved: dict[AttemptKey, TransferFigures] = {}
         """The answers of `transfer_figures`."""
         self.shown: Sequence[Figure] = ()
@@ -46,6 +49,9 @@ class FakeRole:
 
     def attempt_aborted(self, attempt: AttemptKey) -> None:
         self.aborted.append(attempt)
+
+    def attempt_timed(self, attempt: AttemptKey, timings: StageTimings) -> None:
+        self.timed[attempt] = timings
 
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         return self.moved.get(attempt)

@@ -207,16 +207,18 @@ class Offer(_message.Message):
     def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., lease_ms: _Optional[int] = ..., closing: _Optional[_Union[Closing, _Mapping]] = ..., digest_every: _Optional[int] = ..., digest_parts: _Optional[int] = ...) -> None: ...
 
 class Closing(_message.Message):
-    __slots__ = ("num_prompt_tokens", "first_token_ids", "ended", "first_logprobs")
+    __slots__ = ("num_prompt_tokens", "first_token_ids", "ended", "first_logprobs", "prompt_timings")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     FIRST_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TIMINGS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     first_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ended: bool
     first_logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.PositionLogprobs]
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., ended: _Optional[bool] = ..., first_logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
+    prompt_timings: _node_pb2.StageTimings
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., ended: _Optional[bool] = ..., first_logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., prompt_timings: _Optional[_Union[_node_pb2.StageTimings, _Mapping]] = ...) -> None: ...
 
 class ReadProgress(_message.Message):
     __slots__ = ("attempt", "blocks_read")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
+from baton.messages.node import StageTimings
 from baton.messages.node_report import ProbeFault
 from baton.messages.sampling import TokenLogprobs
 from kv_transfer.layout import LayoutFingerprint
@@ -150,6 +151,8 @@ class Closing:
     """The request ended with its first token: nothing is left to decode."""
     first_logprobs: Sequence[TokenLogprobs] = ()
     """One for each first token, where the request asked for them."""
+    prompt_timings: StageTimings | None = None
+    """What the sender measured of the attempt; None: its version does not say it."""
 
 
 @dataclass(frozen=True, slots=True)

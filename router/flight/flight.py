@@ -194,16 +194,18 @@ class Flight:
         return self._legs.keys()
 
     def attempt_timings(self) -> AttemptTimings:
-        """The timings of the running attempt that its nodes have reported so far."""
-        found = AttemptTimings()
-        for leg in self._legs.values():
-            name, has_ended = leg.node.node_id, leg.outcome is not None
-            if leg.kind is Leg.DECODE:
-                found = found._replace(decode_node=name, decode=leg.timings, is_complete=has_ended)
-            else:
-                is_all = leg.kind is not Leg.PREFILL
-                found = found._replace(prompt_node=name, prompt=leg.timings, is_complete=is_all and has_ended)
-        return found
+        """The timings of the running attempt that its nodes have reported so far.
+
+        Reports of two nodes come in any order. The one that decodes may bring the other's timings, too.
+        """
+        if not self._legs:
+            return AttemptTimings()
+        *prefill, last = self._legs.values()
+        name, has_ended = last.node.node_id, last.outcome is not None
+        if not prefill:
+            return AttemptTimings(name, last.timings, is_complete=has_ended)
+        prompt = prefill[0].timings or last.prompt_timings
+        return AttemptTimings(prefill[0].node.node_id, prompt, name, last.timings, has_ended)
 
     def start(self, num_earlier_attempts: int = 0, origin: Origin | None = None) -> list[FlightEffect]:
         """The first effect of a new flight, after so many attempts of other flights of this request. Call once.
@@ -381,6 +383,8 @@ class Flight:
         leg.is_acknowledged = True
         if delta.timings is not None:
             leg.timings = delta.timings
+        if delta.prompt_timings is not None:
+            leg.prompt_timings = delta.prompt_timings
         if self.request.embeds and (delta.token_ids or (delta.outcome in FINISH_REASONS and not delta.embedding)):
             return self._give_up(EngineFault(f"node {leg.node.node_id} did not embed the prompt"))
         self._embedding = delta.embedding
@@ -650,10 +654,8 @@ class Flight:
 
     def _timings(self) -> StageTimings:
         """The prompt's timings from the node that computed it, the transfer's from the node that read the blocks."""
-        nothing = StageTimings()
-        by_leg = {leg.kind: leg.timings or nothing for leg in self._legs.values()}
-        prompt = by_leg.get(Leg.PREFILL) or by_leg.get(Leg.WHOLE) or by_leg.get(Leg.EMBED, nothing)
-        pulled = by_leg.get(Leg.DECODE, nothing)
+        reported = self.attempt_timings()
+        prompt, pulled = reported.of_prompt, reported.decode or StageTimings()
         return StageTimings(
             queue_ms=prompt.queue_ms,
             prefill_ms=prompt.prefill_ms,

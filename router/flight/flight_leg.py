@@ -22,6 +22,16 @@ class AttemptTimings(NamedTuple):
     is_complete: bool = False
     """Whether the node that decodes has reported the end of its leg."""
 
+    @property
+    def of_prompt(self) -> StageTimings:
+        """The timings of the node that computed the prompt, which may be the one that decodes; all 0 if none are known.
+
+        If KV does not arrive, the node that decodes computes the prompt itself.
+        """
+        if self.prompt is None and self.decode is not None and self.decode.prefill_ms > 0:
+            return self.decode
+        return self.prompt or StageTimings()
+
 
 @dataclass(slots=True)
 class FlightLeg:
@@ -44,6 +54,8 @@ class FlightLeg:
     is_released: bool = False
     """Whether LegEnded was returned for it: it does not count towards its node's load any more."""
     timings: StageTimings | None = None
+    prompt_timings: StageTimings | None = None
+    """What the node, which decodes, has said of the one that computed the prompt."""
 
     @property
     def is_running(self) -> bool:

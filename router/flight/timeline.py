@@ -101,7 +101,7 @@ class TimelineLog:
 def timeline(request: EndedRequest, router: str, now: float) -> Timeline:
     """The timeline of a request. `router`: the name of the router that served it; `now`: seconds on its clock."""
     moments, last = request.moments, request.at_end
-    prompt, decode = last.prompt or _NOTHING, last.decode or _NOTHING
+    decode = last.decode or _NOTHING
     first_at = None if moments.first_token is None else _ns(moments.first_token)
     return Timeline(
         request_id=request.request_id,
@@ -113,7 +113,7 @@ def timeline(request: EndedRequest, router: str, now: float) -> Timeline:
         decode_node=last.decode_node or last.prompt_node,
         prompt_tokens=request.prompt_tokens,
         completion_tokens=request.completion_tokens,
-        cached_tokens=prompt.cached_tokens,
+        cached_tokens=last.of_prompt.cached_tokens,
         kv_bytes=decode.kv_bytes,
         kv_read_ns=_of_ms(decode.transfer_ms),
         ttft_ns=None if first_at is None else first_at - _ns(moments.received),

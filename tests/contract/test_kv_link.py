@@ -15,6 +15,7 @@ from baton.engine.request import RequestStatus
 from baton.engine.runner import KVMemory
 from baton.errors import TransferCause, TransferFailed
 from baton.messages.ids import AttemptKey
+from baton.messages.node import StageTimings
 from baton.messages.peer import Peer
 from baton.runner.blocks.known_bytes import block_filler
 from baton.testing.fake_connector import FakeConnector
@@ -79,9 +80,12 @@ async def rig() -> AsyncIterator[HandoffRig]:
 async def test_bytes_and_first_token_arrive_and_the_lease_ends(rig: HandoffRig) -> None:
     prefill = rig.sender.request(KEY, 18)
     decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
+    measured = StageTimings(queue_ms=4.5, prefill_ms=40.0, cached_tokens=16)
+    rig.sender.handoff.timed(ATTEMPT, measured)
     assert rig.sender.finish(prefill, THEIRS) is BlockFate.LEASED
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     assert rig.receiver.recorder.arrived[KEY] == (7,)
+    assert rig.receiver.intake.prompt_timings(ATTEMPT) == measured
     rig.assert_blocks(KEY, OURS)
     stats = rig.receiver.connector.stats(ATTEMPT)
     assert stats is not None

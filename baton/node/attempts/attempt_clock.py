@@ -14,6 +14,8 @@ class TransferFigures:
 
     kv_bytes: int
     transfer_ms: float
+    prompt_timings: StageTimings | None = None
+    """What the node that computed the prompt measured of the attempt; None: its version does not say it."""
 
 
 @dataclass(slots=True)

@@ -129,6 +129,8 @@ class Attempt:
         self.given = tuple(given)
         self.timings: StageTimings | None = None
         """The timings that were reported last."""
+        self.prompt_timings: StageTimings | None = None
+        """Those of the node that computed the prompt; see RequestDelta."""
         self._machine = Machine(f"attempt {key}", AttemptState.RUNNING, ATTEMPT_TABLE)
         self._sequences: dict[int, _Sequence] = {}
         self._prompt_logprobs = LogprobRows.of(())
@@ -160,6 +162,8 @@ class Attempt:
             self._prompt_logprobs = LogprobRows.of(delta.prompt_logprobs)
         if delta.timings is not None:
             self.timings = delta.timings
+        if delta.prompt_timings is not None:
+            self.prompt_timings = delta.prompt_timings
         if delta.draft_counts is not None:
             sequence.draft_counts = delta.draft_counts
         if delta.outcome is not None:
@@ -177,7 +181,12 @@ class Attempt:
         `num_known`: the number of leading tokens of each sequence that are left out. An outcome that came with a token
         comes with it again; others follow in a delta of their own, as they did before.
         """
-        yield RequestDelta(self.key, timings=self.timings, prompt_logprobs=self._prompt_logprobs)
+        yield RequestDelta(
+            self.key,
+            timings=self.timings,
+            prompt_logprobs=self._prompt_logprobs,
+            prompt_timings=self.prompt_timings,
+        )
         known = dict(enumerate(num_known))
         if given := self.given[known.get(0, 0) :]:
             yield RequestDelta(self.key, len(self.given) - len(given), given)

@@ -21,6 +21,7 @@ def request_delta(
     output: EngineCoreOutput,
     outcome: Outcome | None,
     timings: StageTimings | None = None,
+    prompt_timings: StageTimings | None = None,
 ) -> RequestDelta:
     """The delta of one output of the engine."""
     return RequestDelta(
@@ -37,6 +38,7 @@ def request_delta(
         output.embedding,
         prompt_logprobs=output.prompt_logprobs,
         draft_counts=output.draft_counts,
+        prompt_timings=prompt_timings,
     )
 
 

@@ -130,6 +130,7 @@ def report_to_pb(report: StepReport) -> node.StepReport:
             takeover=delta.takeover,
             prompt_logprobs=logprobs_to_pb(delta.prompt_logprobs),
             draft_counts=_DRAFT_COUNTS.to_pb(delta.draft_counts) if delta.draft_counts is not None else None,
+            prompt_timings=_TIMINGS.to_pb(delta.prompt_timings) if delta.prompt_timings is not None else None,
         )
         for delta in report.deltas
     ]
@@ -165,6 +166,8 @@ def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
         delta.prompt_logprobs = logprobs_from_pb(prompt_logprobs)
     if pb.HasField("timings"):
         delta.timings = _TIMINGS.from_pb(pb.timings)
+        if pb.HasField("prompt_timings"):
+            delta.prompt_timings = _TIMINGS.from_pb(pb.prompt_timings)
     if pb.HasField("draft_counts"):
         delta.draft_counts = _DRAFT_COUNTS.from_pb(pb.draft_counts)
     return delta

@@ -14,8 +14,9 @@ from baton.engine.connector import ArrivedKV, KVTransferOutput
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.messages.ids import AttemptKey
-from baton.messages.node import Abort, Adopt, Leg, Outcome, RequestDelta, Role, StepReport
+from baton.messages.node import Abort, Adopt, Leg, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.port import MAX_QUEUED_REPORTS, Port
 from baton.testing.fake_runner import expected_beams, expected_tokens
 from tests.support.node_rig import KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, tokens
@@ -80,6 +81,8 @@ async def _told_as_well() -> None:
         rig = NodeRig(Role.DECODE, clock=LoopClock(), orphan_grace_s=GRACE_S)
         first, second = attach(rig, "router-0"), attach(rig, "router-1")
         rig.submit(first)
+        of_prompt = StageTimings(cached_tokens=16)
+        rig.role.moved[KEY] = TransferFigures(4096, 1.5, of_prompt)
         if not closes_after:
             first.close()
         rig.driver.run()
@@ -90,6 +93,7 @@ async def _told_as_well() -> None:
         assert told[-1].outcome is Outcome.LENGTH
         assert told[-1].token_ids, "a stop token is told with its end: nobody may take it for text"
         assert told[-1].timings is not None
+        assert any(delta.prompt_timings == of_prompt for delta in told)
         await rig.service.wait_idle()
 
 

@@ -26,6 +26,7 @@ from baton.messages.node import (
     Outcome,
     RequestDelta,
     Role,
+    StageTimings,
     StepFigures,
     StepReport,
     Submit,
@@ -741,7 +742,8 @@ async def test_a_decode_legs_timings_come_with_its_first_tokens() -> None:
     port = rig.service.open_port("router-0")
     rig.submit(port, leg=Leg.DECODE, kv_source=SOURCE)
     rig.driver.turn()
-    rig.role.moved[KEY] = TransferFigures(4096, 1.5)
+    of_prompt = StageTimings(queue_ms=4.0, cached_tokens=16)
+    rig.role.moved[KEY] = TransferFigures(4096, 1.5, of_prompt)
     rig.driver.tell_transfer(KVTransferOutput(failed={str(KEY): LostKV(TransferCause.PEER_GONE, "peer gone")}))
     rig.driver.run()
     (delta,) = await deltas(port)
@@ -749,6 +751,7 @@ async def test_a_decode_legs_timings_come_with_its_first_tokens() -> None:
     assert (delta.error, delta.transfer_cause) == ("peer gone", TransferCause.PEER_GONE)
     assert delta.timings is not None
     assert (delta.timings.kv_bytes, delta.timings.transfer_ms) == (4096, 1.5)
+    assert (delta.prompt_timings, rig.role.timed[KEY]) == (of_prompt, delta.timings)
     assert not rig.service.running_for(port)
     rig.driver.tell_transfer(KVTransferOutput(released=frozenset({str(KEY)})))
     rig.driver.run()

@@ -15,11 +15,12 @@ from baton.errors import AttemptsExhausted, ContinuedElsewhere, DeadlineExceeded
 from baton.machine import IllegalEvent, render_mermaid
 from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.encoder_contents import EncoderContent
-from baton.messages.node import Leg, NodeDescription, Outcome, RequestDelta, Submit
+from baton.messages.node import Leg, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
 from baton.messages.peer import Peer
 from baton.messages.sampling import TokenLogprobs
 from router.flight.attempt_budget import MAX_UNRELATED_LOSSES, REFILL_TOKENS
 from router.flight.flight import MIN_UNRELATED_NODES, Flight
+from router.flight.flight_leg import AttemptTimings
 from router.flight.flight_table import (
     FLIGHT_TABLE,
     LIVE,
@@ -49,6 +50,7 @@ from router.flight.flight_table import (
     StopStringFound,
     SubmitLeg,
 )
+from router.flight.timeline import EndedRequest, Moments, timeline
 from router.placement.placement import Origin, Placement
 from tests.support.router_parts import decode, key, prefill, request
 
@@ -198,6 +200,63 @@ def test_the_flight_follows_the_golden_conversation(path: Path, quick: bool) -> 
             for want, got in zip(expected, actual, strict=False)
         ]
         assert shortened + actual[len(expected) :] == expected
+
+
+OF_PROMPT = StageTimings(queue_ms=4.0, prefill_ms=40.0, cached_tokens=16)
+OF_DECODE = StageTimings(queue_ms=1.0, transfer_ms=9.0, external_tokens=3, kv_bytes=99, intake_ms=48.0, decode_ms=45.0)
+
+
+def reports(attempt: int, num_sequences: int) -> list[Delta]:
+    """What the nodes of a pair report of an attempt with two tokens for each sequence, the prefill node first."""
+    handed_off = RequestDelta(key(attempt), 0, (10,), outcome=Outcome.HANDED_OFF, timings=OF_PROMPT)
+    begun = RequestDelta(key(attempt), 0, (10,), timings=OF_DECODE, prompt_timings=OF_PROMPT)
+    ended = RequestDelta(key(attempt), 1, (11,), outcome=Outcome.LENGTH, timings=OF_DECODE)
+    decoded = [replace(delta, sequence_index=index) for delta in (begun, ended) for index in range(num_sequences)]
+    # What the nodes measured comes with the first sequence.
+    first = [delta if delta.sequence_index == 0 else replace(delta, prompt_timings=None) for delta in decoded]
+    return [Delta(f"p{attempt}.1", handed_off), *(Delta(f"d{attempt}.1", delta) for delta in first)]
+
+
+@pytest.mark.parametrize(("attempts", "num_sequences"), [(1, 1), (2, 1), (1, 2)])
+def test_an_answer_has_the_prompts_timings_in_whatever_order_its_nodes_report(
+    attempts: int, num_sequences: int
+) -> None:
+    of_prefill, *of_decode = reports(attempts, num_sequences)
+    for place in range(len(of_decode) + 1):
+        flight = Flight(request(max_tokens=2, n=num_sequences))
+        flight.start()
+        flight.handle(placed("p1", "d1"))
+        if attempts == 2:
+            # Of the attempt that fails nothing is left.
+            flight.handle(Delta("d1.1", RequestDelta(key(), timings=OF_DECODE, prompt_timings=StageTimings(7.0))))
+            flight.handle(NodeGone("d1.1", "died"))
+            flight.handle(placed("p2", "d2"))
+            assert flight.attempt_timings().prompt is None
+        effects = [
+            effect for event in [*of_decode[:place], of_prefill, *of_decode[place:]] for effect in flight.handle(event)
+        ]
+        (finish,) = [effect for effect in effects if isinstance(effect, Finish)]
+        assert finish.timings == StageTimings(4.0, 40.0, 9.0, 16, 3, 99)
+        at_end = AttemptTimings(f"p{attempts}", OF_PROMPT, f"d{attempts}", OF_DECODE, True)
+        assert flight.attempt_timings() == at_end
+        moments = Moments(10.0, 10.001, 10.003, 10.003, 10.003, 10.05)
+        told = EndedRequest("r", moments, 10.1, "finished", "length", attempts, False, at_end, at_end, 3, 2)
+        found = timeline(told, "router", 11.0)
+        assert found.cached_tokens == 16
+        assert [stage.duration_ns for stage in found.stages if stage.name == "prefill"] == [40_000_000]
+        assert sum(stage.duration_ns for stage in found.stages) == found.total_ns == 100_000_000
+
+
+def test_a_decode_node_that_computed_the_prompt_itself_says_what_it_had_cached() -> None:
+    flight = Flight(request(max_tokens=1))
+    flight.start()
+    flight.handle(placed("p1", "d1"))
+    flight.handle(NodeGone("p1.1", "died"))
+    flight.handle(placed("p1", "d1"))
+    own = StageTimings(queue_ms=1.0, prefill_ms=30.0, cached_tokens=2)
+    (*_, finish) = flight.handle(Delta("d1.1", RequestDelta(key(2), 0, (10,), outcome=Outcome.LENGTH, timings=own)))
+    assert isinstance(finish, Finish)
+    assert (finish.timings.prefill_ms, finish.timings.cached_tokens) == (30.0, 2)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def _in_order(deltas: Sequence[RequestDelta]) -> list[RequestDelta]:
             delta.sequence_index,
             prompt_logprobs=list(delta.prompt_logprobs) or (),
             draft_counts=delta.draft_counts,
+            prompt_timings=delta.prompt_timings,
         )
         for delta in deltas
     ]
@@ -111,16 +112,17 @@ def test_tokens_of_unknown_sequences_end_the_stream(pb: node_pb2.StepReport) -> 
 
 _deltas = st.builds(
     lambda key, index, tokens, logprobs, end, timings, sequence, prompt_logprobs, counts: RequestDelta(
-        *(key, index, tokens, logprobs, end[0], None, end[1], timings, sequence),
+        *(key, index, tokens, logprobs, end[0], None, end[1], timings[0], sequence),
         prompt_logprobs=prompt_logprobs,
         draft_counts=counts,
+        prompt_timings=timings[1],
     ),
     st.sampled_from(_KEYS),
     st.integers(0, 4),
     st.lists(st.integers(0, 9), max_size=2),
     st.sampled_from([[], [], [TokenLogprobs(1, -0.5, 1, [(1, -0.5)])]]),
     st.sampled_from([(None, ""), (None, ""), (Outcome.STOP, ""), (Outcome.KV_LOST, "why")]),
-    st.sampled_from([None, None, StageTimings(1, 2, 3, 4, 5, 6)]),
+    st.sampled_from([(None, None), (StageTimings(1, 2, 3, 4, 5, 6), None), (StageTimings(1), StageTimings(2, 3))]),
     st.integers(0, 1),
     st.sampled_from([[], [], [TokenLogprobs(2, -1.5, 3, [(1, -0.5)])]]),
     st.sampled_from([None, None, DraftCounts(3, 2)]),

@@ -11,15 +11,13 @@ Arguments: the parent's process id, seconds of CPU time for a piece of work, byt
 
 from __future__ import annotations
 
-import ctypes
-import os
-import resource
 import signal
 import socket
 import sys
 from contextlib import suppress
 from typing import cast
 
+from baton.bounded_process import end_with, limit_memory, limit_powers
 from baton.errors import InvalidRequest
 from baton.messages.sampling import ConstraintKind
 from baton.text.schema_compiling import JSON_OBJECT, check_constraint
@@ -30,7 +28,6 @@ MAX_MESSAGE_BYTES = 16 << 20
 """The longest message that is read. Work is as long as a request, which JSON may write with six bytes a character."""
 _STACK_BYTES = 2 << 20
 """The stack of this process: much less than that of a node's thread, which compiles what was compiled here."""
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
@@ -38,15 +35,16 @@ def main(arguments: list[str]) -> None:
     parent, cpu_s, memory_bytes = int(arguments[0]), float(arguments[1]), int(arguments[2])
     # Ctrl-C in a terminal is for the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with(parent)
+    end_with(parent)
     # One-time initialisation must not count against the limits of the first work, and it opens files.
     check_constraint(JSON_OBJECT)
     with suppress(InvalidRequest):
         check_constraint("{")
     load_all()
-    _limit_memory(memory_bytes)
+    limit_memory(memory_bytes, _STACK_BYTES)
     with socket.socket(fileno=sys.stdin.fileno()) as channel:
-        _limit_powers()
+        # A sandbox of Jinja has been escaped from before.
+        limit_powers()
         send(channel, _answer("json_schema " + JSON_OBJECT, memory_bytes))
         while (work := receive(channel)) is not None:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
@@ -113,39 +111,6 @@ def _exactly(channel: socket.socket, count: int) -> bytes | None:
             return None
         found += piece
     return bytes(found)
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, also while a schema is compiled and no socket is read.
-
-    On other systems than Linux the CPU time limit ends such a compilation.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(1)
-
-
-def _limit_memory(more_bytes: int) -> None:
-    """Limit the stack, and the further memory of this process to `more_bytes`, and write no core file."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, hard))
-    if not sys.platform.startswith("linux"):
-        return
-    with open("/proc/self/statm") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + more_bytes, size + more_bytes))
-
-
-def _limit_powers() -> None:
-    """Let this process open no file, write to none, and start no other process.
-
-    A sandbox of Jinja has been escaped from before. What gets out finds no key, no weights and no network here.
-    """
-    for kind, most in ((resource.RLIMIT_NOFILE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NPROC, 0)):
-        resource.setrlimit(kind, (most, most))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from baton.bounded_process import child_environment
 from baton.errors import Overloaded
 from baton.messages.sampling import ConstraintKind
 from baton.text.bounded_child import out_of_memory, parse_answer, receive, send
@@ -32,8 +33,6 @@ BOUNDED_CHILD = "baton.text.bounded_child"
 """The module that children run."""
 _START_S = 30.0
 """Seconds within which a child must start. It needs 0.3 s, or more on a machine whose cores are all busy."""
-_KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
-"""Environment variables that children inherit. The others may hold secrets, and the work needs none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +146,7 @@ class _Child:
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env=_environment(),
+                    env=child_environment(),
                     cwd="/",
                 )
         except BaseException:
@@ -206,8 +205,3 @@ class _Child:
             return Outcome(reason="is nested too deeply: make it simpler")
         # A signal from elsewhere, which says nothing about the work.
         return Outcome(reason=f"can't be processed: the process for it ended with {code}", is_lasting=False)
-
-
-def _environment() -> dict[str, str]:
-    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
-    return {**kept, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}

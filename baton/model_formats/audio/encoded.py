@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.model_formats.limits import AUDIO_RATE
+from baton.model_formats.audio.containers import Container, decode_container
+from baton.model_formats.audio.limits import AudioLimits, UnusableAudio
+from baton.model_formats.audio.mono import MonoSamples
 
 if TYPE_CHECKING:
     from soundfile import SoundFile
@@ -17,42 +18,34 @@ if TYPE_CHECKING:
 _FORMATS = {"WAV": "WAV", "WAVEX": "WAV", "FLAC": "FLAC", "MP3": "MP3", "OGG": "OGG"}
 """Names of libsndfile's formats, by its own names, for those that are taken."""
 _WAV_SUBTYPES = ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW")
-_MOST_CHANNELS = 8
-_RATES = range(4_000, 384_001)
-_MOST_VALUES_PER_SECOND = 2 * 96_000
-"""Samples of all channels together that are decoded for each permitted second: a bound of the time that it takes."""
 _BLOCK = 1 << 15
 """Samples of each channel that are decoded at once."""
 _UNKNOWN_SIZE = 0x7FFFF000
 """From this size on, the header of a WAV file does not tell one: the file was written to a pipe."""
-_FULL_SCALE = 1 << 15
-
-
-class UnusableAudio(ValueError):
-    """Audio that can't be decoded, or is not to be; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class AudioLimits:
-    """Bounds of one recording."""
-
-    most_bytes: int
-    """Bytes of the encoded file."""
-    most_seconds: int
-    """Length of the recording: 32,000 bytes a second once it is decoded."""
 
 
 def decode_audio(data: bytes, limits: AudioLimits) -> NDArray[np.int16]:
-    """The samples [n] of a WAV, FLAC, MP3 or OGG file (Vorbis, Opus, FLAC): mono, 16,000 a second.
+    """The samples [n] of a file: mono, 16,000 a second.
 
-    Channels are averaged. Raises UnusableAudio. Takes a second for some minutes of audio, so call it in a thread.
+    WAV, FLAC, MP3 and OGG (Vorbis, Opus, FLAC) are decoded here; M4A, MP4, WebM and Matroska in a child process.
+    Channels are averaged. Raises UnusableAudio, and Overloaded if no child can be started. Takes a second for some
+    minutes of audio, so call it in a thread.
     """
     if len(data) > limits.most_bytes:
         raise UnusableAudio(f"it has {len(data)} bytes; at most {limits.most_bytes} are taken")
+    container = Container.of(data)
+    if container is not None:
+        return _samples_of(decode_container(data, container, limits))
     _check_is_whole(data)
     with _open(data) as file:
         _check_header(file, limits)
-        return _decoded(file, limits)
+        return _samples_of(_decoded(file, limits))
+
+
+def _samples_of(content: bytes | bytearray) -> NDArray[np.int16]:
+    if not content:
+        raise UnusableAudio("it is empty: it has no samples")
+    return np.frombuffer(content, dtype="<i2").astype(np.int16, copy=False)
 
 
 def _check_is_whole(data: bytes) -> None:
@@ -72,7 +65,7 @@ def _check_is_whole(data: bytes) -> None:
         if len(page) <= 26 or len(sizes) < page[26] or len(page) < 27 + len(sizes) + sum(sizes):
             raise UnusableAudio("it is truncated: its last page is not complete")
     elif not (data.startswith((b"fLaC", b"ID3")) or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")):
-        raise UnusableAudio("it is no audio in WAV, FLAC, MP3 or OGG")
+        raise UnusableAudio("it is no audio in WAV, FLAC, MP3, OGG, M4A or WebM")
 
 
 def _open(data: bytes) -> SoundFile:
@@ -105,57 +98,33 @@ def _check_header(file: SoundFile, limits: AudioLimits) -> None:
     name = _FORMATS.get(file.format)
     if name is None or (name == "WAV" and file.subtype not in _WAV_SUBTYPES):
         raise UnusableAudio(f"it is {file.format} of the kind {file.subtype}, which is not taken")
-    if file.channels > _MOST_CHANNELS:
-        raise UnusableAudio(f"it has {file.channels} channels; at most {_MOST_CHANNELS} are taken")
-    if file.samplerate not in _RATES:
-        raise UnusableAudio(f"it has {file.samplerate} samples a second; {_RATES.start} to {_RATES.stop - 1} are taken")
+    limits.check_format(file.channels, file.samplerate)
     if file.frames == 0:
         raise UnusableAudio("it is empty: it has no samples")
-    if _is_length_known(file) and file.frames > limits.most_seconds * file.samplerate:
-        seconds = file.frames / file.samplerate
-        raise UnusableAudio(f"it is {seconds:.1f} s long; at most {limits.most_seconds} s are taken")
+    if _is_length_known(file):
+        limits.check_length(file.frames / file.samplerate)
 
 
 def _is_length_known(file: SoundFile) -> bool:
     return bool(file.frames < 2**63 - 1)
 
 
-def _decoded(file: SoundFile, limits: AudioLimits) -> NDArray[np.int16]:
-    import soxr
+def _decoded(file: SoundFile, limits: AudioLimits) -> bytearray:
     from soundfile import LibsndfileError
 
     rate = file.samplerate
-    most = min(limits.most_seconds * rate, limits.most_seconds * _MOST_VALUES_PER_SECOND // file.channels)
-    resampler = None if rate == AUDIO_RATE else soxr.ResampleStream(rate, AUDIO_RATE, 1, dtype="float32")
+    mono = MonoSamples(limits, file.channels, rate)
     block = np.empty((_BLOCK, file.channels), dtype=np.float32)
     samples = bytearray()
-    num_read, is_over = 0, False
+    is_over = False
     while not is_over:
         try:
             found = file.read(out=block)
         except LibsndfileError as error:
-            raise UnusableAudio(f"it is truncated or damaged behind {num_read / rate:.1f} s") from error
+            raise UnusableAudio(f"it is truncated or damaged behind {mono.seconds:.1f} s") from error
         is_over = not len(found)
-        num_read += len(found)
-        if num_read > most:
-            raise _too_long(limits, file)
-        if not np.isfinite(found).all():
-            raise UnusableAudio(f"it has samples that are no numbers, before {num_read / rate:.1f} s")
-        mono = np.clip(found, -1.0, 1.0).mean(axis=1, dtype=np.float32)
-        if resampler is not None:
-            mono = resampler.resample_chunk(mono, last=is_over)
-        samples += np.clip(np.rint(mono * _FULL_SCALE), -_FULL_SCALE, _FULL_SCALE - 1).astype(np.int16).tobytes()
-    if _is_length_known(file) and num_read < file.frames:
-        length, found_s = file.frames / rate, num_read / rate
-        raise UnusableAudio(f"it is truncated or damaged: of {length:.1f} s there are {found_s:.1f} s")
-    if not samples:
-        raise UnusableAudio("it is empty: it has no samples")
-    return np.frombuffer(samples, dtype=np.int16)
-
-
-def _too_long(limits: AudioLimits, file: SoundFile) -> UnusableAudio:
-    most_values = limits.most_seconds * _MOST_VALUES_PER_SECOND
-    return UnusableAudio(
-        f"it is longer than the {limits.most_seconds} s, or the {most_values} samples of its {file.channels} channels, "
-        "that are taken"
-    )
+        samples += mono.convert(found, is_last=is_over)
+    if _is_length_known(file) and mono.num_frames < file.frames:
+        length = file.frames / rate
+        raise UnusableAudio(f"it is truncated or damaged: of {length:.1f} s there are {mono.seconds:.1f} s")
+    return samples

@@ -76,7 +76,6 @@ def test_what_is_no_audio_is_refused() -> None:
     random = Random(1)
     assert "no audio" in refusal(b"")
     assert "no audio" in refusal(b"hello abcd")
-    assert "no audio" in refusal(b"\x1aE\xdf\xa3" + random.randbytes(1000))  # WebM
     for start in (b"", b"RIFF\x10\0\0\0WAVE", b"fLaC", b"OggS", b"ID3", b"\xff\xfb"):
         assert refusal(start + random.randbytes(10_000))
 

@@ -180,6 +180,7 @@ class SpeechEndpoint:
             translates=self._translates,
             temperature=body.temperature,
             with_logprobs=body.response_format == "verbose_json",
+            is_stream=body.stream,
             before=before,
             traceparent=traceparent,
             due=None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s,

@@ -5,6 +5,8 @@ Rules:
 1. Text is handed on in the order of the recording, whichever part is ready first.
 2. The first error ends all parts, and so does the end of the call.
 3. A silent part has no text and makes no request: models write down text that nobody has spoken.
+4. A part begins anew, once, if the nodes of the version that began it are gone and its client has no text of it. So the
+   text of a part is handed on when it is whole, unless the client gets it as it comes.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from baton.errors import BatonError
-from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.errors import BatonError, VersionGone
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.model_formats.audio import Recording, pcm_of
 from baton.text.speech_prompts import SpeechPrompts
 from router.admission.validation import longest_answer
@@ -43,6 +45,8 @@ class SpeechCall:
     temperature: float
     with_logprobs: bool
     """Whether chunks have the log-probabilities of their tokens."""
+    is_stream: bool
+    """Whether the client gets text as it comes."""
     before: Sequence[int]
     """Tokens of text that came before."""
     traceparent: str
@@ -96,8 +100,8 @@ class Transcription:
             traceparent=self._call.traceparent,
             audio=pcm_of(self._samples, heard),
         )
-        async with aclosing(self._events(request)) as events:
-            async for event in events:
+        async with aclosing(self._answer(request)) as answer:
+            async for event in answer:
                 if isinstance(event, Chunk) and event.token_ids:
                     self.language = code_of.get(event.token_ids[0], "")
         if not self.language:
@@ -114,14 +118,9 @@ class Transcription:
                 arrived.put_nowait((place, PartEnd(None)))
                 return
             try:
-                async with room, aclosing(self._events(self._request(place, name))) as events:
-                    async for event in events:
-                        if isinstance(event, Chunk):
-                            arrived.put_nowait((place, event))
-                        elif isinstance(event, Finished):
-                            arrived.put_nowait((place, PartEnd(event)))
-                            return
-                raise BatonError("the stream ended before its request did")
+                async with room, aclosing(self._answer(self._request(place, name))) as answer:
+                    async for event in answer:
+                        arrived.put_nowait((place, PartEnd(event) if isinstance(event, Finished) else event))
             except Exception as error:
                 arrived.put_nowait((place, error))
 
@@ -161,6 +160,33 @@ class Transcription:
             audio=pcm_of(self._samples, self.parts[place]),
             logprobs=0 if self._call.with_logprobs else None,
         )
+
+    async def _answer(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finished, None]:
+        """The text of a request, and its end. Raises BatonErrors."""
+        is_anew = has_text = False
+        while True:
+            kept: list[Chunk] = []
+            try:
+                async with aclosing(self._events(request)) as events:
+                    async for event in events:
+                        if isinstance(event, Accepted):
+                            # Begun anew, it would draw the same tokens from the same logits.
+                            request = replace(request, seed=event.seed)
+                        elif isinstance(event, Chunk):
+                            kept.append(event)
+                            if self._call.is_stream:
+                                yield kept.pop()
+                                has_text = True
+                        elif isinstance(event, Finished):
+                            for chunk in kept:
+                                yield chunk
+                            yield event
+                            return
+                raise BatonError("the stream ended before its request did")
+            except VersionGone:
+                if is_anew or has_text:
+                    raise
+                is_anew = True
 
     def _events(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
         due = self._call.due

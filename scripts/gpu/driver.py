@@ -1,0 +1,140 @@
+"""The driver of `scripts/gpu_check`: runs each stage in a process of its own, in order, within a budget of seconds."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from gpu.results import Line, Outcome, ResultFile
+from gpu.run_stage import CHECK_FAILED
+from gpu.stage import Device, Size
+
+GRACE_S = 5.0
+"""A stage past its deadline has so many seconds to end what it started, before its whole process group is killed."""
+TAIL_LINES = 40
+"""Lines of output that are kept of a stage that didn't pass."""
+CPU_DEADLINES = 10
+"""On a CPU deadlines are so many times as long: nobody pays for the seconds, and others compute there, too."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage: `module` has `run(context)` and ends within `seconds`."""
+
+    name: str
+    module: str
+    seconds: float
+
+
+def find_stages(folder: Path, names: Sequence[str], package: str) -> list[Stage]:
+    """The stages of these names, in their order.
+
+    SECONDS is read from the source: importing a stage would import torch, in a process that needs none.
+    """
+    return [Stage(name, f"{package}.{name}", _seconds(folder / f"{name}.py")) for name in names]
+
+
+def _seconds(path: Path) -> float:
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="SECONDS")], value=value):
+                return float(ast.literal_eval(value))
+    raise ValueError(f"{path} has no line SECONDS = NUMBER")
+
+
+@dataclass
+class Driver:
+    """Runs stages one after the other and appends to the results how each ended."""
+
+    results: Path
+    size: Size
+    device: Device
+    environment: Mapping[str, str]
+    """The environment of the stages' processes."""
+    budget: float
+    """Seconds for all stages together; a stage whose deadline doesn't fit what is left is left out."""
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def run(self, stages: Sequence[Stage], about: Line) -> None:
+        """Run the stages. `about` describes the run. Ctrl-C ends the stage in progress, then is raised again."""
+        file, started = ResultFile(self.results), time.monotonic()
+        try:
+            file.append({"kind": "run", "fields": about})
+            for stage in stages:
+                seconds = stage.seconds * (CPU_DEADLINES if self.device == "cpu" else 1)
+                if time.monotonic() - started + seconds > self.budget:
+                    self._ended(file, stage, Outcome.LEFT_OUT, 0.0, [])
+                    continue
+                self._run_stage(file, stage, seconds)
+        finally:
+            file.close()
+
+    def _run_stage(self, file: ResultFile, stage: Stage, seconds: float) -> None:
+        print(f"== {stage.name} (at most {seconds:.0f} s)", flush=True)
+        command = [sys.executable, "-m", "gpu.run_stage", stage.module, "--stage", stage.name, "--size", self.size]
+        command += ["--device", self.device, "--seconds", str(seconds), "--results", str(self.results)]
+        started = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=dict(self.environment),
+            process_group=0,
+        )
+        tail: deque[str] = deque(maxlen=TAIL_LINES)
+        reader = threading.Thread(target=_echo, args=(process.stdout, tail), daemon=True)
+        reader.start()
+        outcome = Outcome.INTERRUPTED
+        try:
+            outcome = _outcome(process.wait(seconds))
+        except subprocess.TimeoutExpired:
+            outcome = Outcome.DEADLINE
+        finally:
+            _end_group(process)
+            reader.join(GRACE_S)
+            self._ended(file, stage, outcome, time.monotonic() - started, list(tail))
+
+    def _ended(self, file: ResultFile, stage: Stage, outcome: Outcome, seconds: float, tail: list[str]) -> None:
+        self.outcomes[stage.name] = outcome
+        line: Line = {"kind": "end", "stage": stage.name, "outcome": outcome, "seconds": round(seconds, 2)}
+        if outcome not in (Outcome.PASSED, Outcome.LEFT_OUT):
+            line["output"] = tail
+        file.append(line)
+        print(f"== {stage.name}: {outcome} after {seconds:.1f} s", flush=True)
+
+
+def _outcome(status: int) -> Outcome:
+    return {0: Outcome.PASSED, CHECK_FAILED: Outcome.FAILED}.get(status, Outcome.CRASHED)
+
+
+def _echo(output: IO[str] | None, tail: deque[str]) -> None:
+    assert output is not None
+    for line in output:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+        tail.append(line.rstrip("\n"))
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """End a stage's process, if it still runs, and all that is left of its process group."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

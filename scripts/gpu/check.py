@@ -14,11 +14,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gpu.driver import Driver, Stage, find_stages
-from gpu.machine import card, default_results, describe, stage_environment
+from gpu.machine import build_kernels, card, default_results, describe, stage_environment, unpack
 from gpu.results import Outcome, passed_stages, read_lines
 from gpu.stage import Device, Size
 
-STAGES = ("environment",)
+STAGES = (
+    "environment",
+    "bits",
+    "tests",
+)
 """All stages, in the order in which they run."""
 BUDGET_S = 480.0
 LEFT_OUT = 3
@@ -26,7 +30,7 @@ LEFT_OUT = 3
 
 
 def main() -> None:
-    stages = find_stages(Path(__file__).parent / "stages", STAGES, "gpu.stages")
+    stages = find_stages(Path(__file__).parent / "stages", STAGES, "gpu.stages.")
     arguments = _arguments(stages)
     name, now = card(), datetime.now(UTC)
     device: Device = arguments.device or ("cuda" if name else "cpu")
@@ -37,7 +41,8 @@ def main() -> None:
     done = passed_stages(read_lines(arguments.resume)) if arguments.resume else set()
     budget = arguments.budget or (BUDGET_S if device == "cuda" else float("inf"))
     wanted = [stage for stage in stages if stage.name in arguments.only and stage.name not in done]
-    driver = Driver(results, size, device, stage_environment(device, size), budget)
+    unpack()
+    driver = Driver(results, size, device, stage_environment(device, size), budget, build_kernels())
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         driver.run(wanted, describe(device, size, name, now))

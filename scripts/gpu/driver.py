@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from gpu.results import Line, Outcome, ResultFile
 from gpu.run_stage import CHECK_FAILED
@@ -22,6 +22,8 @@ from gpu.stage import Device, Size
 
 GRACE_S = 5.0
 """A stage past its deadline has so many seconds to end what it started, before its whole process group is killed."""
+KERNELS_S = 60.0
+"""At most so many seconds are waited for the C kernels."""
 TAIL_LINES = 40
 """Lines of output that are kept of a stage that didn't pass."""
 CPU_DEADLINES = 10
@@ -35,22 +37,32 @@ class Stage:
     name: str
     module: str
     seconds: float
+    needs_kernels: bool = True
+    """Whether it waits for the C kernels, if they are being built."""
 
 
-def find_stages(folder: Path, names: Sequence[str], package: str) -> list[Stage]:
-    """The stages of these names, in their order.
+def find_stages(folder: Path, names: Sequence[str], prefix: str) -> list[Stage]:
+    """The stages of these names, in their order; `prefix` stands before a name in the name of its module.
 
-    SECONDS is read from the source: importing a stage would import torch, in a process that needs none.
+    SECONDS and NEEDS_KERNELS, which is True unless set, are read from the source: importing a stage would import torch,
+    in a process that needs none.
     """
-    return [Stage(name, f"{package}.{name}", _seconds(folder / f"{name}.py")) for name in names]
+    stages = []
+    for name in names:
+        constants = _constants(folder / f"{name}.py")
+        needs_kernels = bool(constants.get("NEEDS_KERNELS", True))
+        stages.append(Stage(name, prefix + name, float(constants["SECONDS"]), needs_kernels))
+    return stages
 
 
-def _seconds(path: Path) -> float:
+def _constants(path: Path) -> dict[str, Any]:
+    """The numbers and truth values that a module's upper-case names are set to."""
+    found = {}
     for statement in ast.parse(path.read_text(encoding="utf-8")).body:
         match statement:
-            case ast.Assign(targets=[ast.Name(id="SECONDS")], value=value):
-                return float(ast.literal_eval(value))
-    raise ValueError(f"{path} has no line SECONDS = NUMBER")
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)) if name.isupper():
+                found[name] = value
+    return found
 
 
 @dataclass
@@ -64,6 +76,8 @@ class Driver:
     """The environment of the stages' processes."""
     budget: float
     """Seconds for all stages together; a stage whose deadline doesn't fit what is left is left out."""
+    kernels: subprocess.Popen[bytes] | None = None
+    """The process that builds the C kernels beside the first stages, started in a process group of its own."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def run(self, stages: Sequence[Stage], about: Line) -> None:
@@ -76,8 +90,14 @@ class Driver:
                 if time.monotonic() - started + seconds > self.budget:
                     self._ended(file, stage, Outcome.LEFT_OUT, 0.0, [])
                     continue
+                if stage.needs_kernels and self.kernels is not None:
+                    left = self.budget - (time.monotonic() - started)
+                    _await_kernels(file, self.kernels, min(left, KERNELS_S))
+                    self.kernels = None
                 self._run_stage(file, stage, seconds)
         finally:
+            if self.kernels is not None:
+                _end_group(self.kernels)
             file.close()
 
     def _run_stage(self, file: ResultFile, stage: Stage, seconds: float) -> None:
@@ -117,6 +137,17 @@ class Driver:
         print(f"== {stage.name}: {outcome} after {seconds:.1f} s", flush=True)
 
 
+def _await_kernels(file: ResultFile, process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait until the C kernels are built; a stage that needs what isn't there says so itself."""
+    started = time.monotonic()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    fields = {"status": process.poll(), "waited_s": round(time.monotonic() - started, 2)}
+    _end_group(process)
+    file.append({"kind": "report", "stage": "kernels", "name": "C kernels built", "fields": fields})
+    print(f"== C kernels: {fields}", flush=True)
+
+
 def _outcome(status: int) -> Outcome:
     return {0: Outcome.PASSED, CHECK_FAILED: Outcome.FAILED}.get(status, Outcome.CRASHED)
 
@@ -129,7 +160,7 @@ def _echo(output: IO[str] | None, tail: deque[str]) -> None:
         tail.append(line.rstrip("\n"))
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
+def _end_group(process: subprocess.Popen[Any]) -> None:
     """End a stage's process, if it still runs, and all that is left of its process group."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import subprocess
+import sys
+import tarfile
 from datetime import datetime
 from pathlib import Path
 
@@ -13,8 +16,12 @@ from gpu.results import Line
 from gpu.stage import Device, Size
 
 ROOT = Path(__file__).parents[2]
+PACK = ROOT / ".gpu" / "site.tar.xz"
+"""The Python packages that scripts/gpu_pack packs for a machine without a package index."""
 SITE = ROOT / ".gpu" / "site"
-"""Where the packed packages are unpacked."""
+"""Where the pack is unpacked."""
+
+KERNELS = ROOT / "baton" / "runner" / "backends" / "cpu" / "kernels" / "libkernels.so"
 
 
 def card() -> str | None:
@@ -43,9 +50,30 @@ def describe(device: Device, size: Size, name: str | None, now: datetime) -> Lin
     }
 
 
+def unpack() -> None:
+    """Unpack the packages, if this machine has no `.venv` and they are not unpacked yet."""
+    if (ROOT / ".venv").exists() or not PACK.exists():
+        return
+    stamp, packed = SITE / ".unpacked", str(PACK.stat().st_mtime_ns)
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == packed:
+        return
+    shutil.rmtree(SITE, ignore_errors=True)
+    with tarfile.open(PACK) as archive:
+        archive.extractall(SITE, filter="data")
+    stamp.write_text(packed, encoding="utf-8")
+
+
+def build_kernels() -> subprocess.Popen[bytes] | None:
+    """Start to build the C kernels, which installing Baton builds elsewhere; None if they are there."""
+    if KERNELS.exists():
+        return None
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, process_group=0)
+
+
 def stage_environment(device: Device, size: Size) -> dict[str, str]:
     """The environment of the stages' processes, which import Baton, the scripts and what was packed."""
-    paths = [str(SITE)] if SITE.exists() else []
+    paths = [] if (ROOT / ".venv").exists() or not SITE.exists() else [str(SITE)]
     paths += [str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     if device == "cpu":

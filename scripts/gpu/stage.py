@@ -51,12 +51,12 @@ class StageContext:
         """Seconds until the deadline: a stage of many parts leaves out those that no longer fit, and reports it."""
         return self.seconds - (time.monotonic() - self._started)
 
-    def report(self, name: str, **fields: Any) -> None:
+    def report(self, name: str, /, **fields: Any) -> None:
         """Writes one line with a figure or a fact. Fields are what JSON can hold."""
         self.results.append({"kind": "report", "stage": self.stage, "name": name, "fields": fields})
         print(f"{self.stage}: {name}: {_shown(fields)}", flush=True)
 
-    def check(self, name: str, ok: bool, **fields: Any) -> bool:
+    def check(self, name: str, ok: bool, /, **fields: Any) -> bool:
         """Writes one line with a check's result, and returns it. One that failed makes the stage and the run red."""
         self.results.append({"kind": "check", "stage": self.stage, "name": name, "ok": bool(ok), "fields": fields})
         print(f"{self.stage}: {name}: {'ok' if ok else 'FAILED'} {_shown(fields)}", flush=True)

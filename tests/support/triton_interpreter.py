@@ -36,11 +36,11 @@ def triton_attention_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
         if not isinstance(triton_attention._attend, interpreter.InterpretedFunction):
             pytest.skip("there is no GPU, and TRITON_INTERPRET is not 1")
-        _mend(interpreter)
+        mend_interpreter(interpreter)
     return triton_attention
 
 
-def _mend(interpreter: Any) -> None:
+def mend_interpreter(interpreter: Any) -> None:
     """Make the interpreter faster, and right for bfloat16, whose bit patterns it multiplies as integers."""
     import triton.language as tl
 

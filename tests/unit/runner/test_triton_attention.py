@@ -17,6 +17,7 @@ from tests.support.triton_interpreter import DEVICE, triton_attention_module
 ON_GPU = DEVICE.type == "cuda"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16} if ON_GPU else {"float32": torch.float32}
 pytestmark = [
+    pytest.mark.triton,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # exp of what is far too large, in the interpreter
     pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES),
 ]

@@ -19,6 +19,8 @@ from tests.support.kernel_inputs import randn
 from tests.support.tiny_models import TINY_MODELS
 from tests.support.triton_interpreter import DEVICE, triton_attention_module
 
+pytestmark = pytest.mark.triton
+
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 ROWS = (1, 2, 3, 8, 16, 17, 40, 400) if DEVICE.type == "cuda" else (1, 2, 17)
 """On a GPU torch's own mean has other bits with 1, 2, 4, 8 and 16 rows."""

@@ -15,7 +15,10 @@ from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cuda.shared_splits import Int32Array, find_shared_splits
 from tests.support.triton_interpreter import DEVICE, SPLIT, triton_attention_module
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp of what is far too large, in the interpreter
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # exp of what is far too large, in the interpreter
+]
 
 BLOCK = 16
 

@@ -1,0 +1,235 @@
+"""Whether bits depend on what they must not: the tiles of a product, the rows of a batch, the places of blocks.
+
+Attention and norms are Baton's kernels. Products, leaves of logits and digests are probes of planned ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.cuda.triton_attention import triton_attention
+from baton.runner.backends.cuda.triton_norm import triton_norm
+from gpu.probes.digest import constants, digests
+from gpu.probes.leaves import LEAF, Leaves, greedy, leaves
+from gpu.probes.product import SMALL_TILES, TILES, Tile, product
+from gpu.stage import StageContext
+from tests.support.triton_interpreter import mend_interpreter
+
+SECONDS = 60
+NEEDS_KERNELS = False
+
+SHAPES = (
+    (2048, 2048),
+    (3072, 2048),
+    (16384, 2048),
+    (2048, 8192),
+    (128256, 2048),
+    (4096, 4096),
+    (6144, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (2560, 8192),
+    (14336, 8192),
+    (8192, 7168),
+)
+"""Columns and width of products: a llama of 1.2 billion parameters, of 8, and a fourth of one of 70."""
+ROWS = (1, 2, 3, 8, 15, 16, 17, 33, 64, 100, 128, 256, 511, 2048)
+SMALL_SHAPES, SMALL_ROWS = ((48, 64), (40, 128)), (1, 2, 17, 40)
+PARTS = range(1, 9)
+CUBLAS_ROWS = 256
+"""From so many rows on cuBLAS is a candidate for products."""
+
+
+def run(context: StageContext) -> None:
+    # Read when cuBLAS is used first: without a workspace no sum over k is split.
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
+    if context.device == "cpu":
+        from triton.runtime import interpreter
+
+        mend_interpreter(interpreter)
+    for part in (check_products, check_attention, check_norms, check_leaves, check_digests):
+        part(context)
+
+
+def check_products(context: StageContext) -> None:
+    """All tiles, numbers of rows and parts of the columns give a result's element the same bits."""
+    shapes, rows, tiles = (SMALL_SHAPES, SMALL_ROWS, SMALL_TILES) if context.tiny else (SHAPES, ROWS, TILES)
+    for columns, width in shapes:
+        if context.seconds_left < context.seconds / 3:
+            context.report("products left out", columns=columns, width=width, why="the other parts need the time")
+            continue
+        x = _random(context, 0, max(rows), width)
+        weight = _random(context, 1, columns, width)
+        expected = product(x, weight, tiles[0])
+        shape = {"columns": columns, "width": width}
+        for tile in tiles[1:]:
+            context.check("product tiles", torch.equal(product(x, weight, tile), expected), **shape, tile=list(tile))
+        wrong = [count for count in rows if not _rows_agree(x[:count], weight, expected[:count], tiles)]
+        context.check("product rows", not wrong, **shape, wrong_rows=wrong)
+        wrong = [
+            parts for parts in PARTS if not _parts_agree(x[: rows[-2]], weight, expected[: rows[-2]], tiles, parts)
+        ]
+        context.check("product parts of columns", not wrong, **shape, wrong_parts=wrong)
+        context.check("product is right", _error(expected[:8], x[:8].double() @ weight.double().T) < 1e-5, **shape)
+        if context.device == "cuda":
+            _compare_cublas(context, x, weight, expected, shape)
+
+
+def _rows_agree(x: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor, tiles: Sequence[Tile]) -> bool:
+    """Each number of rows takes the tile that would be chosen for it."""
+    fitting = [tile for tile in tiles if tile.rows <= 2 * x.shape[0]] or [tiles[0]]
+    return all(torch.equal(product(x, weight, tile), expected) for tile in (tiles[0], fitting[-1]))
+
+
+def _parts_agree(
+    x: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor, tiles: Sequence[Tile], parts: int
+) -> bool:
+    results = [product(x, part, tiles[number % len(tiles)]) for number, part in enumerate(weight.tensor_split(parts))]
+    return torch.equal(torch.cat(results, 1), expected)
+
+
+def _compare_cublas(
+    context: StageContext, x: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor, shape: dict[str, int]
+) -> None:
+    """Report whether cuBLAS, which may be used where it has the family's bits, has them here."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    for count in (row for row in ROWS if row >= CUBLAS_ROWS):
+        result = torch.mm(x[:count], weight.T, out_dtype=torch.float32)
+        equal = float((result == expected[:count]).float().mean())
+        context.report("cuBLAS", **shape, rows=count, equal_share=equal, bits_equal=equal == 1.0)
+
+
+class _Sequences(NamedTuple):
+    """A step of decode rows on a paged cache whose blocks lie in a random order."""
+
+    query: torch.Tensor
+    cache: CacheView
+    lengths: torch.Tensor
+    tables: torch.Tensor
+
+    def attend(self, some: Sequence[int]) -> torch.Tensor:
+        """The attention of these sequences, one query each."""
+        starts = torch.arange(len(some) + 1, dtype=torch.int32, device=self.query.device)
+        chosen = torch.tensor(some, device=self.query.device)
+        step = (starts, self.lengths[chosen], self.tables[chosen].contiguous())
+        return triton_attention(self.query[chosen], self.cache, *step, scale=self.query.shape[-1] ** -0.5)
+
+
+def check_attention(context: StageContext) -> None:
+    """A sequence's attention has the same bits alone, among others, and with the others in another order."""
+    if context.tiny:
+        kinds, lengths = [(4, 2, 16)], [1, 20, 37]
+    else:
+        kinds, lengths = [(32, 8, 64), (32, 8, 128), (16, 2, 128)], [1, 15, 512, 700, 4096, 8000, 333, 64]
+    for heads, kv_heads, dim in kinds:
+        sequences = _sequences(context, heads, kv_heads, dim, lengths)
+        whole = sequences.attend(range(len(lengths)))
+        shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
+        alone = [place for place in range(len(lengths)) if not torch.equal(sequences.attend([place])[0], whole[place])]
+        context.check("attention alone", not alone, **shape, wrong_lengths=[lengths[place] for place in alone])
+        turned = sequences.attend(range(len(lengths) - 1, -1, -1)).flip(0)
+        context.check("attention in another order", torch.equal(turned, whole), **shape)
+        errors = [_error(whole[place], _attention(sequences, place)) for place in range(len(lengths))]
+        context.check("attention is right", max(errors) < 1e-2, **shape, largest_error=max(errors))
+
+
+def _sequences(context: StageContext, heads: int, kv_heads: int, dim: int, lengths: Sequence[int]) -> _Sequences:
+    block_size = 16
+    widest = -(-max(lengths) // block_size)
+    count = len(lengths) * widest
+    half = kv_heads * block_size * dim
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(3)).to(torch.int32)
+    memory = _random(context, 4, count, 2 * half, whole=False).view(-1)
+    return _Sequences(
+        _random(context, 5, len(lengths), heads * dim, whole=False).view(-1, heads, dim),
+        CacheView(memory, count, 2 * half, 0, half, kv_heads, block_size, dim, dim),
+        torch.tensor(lengths, dtype=torch.int32, device=context.device),
+        order.view(len(lengths), widest).to(context.device),
+    )
+
+
+def _attention(sequences: _Sequences, place: int) -> torch.Tensor:
+    """One sequence's attention in float64, [heads, dim]."""
+    cache, query = sequences.cache, sequences.query[place].double()
+    blocks = cache.memory.view(-1, 2, cache.num_kv_heads, cache.block_size, cache.key_dim)[sequences.tables[place]]
+    keys, values = blocks.double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : int(sequences.lengths[place])]
+    grouped = query.view(cache.num_kv_heads, -1, cache.key_dim)
+    weights = torch.softmax(grouped @ keys.mT * cache.key_dim**-0.5, -1)
+    attended: torch.Tensor = weights @ values
+    return attended.flatten(0, 1)
+
+
+def check_norms(context: StageContext) -> None:
+    """A row's norm has the same bits among any number of rows."""
+    for width in (64,) if context.tiny else (2048, 4096, 8192):
+        x = _random(context, 6, SMALL_ROWS[-1] if context.tiny else 400, width, whole=False)
+        weight = _random(context, 7, 1, width, whole=False)[0]
+        whole = triton_norm(x, None, weight, 1e-6, False)[1]
+        rows = (1, 2, 17) if context.tiny else (1, 2, 3, 8, 16, 17, 40)
+        wrong = [n for n in rows if not torch.equal(triton_norm(x[:n], None, weight, 1e-6, False)[1], whole[:n])]
+        context.check("norm rows", not wrong, width=width, wrong_rows=wrong)
+
+
+def check_leaves(context: StageContext) -> None:
+    """The sampler's leaves are the same in any batch and for parts of the vocabulary, and find the greedy token."""
+    rows, tokens = (3, 2500) if context.tiny else (128, 128256)
+    logits = _random(context, 8, rows, tokens, whole=False).float()
+    logits[0, 1], logits[0, tokens - 1] = 100.0, 100.0  # of equal ones the lowest is chosen
+    whole = leaves(logits)
+    wrong = [row for row in range(min(rows, 16)) if not _equal(leaves(logits[row : row + 1]), whole, row, slice(None))]
+    context.check("leaves alone", not wrong, rows=rows, tokens=tokens, wrong_rows=wrong)
+    cut = whole.best.shape[1] // 2
+    low, high = leaves(logits[:, : cut * LEAF].contiguous()), leaves(logits[:, cut * LEAF :].contiguous())
+    same = _equal(low, whole, 0, slice(cut)) and torch.equal(high.total, whole.total[:, cut:])
+    context.check("leaves of a divided vocabulary", same, rows=rows, tokens=tokens)
+    context.check("greedy token", greedy(whole).tolist() == logits.cpu().numpy().argmax(1).tolist(), rows=rows)
+    best = whole.best.max(1, keepdim=True).values
+    total = (whole.total.double() * (whole.best - best).double().exp()).sum(1)
+    error = _error(best[:, 0].double() + total.log(), torch.logsumexp(logits.double(), 1))
+    context.check("sum over the vocabulary is right", error < 1e-6, error=error)
+    logits[1, 7] = float("nan")
+    found = leaves(logits[:2]).finite.min(1).values.tolist()
+    context.check("what is not finite is found", found == [1, 0])
+
+
+def _equal(some: Leaves, whole: Leaves, first: int, columns: slice) -> bool:
+    """Whether `some` are the leaves of the rows from `first` on, and of these columns."""
+    rows = slice(first, first + some.best.shape[0])
+    return all(torch.equal(one, other[rows, columns]) for one, other in zip(some, whole, strict=True))
+
+
+def check_digests(context: StageContext) -> None:
+    """Digests on the device are those of the package xxhash."""
+    given = constants(torch.device(context.device))
+    for length, count in ((248, 3), (1032, 5)) if context.tiny else ((248, 33), (1032, 65), (4096, 128), (65536, 512)):
+        numbers = torch.randint(0, 256, (count * length + 24,), generator=torch.Generator().manual_seed(9))
+        content = numbers.to(torch.uint8)
+        starts = torch.arange(count, dtype=torch.int64) * (length // 8) + 3
+        memory = content.view(torch.int64).view(torch.uint64).to(context.device)
+        found = digests(memory, starts.to(context.device), length, given).tolist()
+        host = content.numpy().tobytes()
+        wanted = [xxhash.xxh3_64_intdigest(host[8 * start : 8 * start + length]) for start in starts.tolist()]
+        context.check("digests", found == wanted, length=length, pieces=count)
+
+
+def _random(context: StageContext, seed: int, rows: int, width: int, whole: bool | None = None) -> torch.Tensor:
+    """bfloat16 numbers; small whole ones in the interpreter, whose sums in float32 are exact in any order.
+
+    Its products are numpy's, which adds in an order of its own for each shape.
+    """
+    generator = torch.Generator(context.device).manual_seed(seed)
+    if whole is None:
+        whole = context.device == "cpu"
+    if whole:
+        return torch.randint(-3, 4, (rows, width), generator=generator, device=context.device).bfloat16()
+    return torch.randn(rows, width, generator=generator, device=context.device).bfloat16()
+
+
+def _error(result: torch.Tensor, right: torch.Tensor) -> float:
+    return float((result.double() - right).norm() / right.norm())

@@ -50,7 +50,7 @@ def main() -> None:
         print(f"scripts/gpu_check: interrupted; go on with --resume {results}", file=sys.stderr)
         sys.exit(130)
     print(f"results: {results}")
-    sys.exit(_status(driver.outcomes))
+    sys.exit(status(driver.outcomes))
 
 
 def _arguments(stages: list[Stage]) -> argparse.Namespace:
@@ -66,7 +66,8 @@ def _arguments(stages: list[Stage]) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _status(outcomes: dict[str, Outcome]) -> int:
+def status(outcomes: dict[str, Outcome]) -> int:
+    """The exit status of a run whose stages ended so."""
     kinds = set(outcomes.values())
     if kinds - {Outcome.PASSED, Outcome.LEFT_OUT}:
         return 1

@@ -41,6 +41,8 @@ class ResultFile:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
+        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+            self._file.write(b"\n")  # a killed process left half a line
 
     def append(self, line: Line) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")

@@ -179,3 +179,23 @@ async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_
                 await reader.finished()
         await asyncio.sleep(0)
         assert rig.dispatcher.requests.logprob_budget.num_bytes == 0
+
+
+async def test_an_unread_answer_does_not_keep_its_client_from_sending_the_request_again() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        asked = GenerateRequest("hello", request_id="r", max_tokens=2, logprobs=0, is_whole=True)
+        unread = rig.dispatcher.generate(asked)
+        await anext(unread)
+        attempt = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d1")
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
+        rig.report("d1", attempt, 1, "b", Outcome.LENGTH, logprob=-0.5)
+        while rig.dispatcher.requests.counters.finished == 0:
+            await asyncio.sleep(0)
+        with pytest.raises(RequestNotFound, match="send it again"):
+            await rig.resume("r", 0).finished()
+        again = rig.dispatcher.generate(asked)
+        await anext(again)
+        await unread.aclose()
+        assert rig.dispatcher.requests.logprob_budget.num_bytes == 2 * 16
+        await again.aclose()

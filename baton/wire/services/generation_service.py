@@ -14,7 +14,16 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.embedding import EmbedRequest, EmbedResponse
-from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.messages.generation import (
+    Accepted,
+    Chunk,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    ModelCard,
+    PromptLogprobs,
+    TakeChunk,
+)
 from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_AUDIO_BYTES,
@@ -129,7 +138,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 decoded = replace(decoded, traceparent=_traceparent(context))
             async with aclosing(self._handler.generate(decoded, context.time_remaining(), stream.take)) as events:
                 async for event in events:
-                    yield stream.response(event)
+                    if isinstance(event, PromptLogprobs):
+                        # They are up to 2^18 numbers, which would hold the event loop for 0.3 s.
+                        yield await asyncio.to_thread(stream.response, event)
+                    else:
+                        yield stream.response(event)
 
     def _checked_rows_bytes(self, request: generation.GenerateRequest) -> int:
         """The size of a request's rows, images or audio, which have bounds of their own. Raises InvalidRequest."""
@@ -163,7 +176,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 self._handler.resume(request.request_id, positions, left_s, stream.take, call)
             ) as events:
                 async for event in events:
-                    yield stream.response(event)
+                    if isinstance(event, PromptLogprobs):
+                        # They are up to 2^18 numbers, which would hold the event loop for 0.3 s.
+                        yield await asyncio.to_thread(stream.response, event)
+                    else:
+                        yield stream.response(event)
 
     async def Cancel(self, request: generation.CancelRequest, context: _Context) -> generation.CancelResponse:
         _check_message(request)

@@ -18,8 +18,8 @@ from gpu.stage import StageContext
 SECONDS = 120
 
 MARKS = re.compile(r"\bmark\.(gpu|triton)\b")
-SMALL = ("tests/unit/runner/test_triton_norm.py", "-k", "gaps")
-"""What is run in Triton's interpreter to see that this stage works."""
+SMALL = ("tests/unit/runner/test_shared_splits.py",)
+"""What is run without a GPU, to see that this stage works: tests of a second."""
 LAST_S = 10.0
 """Seconds before the deadline at which pytest is interrupted, so that it writes which tests were done."""
 SLOWEST = 10

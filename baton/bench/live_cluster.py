@@ -10,7 +10,8 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from baton.bench.arrangement import Arrangement
@@ -32,6 +33,8 @@ class LiveCluster:
     grpc_address: str
     operator_address: str
     http_address: str = ""
+    logs: Mapping[str, Path] = field(default_factory=dict)
+    """The logs of its processes by their names; gone when the cluster has ended."""
 
     def nodes(self) -> Sequence[NodeStatus]:
         """Lists prefill and decode nodes."""
@@ -85,7 +88,8 @@ def live_cluster(*flags: str, environment: Mapping[str, str] | None = None) -> I
             raise ConfigError(f"baton up failed: {up.stderr.strip().removeprefix('baton: ')}")
         state: dict[str, Any] = json.loads(up.stdout)
         try:
-            yield LiveCluster(state["grpc_address"], state["operator_address"], state["http_address"])
+            logs = {process["name"]: Path(process["log"]) for process in state["processes"]}
+            yield LiveCluster(state["grpc_address"], state["operator_address"], state["http_address"], logs)
         finally:
             _baton("down", "--run-dir", run_dir)
 

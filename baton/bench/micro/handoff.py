@@ -115,19 +115,29 @@ class HandoffReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _ClusterRun:
+class ClusterRun:
+    """One request that was handed over, as its client saw it."""
+
     request_id: str
     ttft_ms: float
     step_ms: float
+    """The median time between two tokens."""
     token_ids: Sequence[int]
     reading_ms: float
+    """Time of its reads on the mover's clock."""
+    kv_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class _HandOverTimes:
+class HandOverTimes:
+    """One hand-over by the nodes' trace events."""
+
     handover_ms: float
+    """Time from the end of the last chunk to the request's first decode step."""
     transfer_ms: float
+    """Time from the end of the last chunk until its blocks' arrival is confirmed."""
     read_before_last_chunk: int
+    """Blocks that were read before the last chunk was computed."""
 
 
 def run(config: HandoffBenchConfig) -> HandoffReport:
@@ -158,7 +168,7 @@ def run(config: HandoffBenchConfig) -> HandoffReport:
             prompt = [rng.randrange(vocab) for _ in range(config.prompt_tokens)]
             # The order alternates, since the first cluster runs right after the single engine.
             order = (cluster, other) if index % 2 else (other, cluster)
-            ran = {id(which): _through_cluster(which, prompt, config) for which in order}
+            ran = {id(which): through_cluster(which, prompt, config.new_tokens) for which in order}
             alone = solo.run(prompt, _sampling(config))
             if index >= _WARM_UP:
                 cluster_runs.append(ran[id(cluster)][0])
@@ -172,16 +182,15 @@ def _sampling(config: HandoffBenchConfig) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=config.new_tokens, ignore_eos=True)
 
 
-def _through_cluster(
-    cluster: LiveCluster, prompt: Sequence[int], config: HandoffBenchConfig
-) -> tuple[_ClusterRun, _HandOverTimes]:
+def through_cluster(cluster: LiveCluster, prompt: Sequence[int], new_tokens: int) -> tuple[ClusterRun, HandOverTimes]:
+    """Runs one greedy request over both nodes of an idle cluster. Raises BatonError if it was not handed over."""
     with GenerationClient(cluster.grpc_address) as client:
-        one = _generate(client, prompt, config)
-    return one, _hand_over_times(cluster, one.request_id, config.prompt_tokens)
+        one = _generate(client, prompt, new_tokens)
+    return one, _hand_over_times(cluster, one.request_id, len(prompt))
 
 
-def _generate(client: GenerationClient, prompt: Sequence[int], config: HandoffBenchConfig) -> _ClusterRun:
-    request = GenerateRequest(prompt, temperature=0.0, max_tokens=config.new_tokens, ignore_eos=True)
+def _generate(client: GenerationClient, prompt: Sequence[int], new_tokens: int) -> ClusterRun:
+    request = GenerateRequest(prompt, temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     arrivals: list[float] = []
     tokens: list[int] = []
     request_id, finished = "", None
@@ -197,10 +206,12 @@ def _generate(client: GenerationClient, prompt: Sequence[int], config: HandoffBe
     if finished is None or not finished.path.prefill_node or finished.path.attempts != 1:
         raise BatonError(f"request {request_id} was not handed over: {finished}")
     steps = [after - before for before, after in itertools.pairwise(arrivals[1:])]
-    return _ClusterRun(request_id, (arrivals[0] - started) * 1e3, median(steps) * 1e3, tokens, finished.transfer_ms)
+    return ClusterRun(
+        request_id, (arrivals[0] - started) * 1e3, median(steps) * 1e3, tokens, finished.transfer_ms, finished.kv_bytes
+    )
 
 
-def _hand_over_times(cluster: LiveCluster, request_id: str, prompt_tokens: int) -> _HandOverTimes:
+def _hand_over_times(cluster: LiveCluster, request_id: str, prompt_tokens: int) -> HandOverTimes:
     """The times from both nodes' trace events; both have the same clock, since they are on one machine."""
     events: dict[str, list[TraceEvent]] = {"prefill": [], "decode": []}
     for node in cluster.nodes():
@@ -209,7 +220,7 @@ def _hand_over_times(cluster: LiveCluster, request_id: str, prompt_tokens: int) 
     arrived = next(e for e in events["decode"] if e.name == "kv_arrived")
     joined = [e.monotonic_ns for e in events["decode"] if e.name == "scheduled"][-1]
     read_before = [e.value for e in events["prefill"] if e.name == "read_progress" and e.seq < last_chunk.seq]
-    return _HandOverTimes(
+    return HandOverTimes(
         handover_ms=(joined - last_chunk.monotonic_ns) / 1e6,
         transfer_ms=(arrived.monotonic_ns - last_chunk.monotonic_ns) / 1e6,
         read_before_last_chunk=max(read_before, default=0),
@@ -219,10 +230,10 @@ def _hand_over_times(cluster: LiveCluster, request_id: str, prompt_tokens: int) 
 def _report(
     config: HandoffBenchConfig,
     solo: SoloEngine,
-    cluster_runs: Sequence[_ClusterRun],
+    cluster_runs: Sequence[ClusterRun],
     solo_runs: Sequence[SoloRun],
-    times: Sequence[_HandOverTimes],
-    times_without_digests: Sequence[_HandOverTimes],
+    times: Sequence[HandOverTimes],
+    times_without_digests: Sequence[HandOverTimes],
 ) -> HandoffReport:
     block_size, block_bytes = solo.layout.block_size, solo.layout.block_bytes
     blocks = -(-config.prompt_tokens // block_size)

@@ -19,9 +19,7 @@ def write_random_model(directory: Path, config: Mapping[str, Any], seed: int, dt
     end-of-sequence token unless `config` names one, so that benchmarks run to their full length.
     """
     from transformers import AutoConfig
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **config}
     model_type = fields.pop("model_type")
     settings = AutoConfig.for_model(model_type, **fields)
@@ -29,9 +27,17 @@ def write_random_model(directory: Path, config: Mapping[str, Any], seed: int, dt
         torch.manual_seed(seed)
         model_class = _class_for(settings)
         model = model_class.from_config(settings, dtype=DTYPES[dtype])
+    write_module(directory, model)
+
+
+def write_module(directory: Path, module: Any) -> None:
+    """Write a transformers module as a complete model directory, with a tokenizer of made-up words."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(directory)
-    _write_tokenizer(directory, settings.get_text_config().vocab_size)
+    module.save_pretrained(directory)
+    _write_tokenizer(directory, module.config.get_text_config().vocab_size)
 
 
 def _class_for(config: Any) -> Any:

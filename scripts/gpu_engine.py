@@ -1,12 +1,10 @@
-"""Measures a runner on a GPU, without a scheduler, with and without CUDA graphs. It takes some minutes.
+"""Measures on a GPU what it brings that rows share a prefix, and what it costs that a model is in stages.
 
-With `--stages N` it measures only what it costs that a model is in stages, all on the one GPU.
+With `--sharing` rows attend together to blocks that they share, in attention alone and in decode steps. Both are
+computed with and without, and the results are compared. With `--stages N` a model's stages are all on the one GPU.
 
-With `--sharing` it measures only what it brings that rows attend together to blocks that they share, in attention alone
-and in decode steps. Both are computed with and without, and the results are compared.
-
-The model has random weights in bfloat16: a llama of 1.2 billion parameters (16 layers, hidden 2048, 32 query and 8 KV
-heads of 64, intermediate 8192, vocabulary 128,256, tied). A prompt is computed in one step, its first token included.
+The model has the shape and the weights of stage `engine` of scripts/gpu_check, which measures plain steps: a llama of
+1.2 billion parameters in bfloat16 (16 layers, hidden 2048, 32 query and 8 KV heads of 64, vocabulary 128,256, tied).
 """
 
 from __future__ import annotations
@@ -18,75 +16,60 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import transformers
+from gpu.made_model import BLOCK_SIZE, made_runner
+from gpu.shapes import LLAMA_1B, made_module
+from gpu.steps import decode_steps, prompt_seconds, some_tokens, timed_step
 
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.graph_recording import GpuRecorder, Record
 from baton.runner.backends.cuda.shared_splits import find_shared_splits
+from baton.runner.backends.device import resolve_device
 from baton.runner.loading import load_runner
-from baton.runner.model.random_model import write_random_model
+from baton.runner.model.random_model import write_module
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stages_here import start_on
 from tests.support.runner_driver import RunnerDriver
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 128256,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
 PROMPTS = (128, 512, 2048)
-BATCHES = (1, 8, 16, 64, 128)
+SHARERS = (16, 64, 128)
 CONTEXT = 512
 SHARED, OWN = 1024, 512
 """Tokens of a context that all requests share, and those of each request alone."""
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 64, 16
+HEADS, KV_HEADS, HEAD_DIM = LLAMA_1B.heads, LLAMA_1B.kv_heads, LLAMA_1B.head_dim
+NUM_BLOCKS = 12000
 CALLS = 10
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sharing", action="store_true", help="only requests that share a prefix")
-    parser.add_argument("--stages", type=int, help="only so many stages on this GPU, beside one process, in turns")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--sharing", action="store_true", help="requests that share a prefix")
+    what.add_argument("--stages", type=int, help="so many stages on this GPU, beside one process, in turns")
     arguments = parser.parse_args()
-    only_sharing, num_stages = arguments.sharing, arguments.stages
     print(
         f"{torch.cuda.get_device_name()}, Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
         flush=True,
     )
-    with tempfile.TemporaryDirectory() as directory:
-        write_random_model(Path(directory), LLAMA, 0, "bfloat16")
-        runner = load_runner(Path(directory), dtype="bfloat16", num_blocks=12000, device="cuda")
-        if num_stages:
-            _compare_stages(Path(directory), runner, num_stages)
-            return
-    for path in runner.model.compute_paths:
-        print(f"{path.part + ':':12}{path.runs} {path.why_not_faster}")
-    print(f"bit-exact:  {'yes' if runner.model.bit_exact else runner.model.bit_exact_reason}")
-    for batch in BATCHES[2:]:
-        print(attention_of_sharers(batch, SHARED, OWN, torch.device("cuda"), GpuRecorder()), flush=True)
-        _decode_sharing(runner, batch)
-    if only_sharing:
+    device = resolve_device("cuda")
+    if arguments.stages:
+        with tempfile.TemporaryDirectory() as directory:
+            write_module(Path(directory), made_module(LLAMA_1B, device, torch.bfloat16, "sdpa"))
+            torch.cuda.empty_cache()
+            runner = load_runner(Path(directory), dtype="bfloat16", num_blocks=NUM_BLOCKS, device="cuda")
+            _compare_stages(Path(directory), runner, arguments.stages)
         return
-    for tokens in PROMPTS:
-        seconds = sorted(_prefill(runner, prompt) for prompt in _prompts(4, tokens))
-        print(f"prefill {tokens}: {tokens / seconds[0]:.0f} tokens/s, {seconds[0] * 1e3:.1f} ms at best", flush=True)
-    _decode(runner, "with graphs")
-    runner._transformer.decode_graphs = None
-    _decode(runner, "without graphs")
+    runner = made_runner(LLAMA_1B, device, NUM_BLOCKS)
+    print(f"bit-exact: {'yes' if runner.model.bit_exact else runner.model.bit_exact_reason}")
+    for batch in SHARERS:
+        print(attention_of_sharers(batch, SHARED, OWN, device, GpuRecorder()), flush=True)
+        _decode_sharing(runner, batch)
 
 
 def _compare_stages(directory: Path, alone: TorchModelRunner, count: int) -> None:
@@ -98,7 +81,7 @@ def _compare_stages(directory: Path, alone: TorchModelRunner, count: int) -> Non
     divided = load_runner(
         directory,
         dtype="bfloat16",
-        num_blocks=12000,
+        num_blocks=NUM_BLOCKS,
         device="cuda",
         pipeline_parallel=count,
         start_stages=start_here,
@@ -107,31 +90,19 @@ def _compare_stages(directory: Path, alone: TorchModelRunner, count: int) -> Non
     for turn in range(2):
         for name, runner in (("one process", alone), (f"{count} stages", divided)):
             for tokens in PROMPTS:
-                seconds = sorted(_prefill(runner, prompt) for prompt in _prompts(4, tokens))
-                print(f"turn {turn}: prefill {tokens}, {name}: {seconds[0] * 1e3:.1f} ms at best", flush=True)
+                seconds = min(prompt_seconds(runner, tokens, repeats=4))
+                print(f"turn {turn}: prefill {tokens}, {name}: {seconds * 1e3:.1f} ms at best", flush=True)
             _decode(runner, f"turn {turn}, {name}", (1, 16, 64))
     divided.close()
 
 
-def _prefill(runner: TorchModelRunner, prompt: list[int]) -> float:
-    driver = RunnerDriver(runner)
-    driver.add("prompt", prompt, SamplingParams(temperature=0.0, max_tokens=1))
-    return _timed_step(driver, {"prompt": len(prompt)})
-
-
-def _decode(runner: TorchModelRunner, name: str, batches: Sequence[int] = BATCHES) -> None:
+def _decode(runner: TorchModelRunner, name: str, batches: Sequence[int]) -> None:
     for batch in batches:
-        driver = RunnerDriver(runner)
-        for number, prompt in enumerate(_prompts(batch, CONTEXT)):
-            driver.add(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=40))
-            driver.step({str(number): CONTEXT})
-        step = {str(number): 1 for number in range(batch)}
-        # The first steps record a graph.
-        seconds = sorted([_timed_step(driver, step) for _ in range(24)][4:])
-        middle, low, high = median(seconds), seconds[2], seconds[17]
+        params = SamplingParams(temperature=0.0, max_tokens=40)
+        steps = decode_steps(runner, batch, CONTEXT, params, steps=20, limit_s=60)
         print(
-            f"decode {batch} {name}: {batch / middle:.0f} tokens/s, "
-            f"{middle * 1e3:.2f} ms a step [{low * 1e3:.2f}, {high * 1e3:.2f}]",
+            f"decode {batch} {name}: {batch / steps.ms * 1e3:.0f} tokens/s, {steps.ms:.2f} ms a step "
+            f"[{steps.quantile_ms(0.1):.2f}, {steps.quantile_ms(0.9):.2f}]",
             flush=True,
         )
 
@@ -186,16 +157,17 @@ def _decode_sharing(runner: TorchModelRunner, batch: int) -> None:
     for kinds in (set(), together):
         operations._together = kinds
         driver = RunnerDriver(runner)
-        prefix = _prompts(1, SHARED)[0]
+        prefix = some_tokens(0, SHARED, LLAMA_1B.vocab)
         blocks: Sequence[int] = ()
-        for number, tail in enumerate(_prompts(batch, OWN)):
+        for number in range(batch):
+            tail = some_tokens(number, OWN, LLAMA_1B.vocab)
             params = SamplingParams(temperature=0.0, max_tokens=40)
             start = SHARED if blocks else 0
             request = driver.add(str(number), [*prefix, *tail], params, num_computed=start, shared=blocks)
             driver.step({str(number): SHARED + OWN - start})
             blocks = request.block_ids[: SHARED // runner.layout.block_size]
         step = {str(number): 1 for number in range(batch)}
-        medians.append(median([_timed_step(driver, step) for _ in range(24)][4:]) * 1e3)
+        medians.append(median([timed_step(driver, step) for _ in range(24)][4:]) * 1e3)
         outputs.append([request.output for request in driver.requests.values()])
     print(
         f"decode {batch} with {SHARED} tokens shared and {OWN} not: {medians[0]:.2f} ms a step, together "
@@ -203,16 +175,6 @@ def _decode_sharing(runner: TorchModelRunner, batch: int) -> None:
         f"{'equal' if outputs[0] == outputs[1] else 'DIFFER'}",
         flush=True,
     )
-
-
-def _timed_step(driver: RunnerDriver, shares: dict[str, int]) -> float:
-    started = time.perf_counter()
-    driver.step(shares)
-    return time.perf_counter() - started
-
-
-def _prompts(count: int, tokens: int) -> list[list[int]]:
-    return [[(7 * place + number) % 1000 for place in range(tokens)] for number in range(count)]
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ STAGES = (
     "environment",
     "bits",
     "tests",
+    "micro",
+    "engine",
+    "pair",
+    "transformers",
 )
 """All stages, in the order in which they run."""
 BUDGET_S = 480.0

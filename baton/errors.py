@@ -243,6 +243,12 @@ class EngineFault(BatonError):
     status = Status.INTERNAL
 
 
+class TemplateFault(BatonError):
+    """The model's own chat template exceeds its limits of time or memory. The request is not at fault."""
+
+    status = Status.INTERNAL
+
+
 class RepetitiveOutput(EngineFault):
     """The output repeats itself, and the request wants an error in that case. Tokens sent before remain valid."""
 

@@ -22,8 +22,8 @@ from baton.registry.redis_flights import RedisFlightRecords
 from baton.registry.registry import Registry, with_authority
 from baton.security.binds import check_bind
 from baton.security.matrix import CallerRole
-from baton.text.chat_template import ChatTemplate
 from baton.text.image_prompts import ImagePrompts
+from baton.text.model_template import ModelTemplate
 from baton.text.speech_prompts import SpeechPrompts
 from baton.text.tokenizer import Tokenizer
 from baton.wire.clients.operator_client import OperatorStub
@@ -67,10 +67,13 @@ async def run_router(
     # Simulated nodes take token ids only, and nothing of a model directory is read.
     is_simulated = config.runner == "simulated"
     codec = None if is_simulated else Tokenizer.load(config.model)
-    template = None if is_simulated else ChatTemplate.load(config.model)
+    template = None if is_simulated else ModelTemplate.load(config.model)
     images = None if is_simulated else ImagePrompts.load(config.model)
     speech = None if codec is None else SpeechPrompts.load(config.model, codec)
     async with contextlib.AsyncExitStack() as stack:
+        if template is not None:
+            stack.callback(template.close)
+            await asyncio.to_thread(template.check)
         if membership is None:
             registry_url = with_authority(config.registry, config.tls_ca)
             membership = Registry.connect(registry_url, config.cluster)

@@ -352,6 +352,10 @@ class Dispatcher:
         """Do work that waits for a child process; raises QueueFull if too much of it waits."""
         return await self._queued(self._bounded_work.run(tenant, work, *args))
 
+    async def in_chat_thread(self, tenant: str, work: Callable[..., T], *args: object, is_long: bool) -> T:
+        """Do work that renders a chat with the model's template; raises QueueFull if too much of it waits."""
+        return await self._queued(self._bounded_work.render(tenant, work, *args, is_long=is_long))
+
     async def _queued(self, result: Awaitable[T]) -> T:
         try:
             return await result

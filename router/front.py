@@ -118,6 +118,10 @@ class GenerationHandler:
         """Do work that waits for a child process, in a thread; raises Overloaded if too much of it waits."""
         return await self._dispatcher.in_waiting_thread(current_caller.get().tenant, work, *args)
 
+    async def in_chat_thread(self, work: Callable[..., T], *args: object, is_long: bool) -> T:
+        """Do work that renders a chat with the model's template; raises Overloaded if too much of it waits."""
+        return await self._dispatcher.in_chat_thread(current_caller.get().tenant, work, *args, is_long=is_long)
+
     async def embed(self, request: EmbedRequest, timeout_s: float | None) -> EmbedResponse:
         """The vectors, labels or scores of all inputs; raises BatonErrors. Cancelling it ends all of them."""
         named = replace(request, request_id=request.request_id or self._dispatcher.new_request_id())

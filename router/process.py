@@ -34,9 +34,9 @@ from baton.security.keys import KeyRing
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
 from baton.text.bounded_workers import BoundedWorkers
-from baton.text.chat_template import ChatTemplate
 from baton.text.constraint_checker import ConstraintChecker
 from baton.text.image_prompts import ImagePrompts
+from baton.text.model_template import ModelTemplate
 from baton.text.request_template import RequestTemplate
 from baton.text.speech_prompts import SpeechPrompts
 from baton.text.tokenizer import Tokenizer
@@ -104,7 +104,7 @@ class RouterProcess:
         membership: Membership,
         records: FlightRecords | None,
         codec: Tokenizer | None,
-        template: ChatTemplate | None,
+        template: ModelTemplate | None,
         card: ModelCard,
         asks: Asks,
         images: ImagePrompts | None = None,
@@ -152,7 +152,7 @@ class RouterProcess:
             speech_rules = SpeechRules(speech, AudioLimits(config.max_audio_bytes, config.max_audio_seconds), origins)
         limits = DispatchLimits(**settings_for(DispatchLimits, config), prompt_embeds_bytes=embeds_bytes)
         workers = BoundedWorkers()
-        work = BoundedWork(ConstraintChecker(workers))
+        work = BoundedWork(ConstraintChecker(workers), template)
         self._dispatcher = Dispatcher(
             self._view, self._links, codec, cards, self._timers, rng, limits, journal, placer, spans, work, rules
         )

@@ -33,6 +33,7 @@ from baton.offline.settings import EngineSettings, node_config
 from baton.runner import load
 from baton.text.chat_template import ChatTemplate
 from baton.text.constraint_checker import ConstraintChecker
+from baton.text.model_template import ModelTemplate
 from baton.text.tokenizer import Tokenizer
 from router.admission.request import ValidRequest
 from router.admission.validation import longest_answer, validate
@@ -77,7 +78,7 @@ class LLM:
         log_to_standard_loggers()
         config = with_model_directory(node_config(model, settings))
         self._codec = Tokenizer.load(config.model)
-        template = ChatTemplate.load(config.model)
+        self._template = template = ModelTemplate.load(config.model)
         runner = load(runner_spec(config))
         log_slow_paths(runner.model)
         self._engine = OfflineEngine(config, runner)
@@ -188,6 +189,7 @@ class LLM:
             self._is_closed = True
             self._engine.close()
             self._constraints.close()
+            self._template.close()
 
     def __enter__(self) -> Self:
         return self

@@ -92,6 +92,10 @@ class FakeHandler:
         self.num_in_waiting_threads += 1
         return await asyncio.to_thread(work, *args)
 
+    async def in_chat_thread(self, work: Callable[..., T], *args: object, is_long: bool) -> T:
+        self.num_in_threads += is_long
+        return await asyncio.to_thread(work, *args)
+
     def _begin(self, call: FakeCall) -> AsyncGenerator[GenerateEvent, None]:
         self.calls.put_nowait(call)
         return call.stream()

@@ -2,9 +2,10 @@
 
 The child reads work from its standard input, which is a socket, and writes an answer to each there. A message is, in
 both directions, a length in four bytes, big-endian, and then UTF-8. Work is the name of the job
-(`bounded_workers.Job`), a blank, and its content. An answer is "+" and the result, or "-" and the reason why there is
-none. The child ends when its parent ends, when the socket is closed, or by a signal: SIGABRT when an allocation of Rust
-exceeds the memory limit, SIGPROF when a piece of work has used its CPU time, SIGSEGV when it needs more stack.
+(`bounded_workers.Job`), a blank, and its content. An answer is "+" and the result, or the reason why there is none
+behind "-", or behind "!" if the work exceeded the memory limit. The child ends when its parent ends, when the socket is
+closed, or by a signal: SIGABRT when an allocation of Rust exceeds the memory limit, SIGPROF when a piece of work has
+used its CPU time, SIGSEGV when it needs more stack.
 
 Arguments: the parent's process id, seconds of CPU time for a piece of work, bytes of memory for it.
 """
@@ -15,10 +16,11 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import cast
 
 from baton.bounded_process import end_with, limit_memory, limit_powers
-from baton.errors import InvalidRequest
+from baton.errors import ConfigError, InvalidRequest
 from baton.messages.sampling import ConstraintKind
 from baton.text.schema_compiling import JSON_OBJECT, check_constraint
 from baton.text.template_work import TemplateWork, load_all
@@ -28,6 +30,19 @@ MAX_MESSAGE_BYTES = 16 << 20
 """The longest message that is read. Work is as long as a request, which JSON may write with six bytes a character."""
 _STACK_BYTES = 2 << 20
 """The stack of this process: much less than that of a node's thread, which compiles what was compiled here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a piece of work ended."""
+
+    result: str = ""
+    reason: str = ""
+    """Why there is no result; empty if there is one."""
+    is_lasting: bool = True
+    """Whether the same work would end the same way again, so that the outcome may be cached."""
+    exceeds_limits: bool = False
+    """Whether the work needs more CPU time, memory or stack than a child has."""
 
 
 def main(arguments: list[str]) -> None:
@@ -45,10 +60,10 @@ def main(arguments: list[str]) -> None:
     with socket.socket(fileno=sys.stdin.fileno()) as channel:
         # A sandbox of Jinja has been escaped from before.
         limit_powers()
-        send(channel, _answer("json_schema " + JSON_OBJECT, memory_bytes))
+        send(channel, answer_to("json_schema " + JSON_OBJECT, memory_bytes))
         while (work := receive(channel)) is not None:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
-            answer = _answer(work, memory_bytes)
+            answer = answer_to(work, memory_bytes)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             send(channel, answer)
 
@@ -71,13 +86,15 @@ def receive(channel: socket.socket) -> str | None:
     return None if content is None else content.decode()
 
 
-def parse_answer(answer: str) -> tuple[str, str]:
-    """The result, and the reason why there is none; one of them is empty. Raises ValueError for what is no answer."""
+def parse_answer(answer: str) -> Outcome:
+    """The outcome that an answer tells. Raises ValueError for what is no answer."""
     match answer[:1]:
         case "+":
-            return answer[1:], ""
+            return Outcome(answer[1:])
         case "-":
-            return "", answer[1:]
+            return Outcome(reason=answer[1:])
+        case "!":
+            return Outcome(reason=answer[1:], exceeds_limits=True)
     raise ValueError("a message that is no answer")
 
 
@@ -86,20 +103,24 @@ def out_of_memory(memory_bytes: int) -> str:
     return f"needs more than {memory_bytes >> 20} MiB of memory: make it simpler"
 
 
-def _answer(work: str, memory_bytes: int) -> str:
+def answer_to(work: str, memory_bytes: int) -> str:
+    """Do a piece of work and return the answer to it. Takes any time, and any memory up to that of this process."""
     job, _, content = work.partition(" ")
     try:
-        if job == "chat_template":
-            text = TemplateWork.of_json(content).render()
+        if job in ("chat_template", "template_traits"):
+            template = TemplateWork.of_json(content)
+            text = template.render() if job == "chat_template" else template.traits()
             text.encode()
             return "+" + text
         check_constraint(content, cast(ConstraintKind, job))
     except InvalidRequest as error:
         return "-" + error.reason.encode(errors="backslashreplace").decode()
+    except ConfigError as error:
+        return "-" + str(error).encode(errors="backslashreplace").decode()
     except UnicodeEncodeError:
         return "-makes a text that is not valid Unicode"
     except MemoryError:
-        return "-" + out_of_memory(memory_bytes)
+        return "!" + out_of_memory(memory_bytes)
     return "+"
 
 

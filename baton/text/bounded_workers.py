@@ -1,7 +1,8 @@
 """Child processes that do untrusted work within limits of memory and time.
 
-The work is compiling what an output must be (`schema_compiling`) and rendering a chat template that came with a request
-(`request_template`). A stranger's constraint or template may take any time and any memory.
+The work is compiling what an output must be (`schema_compiling`), and rendering a chat template that came with a
+request (`request_template`) or with a model (`model_template`). A stranger's constraint or template may take any time
+and any memory.
 
 The rules:
 
@@ -20,15 +21,15 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from baton.bounded_process import child_environment
 from baton.errors import Overloaded
 from baton.messages.sampling import ConstraintKind
-from baton.text.bounded_child import out_of_memory, parse_answer, receive, send
+from baton.text.bounded_child import Outcome, out_of_memory, parse_answer, receive, send
 
-Job = ConstraintKind | Literal["chat_template"]
-"""What a child does: compile a constraint of this kind, or render a chat template."""
+Job = ConstraintKind | Literal["chat_template", "template_traits"]
+"""What a child does: compile a constraint of this kind, render a chat template, or find what one has a place for."""
 BOUNDED_CHILD = "baton.text.bounded_child"
 """The module that children run."""
 _START_S = 30.0
@@ -45,15 +46,16 @@ class WorkLimits:
     memory_bytes: int = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a piece of work ended."""
+class Workers(Protocol):
+    """What does untrusted work; `BoundedWorkers` does it in child processes."""
 
-    result: str = ""
-    reason: str = ""
-    """Why there is no result; empty if there is one."""
-    is_lasting: bool = True
-    """Whether the same work would end the same way again, so that the outcome may be cached."""
+    def run(self, job: Job, content: str) -> Outcome:
+        """Do one piece of work. Raises Overloaded if it can't be done now."""
+        ...
+
+    def close(self) -> None:
+        """Do no more work. Idempotent."""
+        ...
 
 
 class BoundedWorkers:
@@ -168,7 +170,11 @@ class _Child:
             send(self._socket, f"{job} {content}")
             answer = receive(self._socket)
             if answer is not None:
-                return Outcome(*parse_answer(answer))
+                outcome = parse_answer(answer)
+                if outcome.exceeds_limits:
+                    # What the work has left in memory would be missing for the next one.
+                    self.close()
+                return outcome
         except TimeoutError:
             self.close()
             reason = f"was not processed within {limits.wall_s:g} s: make it simpler, or send it again"
@@ -197,11 +203,12 @@ class _Child:
         if was_closed:
             raise Overloaded("this process is shutting down")
         if code == -signal.SIGPROF:
-            return Outcome(reason=f"takes more than {limits.cpu_s:g} s of CPU time: make it simpler")
+            reason = f"takes more than {limits.cpu_s:g} s of CPU time: make it simpler"
+            return Outcome(reason=reason, exceeds_limits=True)
         if code == -signal.SIGABRT:
-            return Outcome(reason=out_of_memory(limits.memory_bytes))
+            return Outcome(reason=out_of_memory(limits.memory_bytes), exceeds_limits=True)
         if code == -signal.SIGSEGV:
             # A stack overflow.
-            return Outcome(reason="is nested too deeply: make it simpler")
+            return Outcome(reason="is nested too deeply: make it simpler", exceeds_limits=True)
         # A signal from elsewhere, which says nothing about the work.
         return Outcome(reason=f"can't be processed: the process for it ended with {code}", is_lasting=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
+from functools import cached_property
 from typing import Any, Never
 
 from jinja2 import Template, TemplateError, nodes
@@ -18,14 +18,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import ConfigError, InvalidRequest
-from baton.text.prompt_template import PromptTemplate
-from baton.text.template_files import (
-    DEFAULT,
-    SPECIAL_TOKENS,
-    find_special_tokens,
-    find_templates,
-    find_tool_call_parser,
-)
+from baton.text.prompt_template import PromptTemplate, TemplateTraits, find_traits
+from baton.text.template_files import DEFAULT, SPECIAL_TOKENS
 
 DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -35,7 +29,7 @@ DEFAULT_TEMPLATE = (
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the place in a message where the model continues it; the same as in transformers."""
-_TOOL_USE = "tool_use"
+TOOL_USE = "tool_use"
 """The name of the template for chats with tools, as in transformers."""
 _OWN_NAMES = frozenset(
     {"messages", "add_generation_prompt", "tools", "documents", "strftime_now", "raise_exception", *SPECIAL_TOKENS}
@@ -47,60 +41,29 @@ MAX_RENDERED_BYTES = 2 << 20
 _MAX_REASON_CHARS = 500
 
 
-def has_chat_template(model_dir: Path) -> bool:
-    """Whether a model directory has a template of its own; raises ConfigError when its files can't be read."""
-    return bool(find_templates(model_dir))
-
-
 class ChatTemplate(PromptTemplate):
     """One model's template, compiled, or several with names, of which the tools of a chat choose one as in
     transformers. Immutable, and safe to use from several threads.
+
+    Neither compiling nor rendering it is bounded in time and memory. So only child processes make one of what came with
+    a model or a request: see `model_template.ModelTemplate` and `request_template.RequestTemplate`.
     """
 
-    def __init__(
-        self, sources: str | Mapping[str, str], special_tokens: Mapping[str, str], tool_call_parser: str = ""
-    ) -> None:
+    def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """Compile a model's template, or of those with names the ones for chats; raises ConfigError for one that is
-        not valid. Those for other things are compiled when a request names them.
+        not valid.
 
         `special_tokens`: the texts of those that the model has, by their names in templates; others are undefined.
-        `tool_call_parser`: the format in which the model calls tools, if its files name one.
         """
         self._sources = {DEFAULT: sources} if isinstance(sources, str) else dict(sources)
-        chosen = [name for name in (DEFAULT, _TOOL_USE) if name in self._sources]
+        chosen = [name for name in (DEFAULT, TOOL_USE) if name in self._sources]
         self._templates = {name: _compiled(self._sources[name]) for name in chosen}
-        self.source = "\n".join(self._sources[name] for name in chosen)
-        """The template of chats in Jinja; where those with tools have another one, both."""
-        self.special_tokens = dict(special_tokens)
-        self.tool_call_parser = tool_call_parser
-        self.is_default = self.source == DEFAULT_TEMPLATE
-        """Whether the model has no template of its own."""
+        self._special_tokens = dict(special_tokens)
         self._field, self._whose = "messages", "the model's chat template"
-
-    def named(self, name: str) -> ChatTemplate | None:
-        """The model's template of this name alone, None if none has it; raises InvalidRequest if it is broken."""
-        if name not in self._sources:
-            return None
-        try:
-            return ChatTemplate(self._sources[name], self.special_tokens)
-        except ConfigError as error:
-            reason = (
-                f"this one of the model's templates is broken (not valid Jinja): {_shortened(error.__cause__ or error)}"
-            )
-            raise InvalidRequest(FIELD, f"{name!r}: {reason}") from None
-
-    @classmethod
-    def load(cls, model_dir: Path) -> ChatTemplate:
-        """The template of a model directory, or the default one; raises ConfigError when its files can't be read."""
-        sources = find_templates(model_dir) or DEFAULT_TEMPLATE
-        return cls(sources, find_special_tokens(model_dir), find_tool_call_parser(model_dir))
 
     @classmethod
     def of_request(cls, special_tokens: Mapping[str, str], source: str) -> ChatTemplate:
-        """The template that came with a request; raises InvalidRequest for a source that is not a valid template.
-
-        Neither compiling nor rendering it is bounded in time and memory: see `request_template.RequestTemplate`.
-        """
+        """The template that came with a request; raises InvalidRequest for a source that is not a valid template."""
         try:
             template = cls(source, special_tokens)
         except ConfigError as error:
@@ -109,6 +72,10 @@ class ChatTemplate(PromptTemplate):
             ) from None
         template._field, template._whose = FIELD, "the template"
         return template
+
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        return find_traits(self.render)
 
     def render(
         self,
@@ -128,7 +95,7 @@ class ChatTemplate(PromptTemplate):
         name = self._chosen(tools)
         try:
             pieces = self._templates[name].generate(
-                self.special_tokens
+                self._special_tokens
                 | dict(variables or {})
                 | {
                     "messages": [self._with_known_role(message, name) for message in messages],
@@ -142,21 +109,21 @@ class ChatTemplate(PromptTemplate):
         except InvalidRequest:
             raise
         except MemoryError:
-            raise InvalidRequest(self._field, "need more memory for the chat template than there is") from None
+            raise
         except Exception as error:  # A template may raise anything for messages that it was not written for.
             reason = f"{self._whose} rejects {'them' if self._field == 'messages' else 'the messages'}"
             raise InvalidRequest(self._field, f"{reason}: {_shortened(error)}") from error
 
     def _chosen(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         """The name of the template for a chat with these tools; raises InvalidRequest if there is none for it."""
-        if tools and _TOOL_USE in self._templates:
-            return _TOOL_USE
+        if tools and TOOL_USE in self._templates:
+            return TOOL_USE
         if DEFAULT in self._templates:
             return DEFAULT
         raise InvalidRequest(
             self._field,
             f"has no template: those of this model are named {', '.join(self._sources)}, and none is the default; "
-            f"{'send tools, or ' if _TOOL_USE in self._templates else ''}name one in {FIELD}",
+            f"{'send tools, or ' if TOOL_USE in self._templates else ''}name one in {FIELD}",
         )
 
     def _with_known_role(self, message: Mapping[str, Any], template: str) -> Mapping[str, Any]:

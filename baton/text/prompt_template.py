@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -26,8 +26,27 @@ _TOOL = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """What a chat template has a place for."""
+
+    needs_parts: bool
+    """Whether the text of a message is rendered only as a part in a list, as by templates of some image models."""
+    shows_tools: bool
+    """Whether tools are part of the prompt."""
+    shows_calls: bool
+    """Whether calls in messages of the assistant are part of the prompt of a chat without tools."""
+    shows_system: bool
+    """Whether messages of the role system are part of the prompt."""
+
+
 class PromptTemplate(ABC):
-    """A chat template. What it has a place for is found by rendering chats of one word and looking for that word."""
+    """A chat template."""
+
+    @property
+    @abstractmethod
+    def traits(self) -> TemplateTraits:
+        """What the template has a place for. Raises what `render` raises for a template that can't be rendered."""
 
     @abstractmethod
     def render(
@@ -47,36 +66,27 @@ class PromptTemplate(ABC):
         message, which the model then continues, as in transformers.
         """
 
-    @cached_property
-    def needs_parts(self) -> bool:
-        """Whether the text of a message is rendered only as a part in a list, as by templates of some image models."""
-        text = [{**_USER, "content": _PROBE}]
-        return not self._has_probe(text) and self._has_probe(with_parts(text))
 
-    @cached_property
-    def shows_tools(self) -> bool:
-        """Whether tools are part of the prompt."""
-        return any(self._shows(chat, [_TOOL]) for chat in ([_USER], [{**_USER, "role": "system"}, _USER]))
+def find_traits(render: Callable[..., str]) -> TemplateTraits:
+    """Find the traits of a template by rendering chats of one word with `PromptTemplate.render`."""
 
-    @cached_property
-    def shows_calls(self) -> bool:
-        """Whether calls in messages of the assistant are part of the prompt of a chat without tools."""
-        return any(self._shows(chat) for chat in (_CALLED, [*_CALLED, _ASSISTANT, _USER]))
-
-    @cached_property
-    def shows_system(self) -> bool:
-        """Whether messages of the role system are part of the prompt."""
-        return self._shows([{"role": "system", "content": _PROBE}, _USER])
-
-    def _shows(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
-        """Whether the word is in what is made of these messages, as texts or as parts; not if both are refused."""
-        return self._has_probe(messages, tools) or self._has_probe(with_parts(messages), tools)
-
-    def _has_probe(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+    def has_probe(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
         try:
-            return _PROBE in self.render(messages, _ANY_TIME, None, tools)
+            return _PROBE in render(messages, _ANY_TIME, None, tools)
         except InvalidRequest:
             return False
+
+    def shows(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+        """Whether the word is in what is made of these messages, as texts or as parts; not if both are refused."""
+        return has_probe(messages, tools) or has_probe(with_parts(messages), tools)
+
+    text = [{**_USER, "content": _PROBE}]
+    return TemplateTraits(
+        needs_parts=not has_probe(text) and has_probe(with_parts(text)),
+        shows_tools=any(shows(chat, [_TOOL]) for chat in ([_USER], [{**_USER, "role": "system"}, _USER])),
+        shows_calls=any(shows(chat) for chat in (_CALLED, [*_CALLED, _ASSISTANT, _USER])),
+        shows_system=shows([{"role": "system", "content": _PROBE}, _USER]),
+    )
 
 
 def with_parts(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -21,11 +21,23 @@ DEFAULT = "default"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The names of special tokens that a tokenizer may have without listing them as further ones."""
+MAX_TEMPLATE_BYTES = 1 << 20
+"""All templates of a model together. Those of models have some 10 KB."""
 _FORMS = "must be a template, or several with their names"
 
 
 def find_templates(model_dir: Path) -> Mapping[str, str]:
-    """The templates of a model by their names; none where it has no template. Raises ConfigError."""
+    """The templates of a model by their names; none where it has no template. Raises ConfigError, also for templates
+    that are too long together.
+    """
+    found = _templates_in(model_dir)
+    num_bytes = sum(len(source.encode(errors="surrogatepass")) for source in found.values())
+    if num_bytes > MAX_TEMPLATE_BYTES:
+        raise ConfigError(f"{model_dir} has chat templates of {num_bytes} bytes; at most {MAX_TEMPLATE_BYTES} are read")
+    return found
+
+
+def _templates_in(model_dir: Path) -> Mapping[str, str]:
     files = {DEFAULT: model_dir / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja"))}
     if found := {name: _text(path) for name, path in files.items() if path.is_file()}:

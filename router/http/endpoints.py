@@ -103,6 +103,10 @@ class Handler(Protocol):
         """Do work that waits for a child process, in a thread; raises Overloaded if too much of it waits."""
         ...
 
+    async def in_chat_thread(self, work: Callable[..., T], *args: object, is_long: bool) -> T:
+        """Do work that renders a chat with the model's template, in a thread; raises Overloaded if too much waits."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class EndpointRequest:
@@ -140,6 +144,8 @@ class Endpoint(Generic[P]):
     """Sent in a stream while there is nothing else to send."""
     max_body_bytes = MAX_BODY_BYTES
     """The most bytes of a body."""
+    renders_chats = True
+    """Whether parsing a body renders a chat."""
     takes_images = False
     """Whether a body may have images, by which it may be larger."""
     can_resume = False
@@ -174,10 +180,12 @@ class Endpoint(Generic[P]):
                     await self._model.image_fetcher.put_images_in(found, place)
                 arguments = found, scope["state"]["request_id"], timeout_s, card
                 parser = self._parser(found)
-                parsed = await make_prompts(
-                    self._handler, content, found, parser.parse, *arguments, more_bytes=parser.more_bytes
-                )
-                del content, found, arguments, parser
+                work, more_bytes = parser.parse, parser.more_bytes
+                if self.renders_chats:
+                    parsed = await render_chat(self._handler, content, found, work, *arguments, more_bytes=more_bytes)
+                else:
+                    parsed = await in_thread_if_large(self._handler, content, work, *arguments, more_bytes=more_bytes)
+                del content, found, arguments, parser, work
                 place.release()
                 if (traceparent := headers.get(b"traceparent")) is not None:
                     parsed = _traced(parsed, traceparent.decode("latin-1"))
@@ -350,6 +358,7 @@ class Completions(_OpenAiEndpoint):
     """POST /v1/completions"""
 
     answer_format = COMPLETION
+    renders_chats = False
     names = {  # noqa: RUF012
         "request_id": ("request_id", "x-request-id"),
         "next_token_index": ("last-event-id",),
@@ -466,7 +475,7 @@ async def in_thread_if_large(
     return await handler.in_thread(copy_context().run, work, *args)
 
 
-async def make_prompts(
+async def render_chat(
     handler: Handler,
     content: bytes,
     found: Mapping[str, Any],
@@ -474,14 +483,14 @@ async def make_prompts(
     *args: object,
     more_bytes: int = 0,
 ) -> T:
-    """The result of work that may render a chat, in a thread if it may take long.
+    """The result of work that renders a chat in a child process, for which a thread waits.
 
-    `found`: the JSON in `content`. `more_bytes`: what the work reads beside it. A template that came with the body is
-    rendered in a child process, for which a thread waits.
+    `found`: the JSON in `content`. `more_bytes`: what the work reads beside it.
     """
     if found.get(TEMPLATE_FIELD):
         return await handler.in_waiting_thread(copy_context().run, work, *args)
-    return await in_thread_if_large(handler, content, work, *args, more_bytes=more_bytes)
+    is_long = not is_small(content, more_bytes)
+    return await handler.in_chat_thread(copy_context().run, work, *args, is_long=is_long)
 
 
 def request_id_of(scope: Scope, rng: Random) -> str:

@@ -16,6 +16,7 @@ from baton.errors import (
     Overloaded,
     SlowReader,
     Status,
+    TemplateFault,
     TransferFailed,
     UnknownModel,
     VersionGone,
@@ -55,6 +56,7 @@ _BY_TYPE: dict[type[BatonError], Kind] = {
     # Not 429: the client read too slowly, it did not ask too often.
     SlowReader: Kind(408, "timeout_error", "slow_reader"),
     EngineFault: Kind(500, "server_error", "engine_fault"),
+    TemplateFault: Kind(500, "server_error", "chat_template_fault"),
     ContinuedElsewhere: Kind(503, "server_error", "continued_elsewhere"),
     VersionGone: Kind(503, "server_error", "version_gone"),
 }

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 from baton.errors import InvalidRequest
 from baton.messages.generation import ModelCard
 from baton.messages.request_limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_VARIABLE_BYTES
-from baton.text.chat_template import FIELD, MAX_RENDERED_BYTES, ChatTemplate
+from baton.text.chat_template import FIELD, MAX_RENDERED_BYTES
 from baton.text.detokenizer import Detokenizer
 from baton.text.image_prompts import PromptImage
+from baton.text.model_template import ModelTemplate
 from baton.text.prompt_template import PromptTemplate, with_parts
 from baton.text.tool_calls.formats import FORMATS
 from baton.text.tool_calls.tools_in_text import tools_in_text
@@ -61,7 +62,7 @@ class ServedModel:
         self,
         card: Callable[[], ModelCard],
         vocabulary: Vocabulary | None,
-        template: ChatTemplate | None,
+        template: ModelTemplate | None,
         now: Callable[[], datetime],
         request_template: Callable[[str], PromptTemplate] | None = None,
         answer_parsers: AnswerParsers | None = None,
@@ -143,11 +144,11 @@ class ServedModel:
         return self._vocabulary
 
     def chat_prompt(self, body: ChatPrompt) -> list[int]:
-        """The token ids of a chat; raises InvalidRequest that names the wrong field. May be called in a thread."""
+        """The token ids of a chat; raises InvalidRequest that names the wrong field. Waits for a child process."""
         return self.rendered_ids(self.chat_text(body, body.tools or ()))
 
     def chat_text(self, body: ChatPrompt, tools: Sequence[ToolBody], variables: Mapping[str, Any] | None = None) -> str:
-        """The text of a chat's prompt; raises InvalidRequest that names the wrong field. May be called in a thread.
+        """The text of a chat's prompt; raises InvalidRequest that names the wrong field. Waits for a child process.
 
         `tools`: those that the model gets to know. `variables`: for the template, where the body has none of the name.
         """
@@ -182,7 +183,7 @@ class ServedModel:
         """The text that the template makes of messages; raises InvalidRequest for `messages`.
 
         `tools`: those that the model gets to know; `images`: those of the messages, in order; `variables` and
-        `options`: those of `ChatTemplate.render`. May be called in a thread.
+        `options`: those of `ChatTemplate.render`. Waits for a child process.
         """
         # Before the template is rendered, so that nothing is done for images that are refused.
         read = self._read(images)
@@ -210,7 +211,7 @@ class ServedModel:
         if self._vocabulary is None or template is None:
             message = "this model is served without a tokenizer; send token ids to /v1/completions"
             raise InvalidRequest("messages", message)
-        has_place = template.shows_tools if tools else not _has_calls(messages) or template.shows_calls
+        has_place = template.traits.shows_tools if tools else not _has_calls(messages) or template.traits.shows_calls
         text = self._text(template, messages, variables, tools, **options) if has_place else ""
         # Some templates have a place for tools in some chats alone.
         if not has_place or not all(tool["function"]["name"] in text for tool in tools):
@@ -228,7 +229,7 @@ class ServedModel:
             raise InvalidRequest("tools", NO_TOOLS)
         # Where none is known, calls of earlier turns are written as most models write them.
         chosen = tool_format or FORMATS["hermes"]
-        return tools_in_text(messages, tools, chosen, shows_system=template.shows_system)
+        return tools_in_text(messages, tools, chosen, shows_system=template.traits.shows_system)
 
     def _text(
         self,
@@ -239,7 +240,7 @@ class ServedModel:
         **options: bool,
     ) -> str:
         has_parts = not all(isinstance(message["content"], str) for message in messages)
-        if has_parts or (template is self._template and template.needs_parts):
+        if has_parts or (template is self._template and template.traits.needs_parts):
             messages = with_parts(messages)
         return template.render(messages, self._now(), variables, tools, **options)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ConfigError
-from baton.text.chat_template import ChatTemplate
+from baton.text.model_template import ModelTemplate
 from baton.text.reasoning import ReasoningCounter, ReasoningSplitter
 from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
@@ -68,7 +68,7 @@ class AnswerParsers:
     """Whether the model may write `<think>…</think>` before its answer."""
 
     @classmethod
-    def of(cls, tool_call_parser: str, reasoning_parser: str, template: ChatTemplate | None) -> AnswerParsers:
+    def of(cls, tool_call_parser: str, reasoning_parser: str, template: ModelTemplate | None) -> AnswerParsers:
         """The parsers that the settings name.
 
         `auto` stands for those that fit the model: the one that its files name, or that its chat template describes.

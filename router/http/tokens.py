@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -16,7 +17,7 @@ from router.http.bodies.chats import ChatPrompt
 from router.http.bodies.fields import TokenIds
 from router.http.bodies.strict import Strict, read_as
 from router.http.client import Client
-from router.http.endpoints import Handler, in_thread_if_large, make_prompts
+from router.http.endpoints import Handler, in_thread_if_large, render_chat
 from router.http.json_body import parse_json, read_body
 from router.http.model import ServedModel
 
@@ -58,7 +59,11 @@ class _TokenEndpoint:
         content = await read_body(scope, receive)
         async with Client(receive, send) as client:
             found = await in_thread_if_large(self._handler, content, parse_json, content)
-            answer = await make_prompts(self._handler, content, found, self._answer, found, self._model.card)
+            work = partial(self._answer, found, self._model.card)
+            if found.get("messages") is None:
+                answer = await in_thread_if_large(self._handler, content, work)
+            else:
+                answer = await render_chat(self._handler, content, found, work)
             name = scope["state"]["request_id"].encode()
             await client.answer(200, [(b"content-type", b"application/json"), (b"x-request-id", name)], answer)
 

@@ -65,6 +65,7 @@ CODES = {
     "Unauthenticated": "UNAUTHENTICATED",
     "PermissionDenied": "PERMISSION_DENIED",
     "EngineFault": "INTERNAL",
+    "TemplateFault": "INTERNAL",
     "BackgroundFault": "INTERNAL",
     "ConfigError": "FAILED_PRECONDITION",
 }

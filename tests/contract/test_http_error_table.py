@@ -34,6 +34,7 @@ EXPECTED = {
     errors.Unauthenticated: 401,
     errors.PermissionDenied: 403,
     errors.EngineFault: 500,
+    errors.TemplateFault: 500,
     errors.ConfigError: 500,
     errors.BatonError: 500,
 }

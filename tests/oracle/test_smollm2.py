@@ -26,7 +26,8 @@ from baton.messages.sampling import SamplingParams
 from baton.models.resolve import find_model
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
-from baton.text.chat_template import ChatTemplate
+from baton.testing.fake_workers import FakeWorkers
+from baton.text.model_template import ModelTemplate
 from baton.text.tokenizer import Tokenizer
 from tests.oracle.test_token_exact import make_engine
 from tests.unit.runner.test_quantized_loading import error, logits
@@ -56,7 +57,7 @@ def model_dir() -> Path:
 
 
 def rendered(model_dir: Path) -> dict[str, list[int]]:
-    template, tokenizer = ChatTemplate.load(model_dir), Tokenizer.load(model_dir)
+    template, tokenizer = ModelTemplate.load(model_dir, FakeWorkers()), Tokenizer.load(model_dir)
     now = datetime.now(UTC)
     return {
         question: tokenizer.encode_rendered(template.render([{"role": "user", "content": question}], now))

@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from baton.testing.fake_clock import FakeClock
-from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from baton.testing.fake_workers import FakeWorkers
+from baton.text.chat_template import DEFAULT_TEMPLATE
+from baton.text.model_template import ModelTemplate
 from router.http.app import HttpFront
 from router.http.model import ServedModel
 from router.http.responses.store import ResponseStore
@@ -20,7 +22,7 @@ from tests.support.http_client import AsgiClient, Exchange
 from tests.support.http_rig import BOUNDS
 
 EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "150"))
-TEMPLATE = ChatTemplate(DEFAULT_TEMPLATE, {})
+TEMPLATE = ModelTemplate(DEFAULT_TEMPLATE, {}, workers=FakeWorkers())
 fuzzed = settings(
     max_examples=EXAMPLES,
     database=None,

@@ -13,7 +13,9 @@ from baton.testing.fake_adapter_handler import FakeAdapterHandler
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_handler import FakeCall, FakeHandler
 from baton.testing.fake_tokenizer import FakeTokenizer
-from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from baton.testing.fake_workers import FakeWorkers
+from baton.text.chat_template import DEFAULT_TEMPLATE
+from baton.text.model_template import ModelTemplate
 from baton.text.prompt_template import PromptTemplate
 from router.admission.images import ImageRules
 from router.http.adapters import adapter_routes
@@ -61,10 +63,11 @@ class HttpRig(AsgiClient):
         super().__init__(self.front(self.handler, keep_alive_s, template))
 
     def front(self, handler: Handler, keep_alive_s: float, template: str) -> HttpFront:
+        own = ModelTemplate(template, {}, workers=FakeWorkers())
         model = ServedModel(
             lambda: self.card,
             self._vocabulary,
-            ChatTemplate(template, {}),
+            own,
             lambda: NOW,
             self._request_template,
             image_rules=self._image_rules,

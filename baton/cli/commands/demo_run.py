@@ -20,7 +20,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,7 +40,7 @@ from baton.errors import BatonError, ExitCode
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest
 from baton.models.resolve import find_model
 from baton.observe.terminal_text import shown
-from baton.text.chat_template import ChatTemplate, has_chat_template
+from baton.text.model_template import ModelTemplate, has_chat_template
 from baton.text.tokenizer import Tokenizer
 
 _MAX_TOKENS, _MAX_ANSWER_TOKENS = 48, 80
@@ -88,11 +88,11 @@ def questions(model_dir: Path) -> list[DemoRequest]:
         "a poem": "Write a short poem about the sea.",
         "a long one": f"{text[: text.rindex(chr(10))]}\n\nWhat does this Python module do? Answer in one sentence.",
     }
-    template, tokenizer = ChatTemplate.load(model_dir), Tokenizer.load(model_dir)
-    runs = []
-    for title, question in asked.items():
-        rendered = template.render([{"role": "user", "content": question}], datetime.now(UTC))
-        runs.append(DemoRequest(title, question + "\n", tokenizer.encode_rendered(rendered)))
+    tokenizer, runs = Tokenizer.load(model_dir), []
+    with closing(ModelTemplate.load(model_dir)) as template:
+        for title, question in asked.items():
+            rendered = template.render([{"role": "user", "content": question}], datetime.now(UTC))
+            runs.append(DemoRequest(title, question + "\n", tokenizer.encode_rendered(rendered)))
     return runs
 
 

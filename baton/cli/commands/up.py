@@ -104,7 +104,7 @@ def _use_of(config: UpConfig) -> _Use:
     from baton.config.cluster import bundled_model_dir
     from baton.model_formats.encoder_decoders import encoder_decoder
     from baton.runner.model.pooling_files import read_pooling
-    from baton.text.chat_template import has_chat_template
+    from baton.text.model_template import has_chat_template
 
     if config.runner != "torch":
         return "text"

@@ -59,6 +59,8 @@ class ModelFacts:
     weight_bytes: int = 0
     compute_paths: Sequence[tuple[str, str, str]] = ()
     """For each part: its name, what computes it, and why nothing faster does (empty for the fastest)."""
+    template_error: str = ""
+    """Why the model's chat template is not used; empty if it is, or if the model has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ def run_checks(facts: Facts) -> list[Finding]:
         _model(facts),
         _bit_exact(facts),
         _compute_paths(facts),
+        *([_chat_template(facts)] if facts.model.template_error else []),
         _threads(facts),
         _memory(facts),
         _redis(facts),
@@ -202,6 +205,15 @@ def _compute_paths(facts: Facts) -> Finding:
         Level.WARNING,
         f"{message}. {'; '.join(slow)}",
         "fix what the reason names, if possible; without that tokens are the same, only slower",
+    )
+
+
+def _chat_template(facts: Facts) -> Finding:
+    return Finding(
+        "template",
+        Level.WARNING,
+        f"chats will be refused: {facts.model.template_error}",
+        "replace the chat template in the model's directory (chat_template.jinja, or tokenizer_config.json)",
     )
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,8 +124,26 @@ def model_facts(found: FoundModel, dtype: str, threads: int) -> ModelFacts:
         return ModelFacts(name, " ".join(str(error).split()))
     paths = [(path.part, path.runs, path.why_not_faster) for path in info.compute_paths]
     return ModelFacts(
-        name, "", info.dtype, info.numerics, info.bit_exact, info.bit_exact_reason, info.weight_bytes, paths
+        name,
+        "",
+        info.dtype,
+        info.numerics,
+        info.bit_exact,
+        info.bit_exact_reason,
+        info.weight_bytes,
+        paths,
+        _template_error(directory),
     )
+
+
+def _template_error(directory: Path) -> str:
+    from baton.text.model_template import ModelTemplate
+
+    try:
+        with closing(ModelTemplate.load(directory)) as template:
+            return template.check()
+    except ConfigError as error:
+        return str(error)
 
 
 def _registry(url: str) -> ServerMemory:

@@ -23,6 +23,7 @@ from router.http.endpoints import (
     Handler,
     has_images,
     in_thread_if_large,
+    render_chat,
     with_client_names,
 )
 from router.http.errors import Headers
@@ -122,7 +123,7 @@ class CountTokens:
                 if self._model.image_fetcher is not None:
                     await self._model.image_fetcher.put_images_in(found, place)
                 more_bytes = MAX_BODY_BYTES if has_images(found) else 0
-                count = await in_thread_if_large(self._handler, content, self._count, found, more_bytes=more_bytes)
+                count = await render_chat(self._handler, content, found, self._count, found, more_bytes=more_bytes)
             headers = [(b"content-type", b"application/json"), *id_headers(scope["state"]["request_id"])]
             await client.answer(200, headers, json.dumps({"input_tokens": count}).encode())
 

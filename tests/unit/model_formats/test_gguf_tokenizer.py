@@ -19,7 +19,8 @@ from baton.model_formats.gguf.container import open_gguf
 from baton.model_formats.gguf.facts import Facts
 from baton.model_formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 from baton.model_formats.gguf.tokenizer import generation_config_json, tokenizer_config_json, tokenizer_json
-from baton.text.chat_template import ChatTemplate
+from baton.testing.fake_workers import FakeWorkers
+from baton.text.model_template import ModelTemplate
 from baton.text.tokenizer import Tokenizer
 from tests.support.gguf_files import write_gguf
 from tests.support.gguf_models import byte_level_tokens
@@ -175,14 +176,14 @@ def test_ends_of_turns_are_known_by_their_names_whatever_their_kind_is(tmp_path:
 
 
 def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
-    template = ChatTemplate.load(directory_of(tmp_path, byte_level_tokens()))
+    template = ModelTemplate.load(directory_of(tmp_path, byte_level_tokens()), FakeWorkers())
     text = template.render([{"role": "user", "content": "Hi"}], datetime.now(UTC))
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_the_templates_with_names_are_those_of_the_file(tmp_path: Path) -> None:
     names = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "TOOLS {{ tools }}"}
-    template = ChatTemplate.load(directory_of(tmp_path, {**byte_level_tokens(), **names}))
+    template = ModelTemplate.load(directory_of(tmp_path, {**byte_level_tokens(), **names}), FakeWorkers())
     chat = [{"role": "user", "content": "Hi"}]
     assert template.render(chat, datetime.now(UTC), None, [{"x": 1}]) == "TOOLS [{'x': 1}]"
     assert template.render(chat, datetime.now(UTC)).startswith("<|im_start|>user")

@@ -19,8 +19,9 @@ from baton.messages.speculation import SpeculationConfig
 from baton.models import named_models, resolve
 from baton.models.model_cache import sha256_of
 from baton.models.resolve import FoundModel, find_model, with_model_directory
-from baton.text.chat_template import ChatTemplate
+from baton.testing.fake_workers import FakeWorkers
 from baton.text.model_files import read_model_files, read_sampling_defaults
+from baton.text.model_template import ModelTemplate
 from router.http.parsed_text import AnswerParsers
 from tests.support.named_models import MODEL, entries, write_directory
 
@@ -55,14 +56,14 @@ def test_a_known_file_gets_what_is_known_of_its_model(
 ) -> None:
     plain = find_model(gguf_file, {"XDG_CACHE_HOME": str(tmp_path / "plain")}).directory
     assert read_sampling_defaults(plain) == SamplingDefaults()
-    assert ChatTemplate.load(plain).tool_call_parser == ""
+    assert ModelTemplate.load(plain, FakeWorkers()).tool_call_parser == ""
     known = replace(MODEL, sha256=sha256_of(gguf_file), sampling={"temperature": 0.2}, tool_call_parser="smollm2")
     monkeypatch.setattr(named_models, "NAMED_MODELS", {"tiny": known})
     directory = find_model(gguf_file, {"XDG_CACHE_HOME": str(tmp_path / "known")}).directory
     assert read_sampling_defaults(directory) == SamplingDefaults(temperature=0.2)
     assert read_model_files(directory).eos_token_ids, "the converter's own content stays"
-    template = ChatTemplate.load(directory)
-    assert template.source == ChatTemplate.load(plain).source
+    template = ModelTemplate.load(directory, FakeWorkers())
+    assert template.source == ModelTemplate.load(plain, FakeWorkers()).source
     for setting, parser in (("auto", "smollm2"), ("hermes", "hermes"), ("none", None)):
         assert AnswerParsers.of(setting, "auto", template).tool_call_parser == parser
 

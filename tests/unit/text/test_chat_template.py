@@ -14,7 +14,9 @@ from transformers import AutoTokenizer
 
 from baton.config import bundled_model_dir
 from baton.errors import ConfigError, InvalidRequest
-from baton.text.chat_template import ChatTemplate, has_chat_template
+from baton.testing.fake_workers import FakeWorkers
+from baton.text.chat_template import ChatTemplate
+from baton.text.model_template import ModelTemplate, has_chat_template
 from baton.text.tokenizer import Tokenizer
 
 NOW = datetime(2026, 1, 2, 3, 4)
@@ -41,8 +43,12 @@ LLAMA = """{%- for message in messages %}
 {% endif %}"""
 
 
+def loaded(directory: Path) -> ModelTemplate:
+    return ModelTemplate.load(directory, FakeWorkers())
+
+
 def test_the_template_of_the_bundled_model_gives_the_same_tokens_as_transformers() -> None:
-    ours = Tokenizer.load(bundled_model_dir()).encode_rendered(ChatTemplate.load(bundled_model_dir()).render(CHAT, NOW))
+    ours = Tokenizer.load(bundled_model_dir()).encode_rendered(loaded(bundled_model_dir()).render(CHAT, NOW))
     theirs = AutoTokenizer.from_pretrained(bundled_model_dir()).apply_chat_template(CHAT, add_generation_prompt=True)
     assert ours == list(theirs["input_ids"])
 
@@ -156,7 +162,7 @@ def test_a_template_with_a_syntax_error_is_a_configuration_error() -> None:
 
 def test_the_template_is_found_in_its_places(tmp_path: Path) -> None:
     def rendered() -> str:
-        return ChatTemplate.load(tmp_path).render([{"role": "user", "content": "x"}], NOW)
+        return loaded(tmp_path).render([{"role": "user", "content": "x"}], NOW)
 
     assert rendered() == "user: x\nassistant:"
     config = tmp_path / "tokenizer_config.json"
@@ -179,7 +185,7 @@ def test_the_template_is_found_in_its_places(tmp_path: Path) -> None:
 def test_a_template_in_no_known_form_is_a_configuration_error(tmp_path: Path, value: Any) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
     with pytest.raises(ConfigError, match="must be a template, or several with their names"):
-        ChatTemplate.load(tmp_path)
+        loaded(tmp_path)
 
 
 NAMED = {
@@ -212,7 +218,7 @@ def test_one_of_several_templates_is_chosen_as_in_transformers(
             file = "chat_template" if name == "default" else f"additional_chat_templates/{name}"
             (directory / f"{file}.jinja").write_text(NAMED[name])
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    template, tokenizer = ChatTemplate.load(directory), AutoTokenizer.from_pretrained(directory)
+    template, tokenizer = loaded(directory), AutoTokenizer.from_pretrained(directory)
     try:
         theirs = tokenizer.apply_chat_template(CHAT, tools=tools, tokenize=False)
     except ValueError:
@@ -229,13 +235,13 @@ NESTED = "{{ " + "(" * 300 + "1" + ")" * 300 + " }}"
 
 @pytest.mark.parametrize("broken", ["{% if %}", NESTED], ids=["Jinja", "Python"])
 def test_a_broken_template_that_no_chat_chooses_fails_only_who_names_it(broken: str) -> None:
-    template = ChatTemplate({**NAMED, "rag": broken}, {})
+    template = ModelTemplate({**NAMED, "rag": broken}, {}, workers=FakeWorkers())
     assert template.render([{"role": "user", "content": "x"}], NOW) == "x None"
-    with pytest.raises(InvalidRequest, match="chat_template: 'rag': this one of the model's templates is broken"):
+    with pytest.raises(InvalidRequest, match="chat_template: 'rag': the model's chat template is broken"):
         template.named("rag")
     for name in ("default", "tool_use"):
         with pytest.raises(ConfigError, match="chat template is broken"):
-            ChatTemplate({**NAMED, name: broken}, {})
+            ModelTemplate({**NAMED, name: broken}, {}, workers=FakeWorkers()).check()
 
 
 def test_several_templates_without_the_default_one_are_those_of_a_model_with_a_template(tmp_path: Path) -> None:
@@ -243,7 +249,7 @@ def test_several_templates_without_the_default_one_are_those_of_a_model_with_a_t
     named = [{"name": "tool_use", "template": "x"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert has_chat_template(tmp_path)
-    assert not ChatTemplate.load(tmp_path).is_default
+    assert not loaded(tmp_path).is_default
 
 
 TOKENS = """
@@ -270,4 +276,4 @@ def test_special_tokens_are_defined_in_templates_as_in_transformers(
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "special_tokens_map.json").write_text(json.dumps(special_tokens_map))
     theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(CHAT, tokenize=False)
-    assert ChatTemplate.load(directory).render(CHAT, NOW) == theirs
+    assert loaded(directory).render(CHAT, NOW) == theirs

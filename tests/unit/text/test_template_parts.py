@@ -25,7 +25,7 @@ QWEN = (
 
 @pytest.mark.parametrize(("source", "needs"), [(SMOLVLM, True), (QWEN, False), (DEFAULT_TEMPLATE, False)])
 def test_a_template_that_renders_texts_only_as_parts_needs_parts(source: str, needs: bool) -> None:
-    assert ChatTemplate(source, {}).needs_parts is needs
+    assert ChatTemplate(source, {}).traits.needs_parts is needs
 
 
 def messages(last: Any) -> list[dict[str, Any]]:

@@ -53,12 +53,12 @@ IN_SYSTEM = "{% for m in messages %}{{ m.content }}{% if m.role == 'system' %}{{
 def test_what_a_template_has_a_place_for_is_found_by_rendering(
     source: str, tools: bool, calls: bool, system: bool
 ) -> None:
-    found = ChatTemplate(source, {})
+    found = ChatTemplate(source, {}).traits
     assert (found.shows_tools, found.shows_calls, found.shows_system) == (tools, calls, system)
 
 
 def test_a_template_with_tools_of_its_own_has_a_place_for_them() -> None:
-    assert ChatTemplate({"default": ONLY_TEXT, "tool_use": template("hermes")}, {}).shows_tools
+    assert ChatTemplate({"default": ONLY_TEXT, "tool_use": template("hermes")}, {}).traits.shows_tools
 
 
 @pytest.mark.parametrize("name", FORMATS)

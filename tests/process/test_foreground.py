@@ -116,7 +116,7 @@ def test_ctrl_c_lets_a_running_stream_end(shell: Shell, tmp_path: Path) -> None:
     assert not shell.remaining_processes()
 
 
-def test_a_log_file_says_that_the_cluster_was_stopped(shell: Shell, tmp_path: Path) -> None:
+def test_a_log_file_says_what_has_started_and_that_the_cluster_was_stopped(shell: Shell, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with shell.start("up", *FLAGS, "--grpc-port", 0, "--run-dir", run_dir, **pipes) as up:
@@ -124,7 +124,13 @@ def test_a_log_file_says_that_the_cluster_was_stopped(shell: Shell, tmp_path: Pa
         while LAST_LINE.encode() not in up.stdout.readline():
             assert up.poll() is None
         up.send_signal(signal.SIGINT)
-        assert up.communicate()[1].decode() == f"stopped the cluster in {run_dir}\n"
+        first, *ready, stopping, stopped = up.communicate()[1].decode().splitlines()
+    assert first == f"Starting 4 processes; logs: {run_dir / 'logs'}"
+    assert ready[0] == "Starting: redis is ready (1 of 4)"
+    assert [line.partition("ready ")[2] for line in ready] == [f"({number} of 4)" for number in range(1, 5)]
+    assert sorted(line.split()[1] for line in ready) == ["decode-0", "prefill-0", "redis", "router-0"]
+    assert stopping == "Stopping: running requests may end first. Another signal ends them at once."
+    assert stopped == f"stopped the cluster in {run_dir}"
     assert up.returncode == 0
 
 

@@ -177,6 +177,9 @@ def test_a_kv_cache_that_does_not_fit_is_refused_once_the_model_is_loaded(
     done = shell.baton(
         "up", "--model", model, "--grpc-port", 0, "--kv-cache-memory", "4KiB", "--run-dir", tmp_path / "run"
     )
+    *progress, last = done.stderr.splitlines(keepends=True)
+    assert {line.partition(" ")[0] for line in progress} == {"Starting", "Starting:"}
+    done.stderr = last
     said = refusal(done, BAD_CONFIG)
     assert "did not start: 0 KV blocks of " in said
     assert (tmp_path / "run" / "logs").as_posix() in said

@@ -50,6 +50,7 @@ def compare_result(config: CompareConfig, comparison: Comparison, created: str) 
     found_verdict = decide(contender(best), contender(base)) if base is not None and best is not None else None
     is_settled = found_verdict is not None and found_verdict.is_settled
     result |= {
+        "max_concurrency": None,
         "slo": comparison.slo.to_json(),
         "attainment": config.attainment,
         "undisturbed": comparison.undisturbed,

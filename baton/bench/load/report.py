@@ -54,7 +54,11 @@ def serve_result(
 
 def rows(summary: Summary, percentiles: Sequence[float]) -> list[tuple[str, str]]:
     """Names and values, as vLLM prints them."""
+    most, rate = summary["max_concurrency"], summary["request_rate"]
     lines = [
+        ("Model", summary["model_id"]),
+        ("Maximum request concurrency", "no limit" if most is None else f"{most}"),
+        ("Request rate configured (req/s)", f"{rate}"),
         ("Successful requests", f"{summary['completed']}"),
         ("Failed requests", f"{summary['failed']}"),
         ("Benchmark duration (s)", f"{summary['duration']:.2f}"),

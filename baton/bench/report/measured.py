@@ -102,6 +102,12 @@ class MeasuredResult:
     """A checked result file."""
 
     kind: str
+    model: str
+    """The model's name, or several; empty if the result does not say it."""
+    max_concurrency: int | None
+    """The most requests that were open at once; None: as many as came, or the result does not say it."""
+    is_open_loop: bool
+    """Whether the result says that as many requests were open as came."""
     facts: Mapping[str, str]
     """Machine, versions, workload, command and seed, as text."""
     slo: Slo
@@ -116,6 +122,14 @@ class MeasuredResult:
     """Ratios of the best disaggregated arrangement to the colocated one, measured in turn: goodput, and the P99 of the
     largest gap."""
 
+    @property
+    def subject(self) -> str:
+        """The model and the load, as far as the result says them."""
+        load = "any number of requests at once" if self.is_open_loop else ""
+        if self.max_concurrency is not None:
+            load = f"at most {self.max_concurrency:,} requests at once"
+        return ", ".join(filter(None, (self.model, load)))
+
 
 def parse_result(result: Mapping[str, Any]) -> MeasuredResult:
     """Checks and converts a result; raises InvalidRequest, which names the field."""
@@ -125,8 +139,12 @@ def parse_result(result: Mapping[str, Any]) -> MeasuredResult:
     arrangements = [_arrangement(one, f"arrangements[{index}]") for index, one in enumerate(listed)]
     targets = [_number(result.get("attainment")), *(_number(_mapping(one, "goodput").get("target")) for one in listed)]
     target = next((target for target in targets if target), TARGET)
+    most = _number(result.get("max_concurrency"))
     return MeasuredResult(
         kind=str(result.get("kind", "benchmark")),
+        model=_model(result),
+        max_concurrency=int(most) if most is not None and most >= 1 else None,
+        is_open_loop="max_concurrency" in result and result["max_concurrency"] is None,
         facts=_facts(result),
         slo=_slo(result),
         target=target,
@@ -261,6 +279,13 @@ def _slo(result: Mapping[str, Any]) -> Slo:
 
 def _limits(raw: Mapping[str, Any]) -> Slo:
     return Slo(*(_number(raw.get(name)) for name in ("ttft_ms", "tpot_ms", "e2el_ms")))
+
+
+def _model(result: Mapping[str, Any]) -> str:
+    named = [result.get("model_id"), result.get("model")]
+    if not any(named):
+        named = [one.get("model") for one in _sequence(result, "models") if isinstance(one, Mapping)]
+    return ", ".join(dict.fromkeys(name for name in named if name and isinstance(name, str)))
 
 
 _FACTS = ("machine", "versions", "workload", "command", "seed", "created")

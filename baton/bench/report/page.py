@@ -33,7 +33,7 @@ def page(measured: MeasuredResult) -> str:
         tag("meta", http_equiv="Content-Security-Policy", content=_policy(script)),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
-        tag("title", f"Baton: {answer(measured).headline}"),
+        tag("title", f"Baton: {': '.join(filter(None, (measured.model, answer(measured).headline)))}"),
         tag("style", style),
     )
     sections = [
@@ -62,7 +62,7 @@ def _header(measured: MeasuredResult) -> Markup:
     found = answer(measured)
     return tag(
         "header",
-        tag("p", _KINDS.get(measured.kind, measured.kind), class_="kind"),
+        tag("p", ": ".join(filter(None, (_KINDS.get(measured.kind, measured.kind), measured.subject))), class_="kind"),
         tag("h1", found.headline),
         tag("p", found.detail, class_="detail"),
         *(tag("p", notice, class_="notice", role="note") for notice in _notices(measured)),

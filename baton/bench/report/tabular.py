@@ -19,6 +19,8 @@ def to_json(measured: MeasuredResult) -> dict[str, Any]:
     return {
         "answer": _plain(found.headline),
         "detail": _plain(found.detail),
+        "model": measured.model or None,
+        "max_concurrency": measured.max_concurrency,
         "partial": measured.is_partial,
         "slo": measured.slo.to_json(),
         "attainment_target": measured.target,
@@ -45,10 +47,12 @@ def to_json(measured: MeasuredResult) -> dict[str, Any]:
 
 def to_csv(measured: MeasuredResult) -> str:
     """One line for each arrangement and rate, with one column for each figure that any of them has."""
-    rows = to_json(measured)["measurements"]
+    found = to_json(measured)
+    named = {"model": found["model"], "max_concurrency": found["max_concurrency"]}
+    rows = [row | named for row in found["measurements"]]
     for row in rows:
         del row["errors"]
-    columns = list(dict.fromkeys(key for row in rows for key in row)) or ["arrangement", "engines", "rate"]
+    columns = list(dict.fromkeys(key for row in rows for key in row)) or ["arrangement", "engines", "rate", *named]
     written = io.StringIO()
     writer = csv.DictWriter(written, [*map(_cell, columns)], lineterminator="\n")
     writer.writeheader()

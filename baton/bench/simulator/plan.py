@@ -47,6 +47,7 @@ def run_plan(plan: SimulationPlan, created: str, progress: Callable[[str, int], 
             config = replace(plan.config, arrangement=arrangement, policy=policy)
             arrangements.append(_arrangement(plan, config, name, progress))
     result = new_result("simulate", plan.workload.to_json(), arrangements, plan.config.seed, created)
+    result["max_concurrency"] = plan.config.max_concurrency
     if plan.finds_goodput:
         result |= _compared(arrangements)
     return result

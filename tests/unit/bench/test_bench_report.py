@@ -427,3 +427,24 @@ def test_the_files_that_were_asked_for_are_written(tmp_path: Path, wants_result:
         assert files[1].read_text() == page(parse_result(result))
     if wants_result:
         assert to_json(parse_result(read_result(files[0]))) == to_json(parse_result(result))
+
+
+@pytest.mark.parametrize(
+    ("named", "subject"),
+    [
+        ({"model_id": "tiny", "max_concurrency": 16}, "tiny, at most 16 requests at once"),
+        ({"model": HOSTILE, "max_concurrency": None}, f"{HOSTILE}, any number of requests at once"),
+        ({"models": [{"model": "a"}, {"model": "b"}, {"model": "a"}, {"model": 1}, 2]}, "a, b"),
+        ({"model_id": ["x"], "max_concurrency": "many"}, ""),
+    ],
+)
+def test_a_report_names_the_model_and_how_many_requests_were_open(named: dict[str, Any], subject: str) -> None:
+    result = simple(a={2: 1.0}) | named
+    measured = parse_result(result)
+    assert measured.subject == subject
+    tags = Tags(page(measured))
+    assert (f": {subject}" if subject else "Comparison of arrangements") in tags.text
+    assert "img" not in tags.names
+    row = next(csv.DictReader(io.StringIO(to_csv(measured))))
+    assert row["model"] == measured.model
+    assert row["max_concurrency"] == ("16" if "16" in subject else "")

@@ -49,7 +49,7 @@ def run_cluster(
         raise
 
     def serve(report: Callable[[ClusterState], None]) -> None:
-        notes = _PhaseNotes() if not detach and sys.stderr.isatty() else None
+        notes = PhaseNotes(is_terminal=sys.stderr.isatty()) if not detach else None
         _serve(plan, directory, redis, report, notes)
         if not detach:
             print_note(f"stopped the cluster in {directory.path}")
@@ -76,18 +76,32 @@ def _plan(config: UpConfig, redis: EmbeddedRedis | None, file: Path | None) -> C
     )
 
 
-class _PhaseNotes:
-    """Prints for a person at a terminal that the cluster is starting or stopping."""
+class PhaseNotes:
+    """Prints that the cluster is starting or stopping: for a person at a terminal, or else as lines of a log.
 
-    def __init__(self) -> None:
+    A log also says which processes are ready, since a large model takes minutes and nobody sees a cursor blink.
+    """
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        self._is_terminal = is_terminal
         self._phase = ""
+        self._ready: set[str] = set()
 
     def __call__(self, state: ClusterState) -> None:
         before, self._phase = self._phase, state.phase
         if not before:
-            print_note("Starting …")
+            logs = Path(state.processes[0].log).parent
+            print_note(
+                "Starting …" if self._is_terminal else f"Starting {len(state.processes)} processes; logs: {logs}"
+            )
         elif (before, state.phase) == ("ready", "draining"):
-            print_note("Stopping: running requests may end first. Ctrl-C again ends them at once.")
+            again = "Ctrl-C again" if self._is_terminal else "Another signal"
+            print_note(f"Stopping: running requests may end first. {again} ends them at once.")
+        if state.phase == "starting" and not self._is_terminal:
+            for process in state.processes:
+                if process.status == "Ready" and process.name not in self._ready:
+                    self._ready.add(process.name)
+                    print_note(f"Starting: {process.name} is ready ({len(self._ready)} of {len(state.processes)})")
 
 
 def _serve(

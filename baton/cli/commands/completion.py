@@ -1,4 +1,8 @@
-"""`baton completion`: prints a script that completes commands and options in a shell, without calling Baton."""
+"""`baton completion`: prints a script that completes commands, options and names in a shell.
+
+The script has all commands and options. Only for a name it runs another command, which asks the cluster; without a
+cluster, or if that takes too long, no name is offered.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,31 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli.output import print_text
+
+_TIMEOUT = "--timeout 1"
+_NODES = f"get nodes --no-headers {_TIMEOUT}"
+"""Nodes with their roles, of which the script leaves out routers."""
+_NODES_AND_ROUTERS = f"get nodes -o name {_TIMEOUT}"
+_REQUESTS = f"get requests -o name {_TIMEOUT}"
+_ADAPTERS = f"lora list -o name {_TIMEOUT}"
+NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("cordon", "uncordon", "drain", "set-role", "wait", "cache reset"), _NODES),
+    **dict.fromkeys(("describe node", "logs"), _NODES_AND_ROUTERS),
+    **dict.fromkeys(("describe request", "explain", "trace"), _REQUESTS),
+    **dict.fromkeys(("lora unload", "generate --model", "chat --model"), _ADAPTERS),
+}
+"""The command that lists what an argument of a command, or an option of it, may name; the first word of a line."""
+_ASK_FOR_NAMES = r"""
+_baton_names() {
+  local program=${COMP_WORDS[0]/#\~/$HOME} name role where=()
+  [[ $current != -* ]] || return
+  if [[ ${COMP_LINE-} =~ --(run-dir|address)[=\ ]+([^\ ]+) && -n ${BASH_REMATCH[2]-} ]]; then
+    where=("--${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}")
+  fi
+  while read -r name role _; do
+    [[ $role == router || $name != "$current"* ]] || COMPREPLY+=("$name")
+  done < <("$program" "$@" "${where[@]}" 2>/dev/null </dev/null)
+}""".strip()
 
 
 class Shell(enum.StrEnum):
@@ -77,6 +106,7 @@ def _choices(parameter: Any) -> Sequence[str]:
 def _bash(tree: Mapping[str, Completions], *, is_zsh: bool) -> str:
     lines = ["autoload -U +X bashcompinit && bashcompinit"] if is_zsh else []
     lines += [
+        _ASK_FOR_NAMES,
         "_baton() {",
         '  local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} path="" word',
         '  for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do',
@@ -91,10 +121,13 @@ def _bash(tree: Mapping[str, Completions], *, is_zsh: bool) -> str:
             if choices:
                 values = " ".join(choices)
                 lines.append(f'    "{path}:{flag}") COMPREPLY=($(compgen -W "{values}" -- "$current")); return ;;')
+            elif names := NAMES.get(f"{path} {flag}"):
+                lines.append(f'    "{path}:{flag}") COMPREPLY=(); _baton_names {names}; return ;;')
     lines += ["  esac", '  case "$path" in']
     for path, words in tree.items():
         following = " ".join([*words.commands, *words.arguments, *words.options])
-        lines.append(f'    "{path}") COMPREPLY=($(compgen -W "{following}" -- "$current")) ;;')
+        names = f"; _baton_names {NAMES[path]}" if path in NAMES else ""
+        lines.append(f'    "{path}") COMPREPLY=($(compgen -W "{following}" -- "$current")){names} ;;')
     lines += ["  esac", "}", "complete -o default -F _baton baton"]
     return "\n".join(lines)
 
@@ -113,10 +146,19 @@ def _fish(tree: Mapping[str, Completions]) -> str:
         for name, text in words.commands.items():
             lines.append(f"complete -c baton -n {_fish_word(here)} -a {name} -d {_fish_word(text)}")
         lines += [f"complete -c baton -n {_fish_word(here)} -a {value}" for value in words.arguments]
+        if path in NAMES:
+            lines.append(f"complete -c baton -n {_fish_word(here)} -a {_fish_word(_fish_names(path))}")
         for flag, choices in words.options.items():
             values = f" -x -a {_fish_word(' '.join(choices))}" if choices else ""
+            if f"{path} {flag}" in NAMES:
+                values = f" -x -a {_fish_word(_fish_names(f'{path} {flag}'))}"
             lines.append(f"complete -c baton -n {_fish_word(here)} -l {flag.removeprefix('--')}{values}")
     return "\n".join(lines)
+
+
+def _fish_names(place: str) -> str:
+    words = NAMES[place].replace("--no-headers", "-o name")
+    return f"(baton {words} 2>/dev/null)"
 
 
 def _fish_word(text: str) -> str:

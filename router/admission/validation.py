@@ -39,6 +39,7 @@ from baton.messages.sampling import (
     MAX_REPETITIONS,
     NUMBER_RANGES,
     RepetitionDetection,
+    SamplingDefaults,
     SamplingParams,
 )
 from baton.messages.spans import Span
@@ -56,6 +57,7 @@ DEFAULT_MAX_TOKENS = 16
 _WITH_BEAMS = frozenset(
     ("n", "beam_width", "length_penalty", "early_stopping", "seed", "max_tokens", "stop_token_ids", "ignore_eos")
 )
+_NO_DEFAULTS = SamplingDefaults()
 _NOT_WITH_BEAMS = (
     *("best_of", "stop", "bad_words"),
     *(one.name for one in fields(SamplingParams) if one.name not in _WITH_BEAMS | {"bad_words_token_ids"}),
@@ -95,15 +97,16 @@ def validate(
     embeds = read_prompt_embeds(raw, card, max_prompt_embeds) if raw.prompt_embeds else ()
     images = read_images(raw, card, image_rules) if raw.images else ()
     stop = _stop(raw.stop, encode is not None)
-    sampling = _sampling(_with_defaults(raw, card), card, rng)
-    sampling = replace(sampling, bad_words_token_ids=_bad_words(raw.bad_words, card, encode_part or encode))
+    sampling = _sampling(raw, card, rng, encode_part or encode)
     n = _integer("n", 1 if raw.n is None else raw.n, 1, MAX_SEQUENCES)
     ttft_slo_ms = _milliseconds("ttft_slo_ms", raw.ttft_slo_ms)
     tpot_slo_ms = _milliseconds("tpot_slo_ms", raw.tpot_slo_ms)
     best_of = _integer("best_of", n if raw.best_of is None else raw.best_of, n, MAX_SEQUENCES)
     if best_of > n and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # the sequences are compared by them
-    sampling = _with_beams(replace(sampling, n=best_of), raw, n)
+    if best_of > 1:
+        sampling = replace(sampling, n=best_of)
+    sampling = _with_beams(sampling, raw, n)
     contents: Sequence[EncoderContent]
     if card.source is None:
         refuse_audio(raw, card)
@@ -302,25 +305,20 @@ def _stop(stop: Sequence[str], has_text: bool) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _with_defaults(raw: GenerateRequest, card: ModelCard) -> GenerateRequest:
-    """The request with the model's own values where it sets none; a beam search samples nothing and takes none."""
-    if raw.beam_width is not None:
-        return raw
-    unset: dict[str, Any] = {
-        name: number for name, number in card.defaults.given().items() if getattr(raw, name) is None
-    }
-    if "top_k" in unset:
-        unset["top_k"] = min(unset["top_k"], card.vocab_size)
-    return replace(raw, **unset) if unset else raw
+def _sampling(
+    raw: GenerateRequest, card: ModelCard, rng: Random, encode_part: Callable[[str], list[int]] | None
+) -> SamplingParams:
+    """The parameters, without lengths, beams and constraint, with the model's own values where the request sets none.
 
-
-def _sampling(raw: GenerateRequest, card: ModelCard, rng: Random) -> SamplingParams:
+    A beam search samples nothing, and takes none of them.
+    """
+    defaults = card.defaults if raw.beam_width is None else _NO_DEFAULTS
     if len(raw.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest("stop_token_ids", f"has {len(raw.stop_token_ids)}; at most {MAX_STOP_TOKEN_IDS}")
     check_token_ids("stop_token_ids", raw.stop_token_ids, card.vocab_size)
     return SamplingParams(
-        **_numbers(raw),
-        top_k=_top_k(raw.top_k, card.vocab_size),
+        **_numbers(raw, defaults),
+        top_k=_top_k(raw.top_k, defaults.top_k, card.vocab_size),
         seed=_seed(raw.seed, rng),
         logit_bias=_logit_bias(raw, card.vocab_size),
         allowed_token_ids=_allowed_token_ids(raw.allowed_token_ids, card.vocab_size),
@@ -332,6 +330,7 @@ def _sampling(raw: GenerateRequest, card: ModelCard, rng: Random) -> SamplingPar
         ignore_eos=bool(raw.ignore_eos),
         repetition_detection=_repetition(raw.repetition_detection),
         speculation=raw.speculation is not False,
+        bad_words_token_ids=_bad_words(raw.bad_words, card, encode_part),
     )
 
 
@@ -438,11 +437,13 @@ def _choice(field: str, texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def _numbers(raw: GenerateRequest) -> dict[str, Any]:
+def _numbers(raw: GenerateRequest, defaults: SamplingDefaults) -> dict[str, Any]:
     """The parameters of the request for which only their range is checked."""
     given: dict[str, Any] = {}
     for name, allowed in NUMBER_RANGES.items():
         value: float | None = getattr(raw, name)
+        if value is None:
+            value = getattr(defaults, name, None)
         if value is not None:
             if value not in allowed:
                 raise InvalidRequest(name, f"must be in {allowed}, not {value}")
@@ -463,7 +464,9 @@ def _integer(field: str, value: int, low: int, high: int) -> int:
     return value
 
 
-def _top_k(top_k: int | None, vocab_size: int) -> int:
+def _top_k(top_k: int | None, default: int | None, vocab_size: int) -> int:
+    if top_k is None and default is not None:
+        top_k = min(default, vocab_size)
     # 0 is what other servers' clients send for all.
     if top_k in (None, -1, 0):
         return -1

@@ -101,8 +101,8 @@ def _field_errors(field: str) -> Iterator[None]:
         raise InvalidRequest(field, str(error)) from None
 
 
-def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
-    """The request in a message, unchecked."""
+def request_from_pb(pb: generation.GenerateRequest, call: int = 0, traceparent: str = "") -> GenerateRequest:
+    """The request in a message, unchecked. `call` and `traceparent` come with the call, beside the message."""
     prompt: str | list[int] | None = None
     if pb.HasField("text"):
         prompt = pb.text
@@ -133,6 +133,8 @@ def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
         ),
         images=tuple(pb.images),
         audio=pb.audio,
+        call=call,
+        traceparent=traceparent,
         **present,
     )
 

@@ -518,6 +518,8 @@ def _metadata_block(metadata: Iterable[Metadatum]) -> bytes:
 def _value(value: str | bytes) -> str:
     if isinstance(value, bytes):
         return base64.b64encode(value).rstrip(b"=").decode("ascii")
+    if value.isascii() and value.isprintable():
+        return value
     return "".join(letter if " " <= letter <= "~" else "?" for letter in value)
 
 

@@ -133,9 +133,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         with stream.counts_in_errors():
             # This generator may be closed at its `yield`. With `aclosing` the request ends then, and not only when the
             # inner generator is garbage-collected.
-            decoded = replace(request_from_pb(request), call=call_number_from_metadata(context.invocation_metadata()))
-            if self._takes_traces:
-                decoded = replace(decoded, traceparent=_traceparent(context))
+            call = call_number_from_metadata(context.invocation_metadata())
+            decoded = request_from_pb(request, call, _traceparent(context) if self._takes_traces else "")
             async with aclosing(self._handler.generate(decoded, context.time_remaining(), stream.take)) as events:
                 async for event in events:
                     if isinstance(event, PromptLogprobs):

@@ -70,6 +70,8 @@ def test_files_without_sound_that_is_taken_are_refused() -> None:
     assert "its sound is in ac3; of its kind AAC, ALAC" in refusal(recorded("matroska", "ac3"))
     key = {"encryption_scheme": "cenc-aes-ctr", "encryption_key": "00" * 16, "encryption_kid": "11" * 16}
     assert "encrypted" in refusal(recorded("mp4", "aac", options=key))
+    assert "encrypted" in refusal(M4A.replace(b"mp4a", b"enca"))
+    assert decoded(M4A.replace(b"mp4a", b"mp\x80a")) == decoded(M4A), "a tag that is no text"
     for start in (M4A[:12], WEBM[:4]):
         assert "or a damaged one" in refusal(start + Random(1).randbytes(10_000))
     with pytest.raises(UnusableAudio, match="more than 16 tracks"):

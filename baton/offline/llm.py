@@ -19,6 +19,7 @@ from baton.engine.speculation.stats import SpecDecodingStats
 from baton.errors import BatonError, ConfigError, InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.messages.pooling import PoolingRequest
+from baton.model_formats.encoder_decoders import encoder_decoder
 from baton.models.resolve import with_model_directory
 from baton.node.process import log_slow_paths
 from baton.node.runner_spec import runner_spec
@@ -73,11 +74,17 @@ class LLM:
         the model's own (auto), as the router's setting of this name. `settings`: the engine's settings of `baton
         node`, by the same names (docs/configuration.md). No configuration file is read, and of the environment only
         where models are kept (XDG_CACHE_HOME, and HF_* for the hub). Raises ConfigError, which says what is missing or
-        wrong, and AdapterRefused for an adapter in `lora_modules` that can't be used.
+        wrong, also for a model with an encoder and a decoder, and AdapterRefused for an adapter in `lora_modules` that
+        can't be used.
         """
         log_to_standard_loggers()
         config = with_model_directory(node_config(model, settings))
         self._codec = Tokenizer.load(config.model)
+        if (found := encoder_decoder(config.model)) is not None:
+            raise ConfigError(
+                f"{config.model} has an encoder and a decoder ({found.source}), which LLM does not compute: "
+                "serve it with baton up --model"
+            )
         self._template = template = ModelTemplate.load(config.model)
         runner = load(runner_spec(config))
         log_slow_paths(runner.model)

@@ -33,6 +33,9 @@ class FakeTokenizer:
     def spelling(self, token_id: int) -> bytes:
         return self.letter(token_id).encode()
 
+    def added_id(self, text: str) -> int | None:
+        return None
+
     def special_ids(self, texts: Iterable[str]) -> list[int]:
         return []
 

@@ -173,6 +173,11 @@ class Tokenizer:
         ids = (self._backend.token_to_id(text) for text in texts)
         return [token for token in ids if token in self._special]
 
+    def added_id(self, text: str) -> int | None:
+        """The id of the added token with this text, special or not; None: there is none."""
+        token: int | None = self._backend.token_to_id(text)
+        return token if token in self._added else None
+
     def is_visible(self, token_id: int) -> bool:
         """Whether the token contributes to a text: it exists and is not special."""
         return token_id not in self._special and self._backend.id_to_token(token_id) is not None

@@ -42,6 +42,8 @@ FIELDS: Mapping[str, str] = {
     "chat_template_kwargs": "Further variables for the chat template, such as enable_thinking.",
     "prompt_embeds": "Rows of numbers before the prompt, or instead of it: a safetensors file in base64.",
     "truncate_prompt_tokens": "Only so many of the prompt's last tokens are used; -1: as many as the model takes.",
+    "suffix": "The text behind the gap that the model fills; the prompt is the text before it. For models with tokens "
+    "for fill-in-the-middle.",
     "echo": "Whether the text begins with the prompt, and the log-probabilities with the prompt's. Chats: only false.",
     # Tools and reasoning
     "tools": "The functions that the model may call.",
@@ -170,7 +172,8 @@ FIELDS: Mapping[str, str] = {
     "priority": "Requests with a smaller number are served first. Default: 0, also the smallest that is taken unless "
     "the operator allows others.",
     "cache_salt": "Only requests with the same salt share cached prefixes of prompts.",
-    "ttft_slo_ms": "The longest acceptable time to the first token; a request that is predicted to miss it is refused.",
+    "ttft_slo_ms": "The longest acceptable time to the first token; a request that is predicted to miss it, or waits "
+    "for so long, is refused. An idle node is always tried.",
     "tpot_slo_ms": "The longest acceptable mean time per token after the first; the request is refused likewise.",
     "speed": _ONE_VALUE,
     "store": "Whether the router keeps the response.",

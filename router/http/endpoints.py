@@ -345,6 +345,8 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
     def _prompt_of(self, prompt: str | Sequence[int], body: GenerationBody, card: ModelCard) -> str | Sequence[int]:
         """The prompt as the core gets it: token ids where more than its text is needed here."""
         if isinstance(prompt, str):
+            if isinstance(body, CompletionBody) and body.suffix:
+                return self._model.encode_around(prompt, body.suffix)
             needs_ids = (
                 body.return_token_ids or body.truncate_prompt_tokens is not None or body.num_prompt_logprobs is not None
             )
@@ -379,6 +381,7 @@ class Completions(_OpenAiEndpoint):
     ) -> OptionsRequest:
         body = read_generation(CompletionBody, found)
         check_request_id(body.request_id, request_id)
+        body.check_suffix()
         body.check_echo()
         if body.prompt_embeds is not None:
             embeds = body.read_prompt_embeds(self._prompt_embeds_bytes)

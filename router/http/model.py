@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, UnsupportedRequest
 from baton.messages.generation import ModelCard
 from baton.messages.request_limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_VARIABLE_BYTES
 from baton.text.chat_template import FIELD, MAX_RENDERED_BYTES
 from baton.text.detokenizer import Detokenizer
+from baton.text.fill_in_middle import find_gap_tokens
 from baton.text.image_prompts import PromptImage
 from baton.text.model_template import ModelTemplate
 from baton.text.prompt_template import PromptTemplate, with_parts
@@ -47,6 +48,8 @@ class Vocabulary(Protocol):
     def detokenizer(self) -> Detokenizer: ...
 
     def special_ids(self, texts: Iterable[str]) -> list[int]: ...
+
+    def added_id(self, text: str) -> int | None: ...
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]: ...
 
@@ -133,6 +136,21 @@ class ServedModel:
         check_text(field, text, MAX_PROMPT_BYTES)
         vocabulary = self._with_text()
         return vocabulary.encode(text) if special else vocabulary.encode_rendered(text)
+
+    def encode_around(self, before: str, after: str) -> list[int]:
+        """The token ids of a prompt of which the model writes what is between two texts.
+
+        Raises InvalidRequest, and UnsupportedRequest if the model has no tokens for that. May be called in a thread.
+        """
+        check_text("suffix", after, MAX_PROMPT_BYTES)
+        if before:
+            check_text("prompt", before, MAX_PROMPT_BYTES)
+        vocabulary = self._with_text()
+        tokens = find_gap_tokens(vocabulary)
+        if tokens is None:
+            raise UnsupportedRequest("suffix", "needs tokens for fill-in-the-middle, which this model has not")
+        ids, _ = vocabulary.with_special_tokens(tokens.around(*vocabulary.encode_all([before, after])), None)
+        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens; raises InvalidRequest. May be called in a thread."""

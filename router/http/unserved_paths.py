@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_TEXT_ONLY = "models of text alone are served here: send text to /v1/chat/completions"
+_ONLY_READ = "models here write text alone; images are read in messages, where the model takes them"
+_SPEECH = "speech is written down by /v1/audio/transcriptions and /v1/audio/translations, not spoken"
 _EMBEDDINGS = "get vectors from /v1/embeddings, scores from /score, rankings from /rerank and labels from /classify"
 _NO_STORE = "files are not stored here: send the requests themselves, as many at once as you like, with a low priority"
 _NO_MESSAGE_BATCHES = (
@@ -24,7 +25,7 @@ _MODELS = "GET /v1/models lists the model"
 INSTEAD: Mapping[str, str] = {
     # OpenAI
     "/v1/assistants": _NO_AGENTS,
-    "/v1/audio": "speech is written down by /v1/audio/transcriptions and /v1/audio/translations, not spoken",
+    "/v1/audio": _SPEECH,
     "/v1/batches": _NO_STORE,
     "/v1/containers": _NO_AGENTS,
     "/v1/conversations": _NO_AGENTS,
@@ -33,14 +34,14 @@ INSTEAD: Mapping[str, str] = {
     "/v1/evals": _NO_TRAINING,
     "/v1/files": _NO_STORE,
     "/v1/fine_tuning": _NO_TRAINING,
-    "/v1/images": _TEXT_ONLY,
+    "/v1/images": _ONLY_READ,
     "/v1/moderations": "no model for moderation is served here; ask the served one with a response_format",
-    "/v1/realtime": _TEXT_ONLY,
+    "/v1/realtime": _SPEECH,
     "/v1/responses/compact": "conversations are not compacted here: ask the model for a summary, and go on from that",
     "/v1/threads": _NO_AGENTS,
     "/v1/uploads": _NO_STORE,
     "/v1/vector_stores": _NO_STORE,
-    "/v1/videos": _TEXT_ONLY,
+    "/v1/videos": _ONLY_READ,
     # OpenAI's paths under a wrong base URL
     "/chat/completions": _BASE_URL,
     "/completions": _BASE_URL,
@@ -55,7 +56,7 @@ INSTEAD: Mapping[str, str] = {
     "/load": "/metrics has the load of this router",
     "/ping": "/health says whether requests are served",
     "/pooling": _EMBEDDINGS,
-    "/reset_mm_cache": _TEXT_ONLY,
+    "/reset_mm_cache": "baton cache reset empties the prefix caches of the nodes",
     "/reset_prefix_cache": "baton cache reset empties the prefix caches of the nodes",
     "/scale_elastic_ep": "baton node starts one more node of a cluster, baton drain NODE takes one out of service",
     "/server_info": "baton config view has the settings, baton get nodes -o wide the nodes",
@@ -79,7 +80,7 @@ INSTEAD: Mapping[str, str] = {
     "/apply-template": "/tokenize with messages has the tokens that the chat template makes of them",
     "/completion": _COMPLETION,
     "/embedding": "send the text to /v1/embeddings",
-    "/infill": _COMPLETION,
+    "/infill": "send the text before the gap as prompt, and the one behind it as suffix, to /v1/completions",
     "/props": _MODELS,
     "/slots": "baton get requests lists what runs",
     # Ollama

@@ -12,7 +12,7 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import PromptEmbeds
 from baton.messages.request_limits import MAX_PROMPTS
 from router.admission.prompt_embeds import NOT_TAKEN
-from router.http.bodies.fields import NotServed, OnlyTrue, TextsOrIds, is_ids
+from router.http.bodies.fields import OnlyTrue, TextsOrIds, is_ids
 from router.http.bodies.generation import GenerationBody
 from router.http.json_body import base64_bytes
 
@@ -38,7 +38,7 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: OnlyTrue = None
-    suffix: NotServed = None
+    suffix: str | None = None
 
     def read_prompt_embeds(self, most_bytes: int) -> PromptEmbeds:
         """The rows in `prompt_embeds`, base64 of a safetensors file, which come before the prompt; none is looked into.
@@ -71,6 +71,16 @@ class CompletionBody(GenerationBody):
         if self.prompt_logprobs is None and self.echo:
             return self.logprobs
         return self.prompt_logprobs
+
+    def check_suffix(self) -> None:
+        """Raises InvalidRequest for what does not go with a text behind the gap that the model fills."""
+        if not self.suffix:
+            return
+        for name in ("prompt_embeds", "echo", "truncate_prompt_tokens"):
+            if getattr(self, name) not in (None, False):
+                raise InvalidRequest(name, "does not go with suffix")
+        if not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise InvalidRequest("prompt", "must be a text where there is a suffix")
 
     def check_echo(self) -> None:
         """Raises InvalidRequest for what does not go with a prompt that is repeated or has log-probabilities."""

@@ -138,7 +138,6 @@ def test_null_means_not_set(kind: type[GenerationBody]) -> None:
         ("bad_words", [1]),
         ("echo", 1),
         ("prompt_logprobs", True),
-        ("suffix", "x"),
         ("skip_special_tokens", False),
         ("include_stop_str_in_output", 1),
         ("guided_json", ["x"]),

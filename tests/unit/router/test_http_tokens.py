@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -109,6 +110,14 @@ async def test_a_path_of_another_server_is_refused_with_what_to_use_instead(path
             assert error["code"] == "unknown_url"
         assert exchange.status == 404
         assert error["message"] == f"{asked!r} is not served here: {use_instead(asked)}"
+
+
+async def test_advice_names_paths_that_are_served() -> None:
+    texts = [text for text in INSTEAD.values() if "{path}" not in text]
+    named = {path for text in texts for path in re.findall(r"(?<![\w])/[a-z0-9_/]+[a-z]", text)} - {"/v1"}
+    assert "/v1/completions" in named
+    rig = HttpRig()
+    assert {path for path in named if (await rig.get(path).end()).status == 404} == set()
 
 
 async def test_a_path_of_no_server_is_refused_without_advice() -> None:

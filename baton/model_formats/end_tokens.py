@@ -13,6 +13,7 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.model_formats.json_files import read_object
+from baton.model_formats.special_tokens import find_special_tokens
 
 
 def read_end_tokens(model_dir: Path, config: Mapping[str, Any]) -> frozenset[int]:
@@ -42,12 +43,8 @@ def _ids(model_dir: Path, value: Any) -> frozenset[int]:
 
 def _of_tokenizer(model_dir: Path) -> frozenset[int]:
     """The id of the tokenizer's `eos_token`, if it has one."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        value = _read(model_dir / name).get("eos_token")
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            return _id_of(text, _read(model_dir / "tokenizer.json"))
-    return frozenset()
+    text = find_special_tokens(model_dir).get("eos_token")
+    return frozenset() if text is None else _id_of(text, _read(model_dir / "tokenizer.json"))
 
 
 def _id_of(text: str, tokenizer: Mapping[str, Any]) -> frozenset[int]:

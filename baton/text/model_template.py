@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from baton.errors import BatonError, ConfigError, InvalidRequest, Overloaded, TemplateFault
+from baton.model_formats.special_tokens import find_special_tokens
 from baton.text.bounded_child import Outcome
 from baton.text.bounded_workers import BoundedWorkers, Job, Workers, WorkLimits
 from baton.text.chat_template import DEFAULT_TEMPLATE, FIELD, TOOL_USE, check_variables
 from baton.text.prompt_template import PromptTemplate, TemplateTraits
-from baton.text.template_files import DEFAULT, find_special_tokens, find_templates, find_tool_call_parser
+from baton.text.template_files import DEFAULT, find_templates, find_tool_call_parser
 from baton.text.template_work import TemplateWork, read_traits
 
 _log = logging.getLogger(__name__)

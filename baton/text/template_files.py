@@ -1,4 +1,4 @@
-"""The chat templates and special tokens in a model directory, as transformers finds them.
+"""The chat templates in a model directory, as transformers finds them.
 
 A checkpoint has its templates in one of these places, the first that it has:
 
@@ -15,10 +15,10 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.model_formats.json_files import read_object
+from baton.model_formats.special_tokens import CONFIG_FILE
 
 DEFAULT = "default"
 """The name of the template for chats, which one without a name has."""
-CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The names of special tokens that a tokenizer may have without listing them as further ones."""
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -47,22 +47,6 @@ def _templates_in(model_dir: Path) -> Mapping[str, str]:
         if (value := read_json(path).get("chat_template")) is not None:
             return dict(_named(value, path))
     return {}
-
-
-def find_special_tokens(model_dir: Path) -> Mapping[str, str]:
-    """The texts of the special tokens of a model that have names, by these names. Raises ConfigError."""
-    config = read_json(model_dir / CONFIG_FILE)
-    if "added_tokens_decoder" not in config:
-        config = {**config, **read_json(model_dir / "special_tokens_map.json")}
-    further = config.get("extra_special_tokens")
-    named = {**config, **further} if isinstance(further, dict) else config
-    tokens = {}
-    for name, value in named.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        is_name = name.endswith("_token") or (isinstance(further, dict) and name in further)
-        if is_name and isinstance(text, str):
-            tokens[name] = text
-    return tokens
 
 
 def find_tool_call_parser(model_dir: Path) -> str:

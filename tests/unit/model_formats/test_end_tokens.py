@@ -63,6 +63,14 @@ def test_the_tokenizers_own_end_is_one_more(tmp_path: Path, place: str, eos: Any
     assert read_end_tokens(tmp_path, {}) == {4}
 
 
+@pytest.mark.parametrize(("more", "expected"), [({}, 2), ({"added_tokens_decoder": {}}, 1)])
+def test_the_end_is_the_one_that_chat_templates_know(tmp_path: Path, more: dict[str, Any], expected: int) -> None:
+    """As in transformers, special_tokens_map.json comes first where the other file is of an older version."""
+    config, tokenizer = {"eos_token": "<new>", **more}, {"model": {"vocab": {"<new>": 1, "<map>": 2}}}
+    write(tmp_path, tokenizer_config=config, special_tokens_map={"eos_token": "<map>"}, tokenizer=tokenizer)
+    assert read_end_tokens(tmp_path, {}) == {expected}
+
+
 @pytest.mark.parametrize("files", [{}, {"tokenizer_config": {"eos_token": "<absent>"}, "tokenizer": {"model": {}}}])
 def test_a_model_may_name_no_end(tmp_path: Path, files: dict[str, Any]) -> None:
     assert read_end_tokens(write(tmp_path, **files), {"text_config": None}) == frozenset()

@@ -10,14 +10,14 @@ machine's speed affects both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from baton.bench.micro.engine_drive import EngineDrive
+from baton.bench.micro.engine_drive import EngineDrive, load_with_room
 from baton.bench.micro.engine_work import ModelWork, attention_operations, read_work
 from baton.bench.results.host import available_memory, last_level_cache, processor
 from baton.bench.results.spread import Spread
@@ -210,14 +210,14 @@ def run(config: EngineBenchConfig) -> EngineReport:
         config.model_dir,
         config.dtype,
         block_size=_BLOCK_SIZE,
-        num_blocks=_blocks(config),
         cache_dtype=config.cache_dtype,
         num_threads=config.threads,
         name=config.name,
         quantization=config.quantization,
         dequantize=config.dequantize,
     )
-    ours = load_timed(spec)
+    ours = load_with_room(lambda num_blocks: load_timed(replace(spec, num_blocks=num_blocks)), num_stripes(config))
+    spec = replace(spec, num_blocks=ours.memory.num_blocks)
     info = ours.model
     why_alone = _why_alone(work, info, ours.memory.num_bytes)
     theirs = None if why_alone else load_timed(spec, bit_exact=False)
@@ -256,8 +256,8 @@ def _why_alone(work: ModelWork, info: ModelInfo, cache_bytes: int) -> str:
     return ""
 
 
-def _blocks(config: EngineBenchConfig) -> int:
-    """Enough blocks to keep all prompts and outputs in the prefix cache."""
+def num_stripes(config: EngineBenchConfig) -> int:
+    """So many blocks of each group of layers keep all prompts and outputs in the prefix cache."""
     prompts = (max(_BATCHES) + _ROUNDS) * -(-config.context_tokens // _BLOCK_SIZE)
     rounds = _ROUNDS + 1
     generated = sum(_BATCHES) * rounds * (config.steps // _ROUNDS // _BLOCK_SIZE + 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from baton.clock import SystemClock
 from baton.engine.batch import EngineCoreOutput
@@ -16,6 +17,23 @@ from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import BatonError
 from baton.messages.adapters import NO_ADAPTER
 from baton.messages.sampling import SamplingParams
+
+R = TypeVar("R", bound=ModelRunner)
+
+
+def load_with_room(load: Callable[[int], R], num_stripes: int) -> R:
+    """The runner that `load` makes of a number of blocks, with a block in each group of layers for so many stripes.
+
+    How many groups a model has (layers with attention windows are in groups of their own) is known once it is loaded,
+    so a model with several is loaded twice.
+    """
+    runner = load(num_stripes)
+    groups = len(runner.layout.windows)
+    if groups == 1:
+        return runner
+    runner.close()
+    del runner
+    return load(num_stripes * groups)
 
 
 class EngineDrive:
@@ -96,7 +114,7 @@ class EngineDrive:
         if errors:
             raise BatonError(f"the engine failed: {errors[0]}")
         if sum(len(one.new_token_ids) for one in results) != expected_tokens:
-            raise BatonError("the requests did not run as one batch; give the cache more room")
+            raise BatonError("the requests did not run as one batch: the KV cache has too few blocks for all of them")
         return seconds
 
     def _finish_requests(self) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from statistics import median
 
 from baton.bench.micro.engine import EngineBenchConfig
-from baton.bench.micro.engine_drive import EngineDrive
+from baton.bench.micro.engine_drive import EngineDrive, load_with_room
 from baton.bench.results.spread import Spread
 from baton.messages.node_shape import NodeShape
 from baton.runner import TorchSpec, load
@@ -47,13 +47,12 @@ def measure(config: EngineBenchConfig, ranks: NodeShape) -> list[RanksFigures]:
 
     Raises ConfigError.
     """
-    blocks = 2 + max(_BATCHES) * (-(-(config.context_tokens + config.steps + 4) // _BLOCK_SIZE) + 1)
+    num_stripes = 2 + max(_BATCHES) * (-(-(config.context_tokens + config.steps + 4) // _BLOCK_SIZE) + 1)
     specs = [
         TorchSpec(
             config.model_dir,
             dtype=config.dtype,
             block_size=_BLOCK_SIZE,
-            num_blocks=blocks,
             cache_dtype=config.cache_dtype,
             num_threads=config.threads,
             quantization=config.quantization,
@@ -66,7 +65,12 @@ def measure(config: EngineBenchConfig, ranks: NodeShape) -> list[RanksFigures]:
     executors = (None, StepThread() if ranks.pp > 1 else None)
     at_once = 1 if ranks.pp == 1 else _PROMPTS_OF_A_STAGE * ranks.pp
     with ExitStack() as stack:
-        whole, divided = (stack.enter_context(closing(load(spec))) for spec in specs)
+        whole, divided = (
+            stack.enter_context(
+                closing(load_with_room(lambda n, spec=spec: load(replace(spec, num_blocks=n)), num_stripes))
+            )
+            for spec in specs
+        )
         drives = [
             stack.enter_context(closing(EngineDrive(runner, config.context_tokens, max(_BATCHES), executor)))
             for runner, executor in zip((whole, divided), executors, strict=True)

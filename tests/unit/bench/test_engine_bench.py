@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from baton.bench.micro.adapters import measure as measure_adapters
 from baton.bench.micro.engine import BesideLimit, EngineBenchConfig, Measurement
-from baton.bench.micro.engine_drive import EngineDrive
+from baton.bench.micro.engine_drive import EngineDrive, load_with_room
 from baton.bench.micro.engine_work import attention_operations, read_work, work_of
 from baton.bench.results.host import available_memory, last_level_cache, processor
 from baton.bench.results.spread import Spread
@@ -25,6 +25,7 @@ from baton.runner.backends.timed_operations import StepSplit, TimedOperations
 from baton.runner.measuring.limits import UnpaddedOperations
 from baton.runner.measuring.profile import load_timed
 from baton.runner.model.random_model import write_random_model
+from baton.testing.fake_runner import FakeRunner
 from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model
 from tests.support.tiny_models import TINY_MODELS
 
@@ -117,8 +118,24 @@ def test_adapters_are_measured_by_turns(tmp_path: Path) -> None:
 
 def test_a_drive_refuses_requests_that_do_not_fit_into_the_cache_together() -> None:
     drive = EngineDrive(load(SimulatedSpec(num_blocks=12, block_size=4)), prompt_tokens=32, max_batch=3)
-    with pytest.raises(BatonError, match="give the cache more room"):
+    with pytest.raises(BatonError, match="too few blocks for all of them"):
         drive.decode(PROMPTS, 2)
+
+
+@pytest.mark.parametrize(("windows", "loaded"), [((None,), [20]), ((None, 8, 8), [20, 60])])
+def test_a_cache_has_room_for_all_groups_of_layers(windows: tuple[int | None, ...], loaded: list[int]) -> None:
+    asked, ended = [], []
+
+    class Runner(FakeRunner):
+        def close(self) -> None:
+            ended.append(self.memory.num_blocks)
+
+    def load_one(num_blocks: int) -> Runner:
+        asked.append(num_blocks)
+        return Runner(num_blocks, 4, windows=windows)
+
+    assert load_with_room(load_one, 20).memory.num_blocks == loaded[-1]
+    assert (asked, ended) == (loaded, loaded[:-1])
 
 
 def test_timed_operations_change_no_result_and_split_the_time(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from statistics import median
 from baton.bench.micro.engine import EngineBenchConfig
 from baton.bench.micro.engine_drive import EngineDrive, load_with_room
 from baton.bench.results.spread import Spread
+from baton.engine.runner import ModelRunner
 from baton.messages.node_shape import NodeShape
 from baton.runner import TorchSpec, load
 from baton.runner.execution.step_thread import StepThread
@@ -62,15 +63,14 @@ def measure(config: EngineBenchConfig, ranks: NodeShape) -> list[RanksFigures]:
         )
         for shape in (NodeShape(), ranks)
     ]
+
+    def loaded(spec: TorchSpec) -> ModelRunner:
+        return load_with_room(lambda num_blocks: load(replace(spec, num_blocks=num_blocks)), num_stripes)
+
     executors = (None, StepThread() if ranks.pp > 1 else None)
     at_once = 1 if ranks.pp == 1 else _PROMPTS_OF_A_STAGE * ranks.pp
     with ExitStack() as stack:
-        whole, divided = (
-            stack.enter_context(
-                closing(load_with_room(lambda n, spec=spec: load(replace(spec, num_blocks=n)), num_stripes))
-            )
-            for spec in specs
-        )
+        whole, divided = (stack.enter_context(closing(loaded(spec))) for spec in specs)
         drives = [
             stack.enter_context(closing(EngineDrive(runner, config.context_tokens, max(_BATCHES), executor)))
             for runner, executor in zip((whole, divided), executors, strict=True)

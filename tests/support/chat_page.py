@@ -18,6 +18,7 @@ from tests.support.browser import Browser
 from tests.support.http_rig import CARD, HttpRig, chunk, finished
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+_MOST_WAITED_MS = 60_000
 PASTE = "new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true})"
 DROP = "new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true})"
 
@@ -40,9 +41,14 @@ class Page:
         return await self.do(self.browser.run, script)
 
     async def until(self, condition: str) -> None:
-        """Wait until this JavaScript expression is true."""
-        look = f"const look = () => ({condition}) ? done(true) : requestAnimationFrame(look); look();"
-        await self.read(f"new Promise(done => {{ {look} }})")
+        """Wait until this JavaScript expression is true. Raises AssertionError if it does not come true."""
+        # It ends by itself before a test's own time is over: a thread that waits for the browser would keep the test.
+        script = f"""new Promise(done => {{
+          const begun = performance.now(), isOver = () => performance.now() - begun > {_MOST_WAITED_MS};
+          const look = () => (({condition}) ? done(true) : isOver() ? done(false) : requestAnimationFrame(look));
+          look();
+        }})"""
+        assert await self.read(script), condition
 
     async def open(self, width: int = 1280, scheme: str = "light") -> None:
         await self.do(self.browser.visit, self.url, width, 860, scheme)

@@ -22,6 +22,7 @@ MARKDOWN_CASES: dict[str, str] = {
         '<ul><li>a</li><li>b<ul><li>c<ol start="1"><li>d</li></ol></li></ul></li><li>e</li></ul>'
     ),
     "2. a\n  - b\n3. c": '<ol start="2"><li>a<ul><li>b</li></ul></li><li>c</li></ol>',
+    "1. a\n\n2. b": '<ol start="1"><li><p>a</p></li><li><p>b</p></li></ol>',
     "- a\n\n- b\n\nc": "<ul><li><p>a</p></li><li><p>b</p></li></ul><p>c</p>",
     "1. a\n   ```\n   x\n     y\n   ```\n2. b": "",
     "text:\n- a\nand 3.5\n1986. b": "<p>text:</p><ul><li>a\nand 3.5\n1986. b</li></ul>",

@@ -72,7 +72,7 @@ class Attachments {
 }
 function thumbnail(file) {
   const image = element("img");
-  // Imported and stored files are shown from their own bytes alone; the page's policy loads no image from elsewhere.
+  // A file is shown from its own bytes: the page's policy loads no image from elsewhere.
   image.src = file.url;
   image.alt = file.name;
   image.title = `${file.name}, ${asSize(file.size)}`;

@@ -130,7 +130,7 @@ async def test_markdown_is_drawn_as_elements(chromium: Browser, script: str) -> 
 
 
 async def test_a_conversation_outlives_a_reload_and_is_edited_and_deleted(chromium: Browser) -> None:
-    async with opened(chromium) as page:
+    async with opened(chromium, TEMPLATE + "{% if add_generation_prompt %}<new>{% endif %}") as page:
         await page.open()
         await page.read("byId('system').value = 'Be brief.'; byId('temperature').value = '0'")
         await page.say("first question")
@@ -154,7 +154,7 @@ async def test_a_conversation_outlives_a_reload_and_is_edited_and_deleted(chromi
         await page.press("Edit", 0)
         await page.read("document.querySelector('.edit textarea').value = 'better'")
         await page.do(chromium.press, "Enter")
-        assert await page.answer("new") == "<system>Be brief.<user>better"
+        assert await page.answer("new") == "<system>Be brief.<user>better<new>"
         await page.reload()
         assert await page.read("chat.turns.map(turn => turn.text)") == ["better", "new"]
         assert await page.read("[...byId('chats').querySelectorAll('a')].map(one => one.textContent)") == ["better"]

@@ -52,9 +52,13 @@ class QuantizedWeight:
         """W in `dtype` [n, k], computed in that dtype (float64 for oracles) or, if it is narrower, in float32."""
         n, k = self.shape
         wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
-        codes = self.codes.view(n, k // self.group, self.group).to(wide)
-        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros.to(wide)[..., None]
-        weight = (codes - zeros) * self.float32_scales().to(wide)[..., None]
+        # A copy, changed in place: memory that is new for each step would take more time than the arithmetic.
+        weight = self.codes.view(n, k // self.group, self.group).to(wide)
+        if not isinstance(self.zeros, int):
+            weight -= self.zeros.to(wide)[..., None]
+        elif self.zeros:
+            weight -= self.zeros
+        weight *= self.float32_scales().to(wide)[..., None]
         offsets = self.float32_offsets()
         if offsets is not None:
             weight += offsets.to(wide)[..., None]

@@ -190,8 +190,9 @@ async def test_an_unread_answer_does_not_keep_its_client_from_sending_the_reques
         await rig.next_submit("d1")
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
         rig.report("d1", attempt, 1, "b", Outcome.LENGTH, logprob=-0.5)
-        while rig.dispatcher.requests.counters.finished == 0:
+        for _ in range(8):
             await asyncio.sleep(0)
+        assert rig.dispatcher.requests.counters.finished == 1
         with pytest.raises(RequestNotFound, match="send it again"):
             await rig.resume("r", 0).finished()
         again = rig.dispatcher.generate(asked)

@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from gpu.machine import KERNELS_LOG
 from gpu.results import Line, Outcome, ResultFile
 from gpu.run_stage import CHECK_FAILED
 from gpu.stage import Device, Size
 
 GRACE_S = 5.0
 """A stage past its deadline has so many seconds to end what it started, before its whole process group is killed."""
+KERNELS = "kernels"
+"""The name under which it is said whether the C kernels were built."""
 KERNELS_S = 60.0
 """At most so many seconds are waited for the C kernels."""
 TAIL_LINES = 40
@@ -83,16 +86,17 @@ class Driver:
     def run(self, stages: Sequence[Stage], about: Line) -> None:
         """Run the stages. `about` describes the run. Ctrl-C ends the stage in progress, then is raised again."""
         file, started = ResultFile(self.results), time.monotonic()
+        slack = CPU_DEADLINES if self.device == "cpu" else 1
         try:
             file.append({"kind": "run", "fields": about})
             for stage in stages:
-                seconds = stage.seconds * (CPU_DEADLINES if self.device == "cpu" else 1)
+                seconds = stage.seconds * slack
                 if time.monotonic() - started + seconds > self.budget:
                     self._ended(file, stage, Outcome.LEFT_OUT, 0.0, [])
                     continue
                 if stage.needs_kernels and self.kernels is not None:
                     left = self.budget - (time.monotonic() - started)
-                    _await_kernels(file, self.kernels, min(left, KERNELS_S))
+                    self.outcomes[KERNELS] = _await_kernels(file, self.kernels, min(left, KERNELS_S * slack))
                     self.kernels = None
                 self._run_stage(file, stage, seconds)
         finally:
@@ -137,15 +141,17 @@ class Driver:
         print(f"== {stage.name}: {outcome} after {seconds:.1f} s", flush=True)
 
 
-def _await_kernels(file: ResultFile, process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait until the C kernels are built; a stage that needs what isn't there says so itself."""
+def _await_kernels(file: ResultFile, process: subprocess.Popen[bytes], seconds: float) -> Outcome:
+    """Wait until the C kernels are built, and write whether they are."""
     started = time.monotonic()
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-    fields = {"status": process.poll(), "waited_s": round(time.monotonic() - started, 2)}
+    status = process.poll()
+    fields = {"status": status, "waited_s": round(time.monotonic() - started, 2)}
     _end_group(process)
-    file.append({"kind": "report", "stage": "kernels", "name": "C kernels built", "fields": fields})
-    print(f"== C kernels: {fields}", flush=True)
+    file.append({"kind": "check", "stage": KERNELS, "name": "C kernels built", "ok": status == 0, "fields": fields})
+    print(f"== {KERNELS}: {fields}; the compiler's output is in {KERNELS_LOG}", flush=True)
+    return Outcome.PASSED if status == 0 else Outcome.FAILED
 
 
 def _outcome(status: int) -> Outcome:

@@ -22,6 +22,8 @@ SITE = ROOT / ".gpu" / "site"
 """Where the pack is unpacked."""
 
 KERNELS = ROOT / "baton" / "runner" / "backends" / "cpu" / "kernels" / "libkernels.so"
+KERNELS_LOG = ROOT / ".gpu" / "c-kernels.log"
+"""What the compiler says of the C kernels."""
 
 
 def card() -> str | None:
@@ -68,7 +70,13 @@ def build_kernels() -> subprocess.Popen[bytes] | None:
     if KERNELS.exists():
         return None
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, process_group=0)
+    # Among the scripts there is one with the name of a package that setuptools imports.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    KERNELS_LOG.parent.mkdir(exist_ok=True)
+    with KERNELS_LOG.open("w") as log:
+        return subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, process_group=0
+        )
 
 
 def stage_environment(device: Device, size: Size) -> dict[str, str]:

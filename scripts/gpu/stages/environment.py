@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
@@ -12,6 +13,9 @@ from gpu.stage import StageContext
 
 SECONDS = 15
 NEEDS_KERNELS = False
+
+PROCESSES = ("router.process", "prefill_node.app", "decode_node.app", "kv_transfer.backends.nixl", "nixl", "redis")
+"""What imports, together, all packages that the processes of a cluster need."""
 
 
 def run(context: StageContext) -> None:
@@ -28,6 +32,13 @@ def run(context: StageContext) -> None:
         )
     _copy(context)
     _product(context)
+    for module in PROCESSES:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            context.check("import", False, module=module, error=f"{type(error).__name__}: {error}")
+        else:
+            context.check("import", True, module=module)
 
 
 def _versions() -> dict[str, str | None]:

@@ -25,6 +25,7 @@ def render_card(lines: Sequence[Line]) -> str:
     micro, pair = runs.get("micro", []), runs.get("pair", [])
     parts = [
         head,
+        _machine(runs.get("environment", [])),
         _outcomes(lines, runs),
         _prompts(_reports(engine, "prompt"), _reports(peer, "prompt")),
         _decode(_reports(engine, "decode"), _reports(peer, "decode")),
@@ -35,6 +36,7 @@ def render_card(lines: Sequence[Line]) -> str:
         _norms(_reports(micro, "norm")),
         _sampler(_reports(micro, "sampler"), _reports(micro, "logits to the host")),
         _digests(_reports(micro, "digests")),
+        _cublas(_reports(runs.get("bits", []), "cuBLAS")),
         _hand_offs(_reports(pair, "hand-off")),
         _lanes(pair),
         _left_out(runs),
@@ -79,6 +81,23 @@ def _reports(lines: Sequence[Line], name: str) -> list[Fields]:
     return [line["fields"] for line in lines if line["kind"] == "report" and line["name"] == name]
 
 
+def _machine(environment: Sequence[Line]) -> str:
+    """The versions of the packages, and the rates that no other figure can be above."""
+    versions = [
+        f"CUDA {one['cuda']}, {', '.join(f'{name} {version}' for name, version in one['packages'].items() if version)}."
+        for one in _reports(environment, "versions")
+    ]
+    copies = [
+        f"A copy moves {number(one['gb_per_s'])} GB/s, counting bytes read and written."
+        for one in _reports(environment, "copy")
+    ]
+    products = [
+        f"A product of {one['size']:,} × {one['size']:,} runs at {number(one['tflop_per_s'])} TFLOP/s."
+        for one in _reports(environment, "product")
+    ]
+    return " ".join([*versions, *copies, *products])
+
+
 def _outcomes(lines: Sequence[Line], runs: Mapping[str, Sequence[Line]]) -> str:
     """How every stage ended, and which of its checks failed. One that was left out each time has no lines."""
     rows = []
@@ -86,10 +105,11 @@ def _outcomes(lines: Sequence[Line], runs: Mapping[str, Sequence[Line]]) -> str:
         end = next((line for line in reversed(run) if line["kind"] == "end"), None)
         checks = [line for line in run if line["kind"] == "check"]
         failed = [line["name"] for line in checks if not line["ok"]]
+        kinds = "; ".join(dict.fromkeys(failed))
         never = any(line["kind"] == "end" and line["stage"] == stage for line in lines)
         outcome = end["outcome"] if end else "left out" if never else "cut off"
         passed = f"{len(checks) - len(failed)} of {len(checks)}"
-        rows.append((stage, outcome, end["seconds"] if end else None, passed, "; ".join(failed)))
+        rows.append((stage, outcome, end["seconds"] if end else None, passed, kinds))
     return table("Stages", ("stage", "outcome", "seconds", "checks passed", "checks failed"), rows)
 
 
@@ -184,6 +204,12 @@ def _sampler(found: Sequence[Fields], copies: Sequence[Fields]) -> str:
 def _digests(found: Sequence[Fields]) -> str:
     rows = [(one["blocks"], one["bytes"], one["ms"], one["gb_per_s"]) for one in found]
     return table("Digests of blocks in VRAM", ("blocks", "bytes", "ms", "GB/s"), rows)
+
+
+def _cublas(found: Sequence[Fields]) -> str:
+    names = ("columns", "width", "rows", "equal_share", "bits_equal")
+    columns = ("outputs", "inputs", "rows", "share of equal numbers", "all equal")
+    return table("Bits of cuBLAS beside one sum in order", columns, [[one[name] for name in names] for one in found])
 
 
 def _hand_offs(found: Sequence[Fields]) -> str:

@@ -41,7 +41,7 @@ FULL = (
     Plan(LLAMA_1B, (128, 512, 2048, 8192), (1, 16, 64), 512),
     Plan(LLAMA_8B, (128, 512, 2048, 8192), (1, 16, 64), 512),
 )
-SMALL = (Plan(TINY, (5, 20), (1, 3), 24),)
+SMALL = (Plan(TINY, (3, 9), (1, 2), 24),)
 _MORE = 64
 """Places of the static cache behind the context, for the tokens of decode steps."""
 

@@ -237,6 +237,7 @@ def test_parameters_are_those_of_a_client() -> None:
         "pooling",
         "shown_tokens",
         "is_parsed",
+        "is_whole",
         "reasoning",
         "schemas",
         "constraint_field",

@@ -89,6 +89,8 @@ class ClusterSettings(Settings):
     @property
     def served_model_name(self) -> str:
         """The name under which clients ask for the model."""
+        if not self.model_name and self.runner == "simulated" and self.model == bundled_model_dir():
+            return "simulated"  # The bundled model is the default, and nothing of it runs.
         return self.model_name or self.model.resolve().name
 
 

@@ -31,6 +31,7 @@ def test_settings_without_a_source_have_their_defaults() -> None:
     assert (config.host, config.port, config.dtype, config.runner) == ("127.0.0.1", 0, "auto", "torch")
     assert config.model == bundled_model_dir()
     assert config.served_model_name == "demo_model"
+    assert load(NodeConfig, NODE | {"runner": "simulated"}, {}).config.served_model_name == "simulated"
     assert config.num_threads >= 1
     assert load(UpConfig, {}, {}).config.grpc_port == 50051
 

@@ -24,7 +24,7 @@ from baton.errors import (
     RequestNotFound,
 )
 from baton.fair_executor import FairExecutor
-from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.messages.generation import Accepted, Delivery, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.ids import SCOPED_ID_PATTERN, new_request_id, unscoped
 from baton.messages.request_limits import MAX_POOLED_TOKENS
 from baton.messages.sampling import CONSTRAINT_KINDS, Constraint
@@ -169,7 +169,7 @@ class Dispatcher:
             self.requests.check_room(raw.priority, embeds=raw.pooling is not None)
             request = await self._validated(raw)
             answer, takeover = Answer(self._codec, request), max(1, raw.call)
-            return self._open(request, answer, started, timeout_s, raw.traceparent, takeover, is_whole=raw.is_whole)
+            return self._open(request, answer, started, timeout_s, raw.traceparent, takeover, delivery=raw.delivery)
 
     async def _resume(
         self,
@@ -372,12 +372,12 @@ class Dispatcher:
         traceparent: str,
         takeover: int,
         *,
-        is_whole: bool = False,
+        delivery: Delivery = "stream",
     ) -> ActiveRequest:
         if self._draining:
             raise self._shutting_down()
         queue = EventQueue(self._turns)
-        return self.requests.open(request, answer, queue, started, timeout_s, traceparent, takeover, is_whole=is_whole)
+        return self.requests.open(request, answer, queue, started, timeout_s, traceparent, takeover, delivery=delivery)
 
     def _shutting_down(self) -> Draining:
         return Draining("this router is shutting down", self._rng.uniform(0.75, 1.25))

@@ -30,7 +30,7 @@ from baton.errors import (
     SlowReader,
 )
 from baton.messages.adapters import AdapterReport
-from baton.messages.generation import Finished, GenerateEvent, PromptLogprobs
+from baton.messages.generation import Delivery, Finished, GenerateEvent, PromptLogprobs
 from baton.messages.ids import AttemptKey, unscoped
 from baton.messages.node import Abort, NodeDescription, RequestDelta, RouterMessage, StepReport, WatchKVCache
 from baton.messages.sampling import TokenLogprobs
@@ -205,12 +205,12 @@ class LiveRequests:
         traceparent: str = "",
         takeover: int = 0,
         *,
-        is_whole: bool = False,
+        delivery: Delivery = "stream",
     ) -> ActiveRequest:
         """Take in a request, which `start` begins and `close` ends.
 
         `queue` receives its events; `started` is when it arrived, on the router's clock; `timeout_s` counts from then.
-        `takeover` is the number of its client's call; `is_whole`: as in GenerateRequest. Raises DuplicateRequest for an
+        `takeover` is the number of its client's call; `delivery`: as in GenerateRequest. Raises DuplicateRequest for an
         id that is live, DeadlineExceeded if the timeout has passed already, QueueFull if live requests have too many
         bytes of given rows or images, and what `LogprobBudget.reserve` raises.
         """
@@ -221,9 +221,9 @@ class LiveRequests:
             raise QueueFull(
                 "live requests have too many bytes of images or prompt_embeds", self._rng.uniform(0.75, 1.25)
             )
-        reservation = self.logprob_budget.reserve(request, is_whole=is_whole)
+        reservation = self.logprob_budget.reserve(request, delivery)
         flight_id = self._rng.getrandbits(64)
-        active = ActiveRequest(request, flight_id, answer, queue, started, takeover, reservation, is_whole=is_whole)
+        active = ActiveRequest(request, flight_id, answer, queue, started, takeover, reservation, delivery=delivery)
         active.admitted_at = self._timers.monotonic()
         begun = self._begun.pop(request.request_id, None)
         if begun is not None and takeover > 1:

@@ -28,6 +28,9 @@ class PromptEmbeds:
     request: the rows come before the prompt, which may be missing."""
 
 
+Delivery = Literal["stream", "whole", "json"]
+"""How a client gets an answer: as a stream, to which it may come back for a part; only when it is complete; or with
+log-probabilities that are kept as JSON until it is complete. Nobody comes back for a part of the last two."""
 ReasoningBegin = Literal["none", "closed", "open"]
 """Whether a text may begin with reasoning: not at all, behind a marker, or at once, where the prompt has opened it."""
 
@@ -105,9 +108,8 @@ class GenerateRequest:
     audio: bytes = b""
     """Speech for a model that writes it down: one channel of 16-bit little-endian PCM, 16,000 samples a second, at most
     MAX_AUDIO_BYTES. The prompt is then the beginning of what its decoder writes, as token ids."""
-    is_whole: bool = False
-    """Whether the client gets the answer only when it is complete, so that nobody comes back for a part of it. Only the
-    HTTP service sets it."""
+    delivery: Delivery = "stream"
+    """How the client gets the answer. Only the HTTP service sets it."""
     schemas: Mapping[str, str] = field(default_factory=dict)
     """JSON schemas that are checked and otherwise not used, by the field that a refusal names."""
 

@@ -2,8 +2,9 @@
 
 A request reserves, before anything is allocated for it, the bytes of all log-probabilities that a router may have to
 keep for it at once. An answer that is sent when it is complete keeps all of them, and so does one of which the best
-sequences are chosen. A stream keeps the latest ones, for a client that comes back, and those that its client has not
-read; if more than `UNREAD_TOKENS` of each sequence are unread, it reserves more.
+sequences are chosen. `/v1/responses` keeps all of them in JSON. A stream keeps the latest ones, for a client that comes
+back, and those that its client has not read; if more than `UNREAD_TOKENS` of each sequence are unread, it reserves
+more.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from random import Random
 
 from baton.errors import InvalidRequest, LogprobsFull
+from baton.messages.generation import Delivery
 from baton.messages.logprob_rows import row_bytes
 from router.admission.request import ValidRequest
 
@@ -19,6 +21,8 @@ KEPT_TOKENS = 1024
 """So many of the latest tokens of each sequence keep their log-probabilities until a stream has ended."""
 UNREAD_TOKENS = 256
 """For so many unread tokens of each sequence a stream reserves memory at its beginning."""
+_JSON_BYTES = 110
+"""What one log-probability takes in JSON, with its token as text and as a list of bytes."""
 
 
 @dataclass(slots=True)
@@ -42,20 +46,20 @@ class LogprobBudget:
         self.num_bytes = 0
         """Bytes that are reserved now."""
 
-    def reserve(self, request: ValidRequest, *, is_whole: bool) -> LogprobReservation:
+    def reserve(self, request: ValidRequest, delivery: Delivery) -> LogprobReservation:
         """Reserve memory for a request, which `release` gives back.
 
-        `is_whole`: the client gets its answer when it is complete. Raises InvalidRequest if the request needs more than
-        there is for all, and LogprobsFull if the others leave too little.
+        Raises InvalidRequest if the request needs more than there is for all, and LogprobsFull if the others leave too
+        little.
         """
-        reservation = reservation_for(request, is_whole=is_whole)
+        reservation = reservation_for(request, delivery)
         needed = reservation.num_bytes
         if needed > self._most:
             field = "logprobs" if request.sampling_params.logprobs is not None else "prompt_logprobs"
             raise InvalidRequest(
                 field,
                 f"of this request may take {needed} bytes, and those of all requests {self._most} (--logprob-memory): "
-                f"ask for less (logprobs, max_tokens, n){'' if not is_whole else ', or for a stream'}",
+                f"ask for less (logprobs, max_tokens, n){', or for a stream' if delivery == 'whole' else ''}",
             )
         if needed and self.num_bytes + needed > self._most:
             raise LogprobsFull(
@@ -85,7 +89,7 @@ class LogprobBudget:
         reservation.num_bytes = reservation.bytes_each = 0
 
 
-def reservation_for(request: ValidRequest, *, is_whole: bool) -> LogprobReservation:
+def reservation_for(request: ValidRequest, delivery: Delivery) -> LogprobReservation:
     """What a request needs at its beginning."""
     params = request.sampling_params
     of_prompt = 0
@@ -94,9 +98,11 @@ def reservation_for(request: ValidRequest, *, is_whole: bool) -> LogprobReservat
     if params.logprobs is None or request.embeds:
         return LogprobReservation(of_prompt)
     each, longest = row_bytes(params.logprobs), params.max_tokens
+    if delivery == "json":
+        return LogprobReservation(of_prompt + params.n * longest * (each + _JSON_BYTES * (1 + params.logprobs)))
     is_best_of = request.num_returned < params.n
-    if is_whole or is_best_of:
-        kept = 0 if is_whole else min(longest, KEPT_TOKENS)
+    if delivery == "whole" or is_best_of:
+        kept = 0 if delivery == "whole" else min(longest, KEPT_TOKENS)
         return LogprobReservation(of_prompt + params.n * (longest + kept) * each)
     unread = params.n * UNREAD_TOKENS
     most = min(params.n * longest, params.n * KEPT_TOKENS + unread)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from baton.errors import BatonError, NoCapacity, Overloaded
-from baton.messages.generation import Finished, PromptLogprobs
+from baton.messages.generation import Delivery, Finished, PromptLogprobs
 from baton.messages.logprob_rows import LogprobLog
 from baton.observe.tracing import Span
 from router.admission.admission import LatencyTargets, Ticket
@@ -33,11 +33,11 @@ class ActiveRequest:
         takeover: int = 0,
         reservation: LogprobReservation | None = None,
         *,
-        is_whole: bool = False,
+        delivery: Delivery = "stream",
     ) -> None:
         """`started`: when the request arrived, in seconds on the router's clock. `takeover`: the number of the client's
         call, with which the router claims the request's attempts on nodes. `reservation`: the memory of its
-        log-probabilities. `is_whole`: nobody comes back for a part of the answer.
+        log-probabilities. `delivery`: as in GenerateRequest.
         """
         self.request = request
         self.flight = Flight(request, flight_id, takeover)
@@ -77,7 +77,7 @@ class ActiveRequest:
         self.logprobs: list[LogprobLog] = []
         """The latest log-probabilities of each sequence, kept for a client that comes back; empty if none are wanted,
         or nobody comes back."""
-        if request.sampling_params.logprobs is not None and not is_whole:
+        if request.sampling_params.logprobs is not None and delivery == "stream":
             self.logprobs = [LogprobLog() for _ in range(request.sampling_params.n)]
         self.prompt_logprobs: PromptLogprobs | None = None
         """Kept for a client that comes back; None if none are wanted, or as long as they have not come."""

@@ -16,7 +16,7 @@ from baton.background import gather_all
 from baton.clock import Clock
 from baton.errors import InvalidRequest, VersionGone
 from baton.messages.adapters import AdapterSource
-from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.generation import Accepted, Delivery, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
 from baton.messages.request_limits import MAX_CALL_PROMPT_LOGPROB_VALUES, MAX_CALL_SEQUENCES, MAX_SEQUENCES
 from baton.text.chat_template import FIELD as TEMPLATE_FIELD
@@ -150,6 +150,8 @@ class Endpoint(Generic[P]):
     """Whether a body may have images, by which it may be larger."""
     can_resume = False
     """Whether a client may continue a stream with `Last-Event-ID`."""
+    delivery: Delivery = "whole"
+    """How clients get what they can't continue."""
 
     def __init__(self, handler: Handler, model: ServedModel, clock: Clock, keep_alive_s: float) -> None:
         self._handler = handler
@@ -220,7 +222,8 @@ class Endpoint(Generic[P]):
         return [(b"x-request-id", request_id.encode())]
 
     async def _stream(self, client: Client, parsed: P) -> None:
-        requests = [replace(request, is_whole=not self.can_resume) for request in parsed.requests]
+        delivery: Delivery = "stream" if self.can_resume else self.delivery
+        requests = [replace(request, delivery=delivery) for request in parsed.requests]
         streams = [self._handler.generate(request, parsed.timeout_s) for request in requests]
         events = streams[0] if len(streams) == 1 else merged(parsed.request_id, streams, parsed.num_sequences)
         await self._send_events(client, parsed, events, None)
@@ -259,7 +262,7 @@ class Endpoint(Generic[P]):
         the tokens.
         """
         started, timeout_s, is_anew = self._clock.monotonic(), parsed.timeout_s, False
-        request = replace(request, is_whole=True)
+        request = replace(request, delivery=self.delivery)
         while True:
             try:
                 async with AsyncExitStack() as stack:

@@ -59,6 +59,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
     """POST /v1/responses"""
 
     takes_images = True
+    delivery = "json"
     names = {  # noqa: RUF012
         "request_id": ("request_id", "x-request-id"),
         "prompt": ("prompt", "input"),

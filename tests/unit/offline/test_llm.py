@@ -237,7 +237,7 @@ def test_parameters_are_those_of_a_client() -> None:
         "pooling",
         "shown_tokens",
         "is_parsed",
-        "is_whole",
+        "delivery",
         "reasoning",
         "schemas",
         "constraint_field",

@@ -71,15 +71,16 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
         "choice": (),
         "grammar": None,
         "repetition_detection": RepetitionDetection(8, 1, 5),
-        # Who asks is known from the key, and its trace from a header.
+        # Who asks, and how urgently it may, is known from the key, and its trace from a header.
         "tenant": "",
+        "min_priority": None,
         "traceparent": "",
         # HTTP has no field for it: a stream that goes on is asked for with last-event-id.
         "call": 0,
         # Read by the endpoint, which knows how many bytes are taken.
         "prompt_embeds": (),
         # Follows from the endpoint and from `stream`.
-        "is_whole": False,
+        "delivery": "stream",
         # Parts of chats alone.
         "images": (),
         # Only forms have it.

@@ -18,7 +18,7 @@ from baton.errors import (
     RequestNotFound,
     SlowReader,
 )
-from baton.messages.generation import GenerateRequest
+from baton.messages.generation import Delivery, GenerateRequest
 from baton.messages.logprob_rows import row_bytes
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
@@ -40,29 +40,30 @@ def request(**fields: int) -> ValidRequest:
 
 
 @pytest.mark.parametrize(
-    ("asked", "is_whole", "num_bytes", "num_unread"),
+    ("asked", "delivery", "num_bytes", "num_unread"),
     [
-        (request(max_tokens=9), True, 0, 0),
-        (request(max_tokens=9, logprobs=2), False, 9 * EACH, 0),
-        (request(max_tokens=9000, logprobs=2), True, 9000 * EACH, 0),
-        (request(max_tokens=9000, logprobs=2, n=3), False, 3 * FEW * EACH, 3 * UNREAD_TOKENS),
-        (request(max_tokens=9000, logprobs=0, n=3, num_returned=1), True, 3 * 9000 * 16, 0),
-        (request(max_tokens=9000, logprobs=0, n=3, num_returned=1), False, 3 * (9000 + KEPT_TOKENS) * 16, 0),
-        (request(max_tokens=9, prompt_logprobs=2), True, 4 * EACH, 0),
-        (request(max_tokens=9, prompt_logprobs=0, logprobs=2), True, 4 * 16 + 9 * EACH, 0),
+        (request(max_tokens=9), "whole", 0, 0),
+        (request(max_tokens=9, logprobs=2), "stream", 9 * EACH, 0),
+        (request(max_tokens=9000, logprobs=2), "whole", 9000 * EACH, 0),
+        (request(max_tokens=9000, logprobs=2, n=3), "stream", 3 * FEW * EACH, 3 * UNREAD_TOKENS),
+        (request(max_tokens=9000, logprobs=0, n=3, num_returned=1), "whole", 3 * 9000 * 16, 0),
+        (request(max_tokens=9000, logprobs=0, n=3, num_returned=1), "stream", 3 * (9000 + KEPT_TOKENS) * 16, 0),
+        (request(max_tokens=9, prompt_logprobs=2), "whole", 4 * EACH, 0),
+        (request(max_tokens=9, prompt_logprobs=0, logprobs=2), "whole", 4 * 16 + 9 * EACH, 0),
+        (request(max_tokens=9, logprobs=2), "json", 9 * (EACH + 3 * 110), 0),
     ],
 )
 def test_a_request_reserves_what_may_have_to_be_kept(
-    asked: ValidRequest, is_whole: bool, num_bytes: int, num_unread: int
+    asked: ValidRequest, delivery: Delivery, num_bytes: int, num_unread: int
 ) -> None:
-    found = reservation_for(asked, is_whole=is_whole)
+    found = reservation_for(asked, delivery)
     assert (found.num_bytes, found.num_unread) == (num_bytes, num_unread)
 
 
 def test_a_stream_that_is_not_read_reserves_more_until_there_is_none() -> None:
     asked = request(max_tokens=90_000, logprobs=2)
     budget = LogprobBudget((FEW + 3 * UNREAD_TOKENS) * EACH, Random(1))
-    reserved = budget.reserve(asked, is_whole=False)
+    reserved = budget.reserve(asked, "stream")
     assert budget.covers(reserved, UNREAD_TOKENS)
     assert budget.num_bytes == FEW * EACH
     assert budget.covers(reserved, UNREAD_TOKENS + 1)
@@ -152,11 +153,11 @@ async def test_a_stream_that_is_not_read_ends_when_no_memory_is_left() -> None:
         assert rig.dispatcher.requests.logprob_budget.num_bytes == 0
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
-async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_again(is_whole: bool) -> None:
+@pytest.mark.parametrize("delivery", ["stream", "whole"])
+async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_again(delivery: Delivery) -> None:
     async with router_rig(*LARGE) as rig:
         rig.card = replace(rig.card, max_model_len=LARGE[0].max_model_len)
-        asked = {"request_id": "r", "max_tokens": 4000, "logprobs": 0, "is_whole": is_whole}
+        asked = {"request_id": "r", "max_tokens": 4000, "logprobs": 0, "delivery": delivery}
         old = rig.ask(**asked)  # type: ignore[arg-type]
         attempt = (await rig.next_submit("p1")).attempt
         await rig.next_submit("d1")
@@ -165,7 +166,7 @@ async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_
             rig.report("d1", attempt, first, "b" * 16, logprob=-0.5)
         count = 2 * KEPT_TOKENS + 1
         await old.wait_for_tokens(count)
-        if not is_whole:
+        if delivery == "stream":
             kept = rig.resume("r", count - KEPT_TOKENS)
             await kept.wait_for_tokens(KEPT_TOKENS)
             assert sum(len(one.logprobs) for one in kept.chunks) == KEPT_TOKENS
@@ -174,7 +175,7 @@ async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_
         again = rig.ask(**asked)  # type: ignore[arg-type]
         await again.wait_until_accepted()
         rig.dispatcher.cancel("r")
-        for reader in (old, again, *([] if is_whole else [kept])):
+        for reader in (old, again, *([kept] if delivery == "stream" else [])):
             with pytest.raises(Cancelled):
                 await reader.finished()
         await asyncio.sleep(0)
@@ -183,7 +184,7 @@ async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_
 
 async def test_an_unread_answer_does_not_keep_its_client_from_sending_the_request_again() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        asked = GenerateRequest("hello", request_id="r", max_tokens=2, logprobs=0, is_whole=True)
+        asked = GenerateRequest("hello", request_id="r", max_tokens=2, logprobs=0, delivery="whole")
         unread = rig.dispatcher.generate(asked)
         await anext(unread)
         attempt = (await rig.next_submit("p1")).attempt

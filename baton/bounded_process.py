@@ -44,8 +44,9 @@ def limit_memory(more_bytes: int, stack_bytes: int) -> None:
 
 
 def limit_powers() -> None:
-    """Let this process open no file or connection, write to no file, and start no other process.
+    """Let this process open no file or connection, write to no file, and start no other process, except as root.
 
+    Root's processes may fork whatever the limit, but load no program, since its files can't be opened.
     What gets out of a sandbox or takes a decoder over finds no key, no weights and no network here.
     """
     for kind, most in ((resource.RLIMIT_NOFILE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NPROC, 0)):

@@ -5,7 +5,7 @@ faults could be anything, so:
 
 1. A file is named by its first bytes as one of two formats, and FFmpeg tries no other.
 2. The child has limits of CPU time, of elapsed time and of memory, and sends at most as many samples as are taken.
-3. Before the child looks at a file it gives up opening files and connections, and starting processes.
+3. Before the child looks at a file it gives up opening files and connections, and running programs.
 4. Each file has a child of its own, so none sees what another one has left behind.
 """
 

@@ -78,12 +78,17 @@ function withoutPunctuation(address) {
 
 // --- blocks ---
 
-const FENCE = /^ *(`{3,}|~{3,})\s*([^`]*)$/;
+const FENCE_MARK = /^ *(`{3,}|~{3,})/;
 const HEADING = /^ {0,3}(#{1,6})(?= |$)/;
 const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +|$)/;
 const indentOf = line => line.length - line.trimStart().length;
+// The mark of a line that begins or ends code, and the language behind it; null for another line.
+function fenceOf(line) {
+  const found = FENCE_MARK.exec(line), name = found && line.slice(found[0].length);
+  return found && !name.includes("`") ? {mark: found[1], name: name.trim()} : null;
+}
 
 // The blocks that begin at each line: `at` is the index of a block's first line.
 function blocksOf(lines, depth = 0) {
@@ -101,7 +106,7 @@ function blocksOf(lines, depth = 0) {
 }
 function blockAt(lines, at, depth) {
   const line = lines[at];
-  if (FENCE.test(line)) return fenceAt(lines, at);
+  if (fenceOf(line)) return fenceAt(lines, at);
   if (HEADING.test(line)) return [{kind: "heading", level: HEADING.exec(line)[1].length, text: headingText(line)}, at + 1];
   if (RULE.test(line)) return [{kind: "rule"}, at + 1];
   if (depth < MOST_NESTED && QUOTE.test(line)) return quoteAt(lines, at, depth);
@@ -114,7 +119,7 @@ function blockAt(lines, at, depth) {
 // Whether a line begins a block of its own although a paragraph stands right before it.
 function interrupts(lines, at, depth) {
   const line = lines[at], item = ITEM.exec(line);
-  if (FENCE.test(line) || HEADING.test(line) || RULE.test(line) || isTable(lines, at)) return true;
+  if (fenceOf(line) || HEADING.test(line) || RULE.test(line) || isTable(lines, at)) return true;
   if (depth >= MOST_NESTED) return false;
   return QUOTE.test(line) || Boolean(item && item[3] && (/\D/.test(item[2][0]) || parseInt(item[2], 10) === 1));
 }
@@ -125,14 +130,14 @@ function headingText(line) {
   return end === 0 || text[end - 1] === " " ? text.slice(0, end).trim() : text;
 }
 function fenceAt(lines, at) {
-  const [, mark, name] = FENCE.exec(lines[at]), indent = indentOf(lines[at]), code = [];
+  const {mark, name} = fenceOf(lines[at]), indent = indentOf(lines[at]), code = [];
   let next = at + 1;
   for (; next < lines.length; next += 1) {
-    const end = FENCE.exec(lines[next]);
-    if (end && end[1].startsWith(mark) && !end[2].trim()) break;
+    const end = fenceOf(lines[next]);
+    if (end && end.mark.startsWith(mark) && !end.name) break;
     code.push(lines[next].slice(Math.min(indent, indentOf(lines[next]))));
   }
-  return [{kind: "fence", name: name.trim().split(/\s/)[0], text: code.join("\n")}, Math.min(next + 1, lines.length)];
+  return [{kind: "fence", name: name.split(/\s/)[0], text: code.join("\n")}, Math.min(next + 1, lines.length)];
 }
 function quoteAt(lines, at, depth) {
   let next = at;

@@ -78,7 +78,7 @@ class ModelTemplate(PromptTemplate):
         return cls(sources, find_special_tokens(model_dir), find_tool_call_parser(model_dir), workers)
 
     def check(self) -> str:
-        """Check the template once, before the first chat; returns why it is not used, which is logged, too.
+        """Check the template once, before the first chat; returns why it is not used.
 
         Raises ConfigError for one that is not valid Jinja.
         """

@@ -267,7 +267,7 @@ def _angle_dtypes(module: nn.Module) -> set[torch.dtype]:
         device = next(rotary.buffers()).device
         try:
             angles = rotary(like.to(device), torch.zeros(1, 1, dtype=torch.int64, device=device))
-        except (RuntimeError, TypeError, ValueError, AttributeError):
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
             continue  # It takes other arguments, so its angles are not known before a step.
         dtypes |= {part.dtype for part in angles}
     return dtypes

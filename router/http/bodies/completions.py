@@ -10,7 +10,7 @@ from pydantic import Field, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import PromptEmbeds
-from baton.messages.request_limits import MAX_PROMPTS
+from baton.messages.request_limits import MAX_PROMPT_BYTES, MAX_PROMPTS
 from router.admission.prompt_embeds import NOT_TAKEN
 from router.http.bodies.fields import OnlyTrue, TextsOrIds, is_ids
 from router.http.bodies.generation import GenerationBody
@@ -81,6 +81,13 @@ class CompletionBody(GenerationBody):
                 raise InvalidRequest(name, "does not go with suffix")
         if not all(isinstance(prompt, str) for prompt in self.prompts):
             raise InvalidRequest("prompt", "must be a text where there is a suffix")
+        # The suffix is part of each prompt, and must not multiply the work that a body of this size is.
+        if len(self.prompts) * len(self.suffix) > MAX_PROMPT_BYTES:
+            raise InvalidRequest(
+                "suffix",
+                f"has {len(self.suffix)} characters for each of {len(self.prompts)} prompts; all together may have "
+                f"{MAX_PROMPT_BYTES}: send fewer prompts in a request",
+            )
 
     def check_echo(self) -> None:
         """Raises InvalidRequest for what does not go with a prompt that is repeated or has log-probabilities."""

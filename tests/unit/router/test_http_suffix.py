@@ -46,6 +46,7 @@ async def test_the_prompt_has_both_texts_and_the_models_tokens_around_them() -> 
         ("echo", {"echo": True}),
         ("truncate_prompt_tokens", {"truncate_prompt_tokens": 3}),
         ("suffix", {"suffix": 1}),
+        ("suffix", {"prompt": ["a"] * 32, "suffix": "b" * 40_000}),
     ],
 )
 async def test_what_does_not_go_with_a_suffix_is_refused_by_name(param: str, more: dict[str, Any]) -> None:

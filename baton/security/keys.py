@@ -40,8 +40,8 @@ _PREFIX = "baton-"
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}\Z")
 _FIELDS = {"sha256", "tenant", "role", "max_concurrent", "created"}
 _OPTIONAL_FIELDS = {"min_priority"}
-"""Fields that are written only for keys that have them. A file with one is refused whole by a version of Baton that does
-not know the field."""
+"""Fields that are written only for keys that have them. A version of Baton that does not know one of them refuses the
+whole file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,12 +79,13 @@ class LLM:
         """
         log_to_standard_loggers()
         config = with_model_directory(node_config(model, settings))
-        self._codec = Tokenizer.load(config.model)
-        if (found := encoder_decoder(config.model)) is not None:
+        # A directory without a configuration is refused below, with what it lacks first.
+        if (config.model / "config.json").is_file() and (found := encoder_decoder(config.model)) is not None:
             raise ConfigError(
                 f"{config.model} has an encoder and a decoder ({found.source}), which LLM does not compute: "
                 "serve it with baton up --model"
             )
+        self._codec = Tokenizer.load(config.model)
         self._template = template = ModelTemplate.load(config.model)
         runner = load(runner_spec(config))
         log_slow_paths(runner.model)

@@ -444,6 +444,7 @@ def test_a_report_names_the_model_and_how_many_requests_were_open(named: dict[st
     assert measured.subject == subject
     tags = Tags(page(measured))
     assert (f": {subject}" if subject else "Comparison of arrangements") in tags.text
+    assert f"Baton: {measured.model}" in tags.text, "the title has the model"
     assert "img" not in tags.names
     row = next(csv.DictReader(io.StringIO(to_csv(measured))))
     assert row["model"] == measured.model

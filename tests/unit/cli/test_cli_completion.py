@@ -59,6 +59,7 @@ exit 5
     ("typed", "offered", "asked"),
     [
         ("cordon d", {"decode-0", "decode-1"}, "get nodes --no-headers --timeout 1"),
+        ("uncordon r", set(), "get nodes --no-headers --timeout 1"),
         ("cordon --run-dir /x y", set(), "get nodes --no-headers --timeout 1 --run-dir /x"),
         ("set-role --address=h:1 decode-0 p", {"prefill"}, "get nodes --no-headers --timeout 1 --address h:1"),
         ("describe node r", {"router-0"}, "get nodes -o name --timeout 1"),

@@ -47,7 +47,6 @@ def shared() -> Iterator[LLM]:
 
 def test_a_model_with_an_encoder_and_a_decoder_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     write_encoder_decoder(tmp_path, "bart")
-    (tmp_path / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
     with pytest.raises(ConfigError, match=r"an encoder and a decoder .* baton up --model"):
         LLM(tmp_path)
 

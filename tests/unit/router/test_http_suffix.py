@@ -40,18 +40,20 @@ async def test_the_prompt_has_both_texts_and_the_models_tokens_around_them() -> 
 
 
 @pytest.mark.parametrize(
-    ("param", "more"),
+    ("param", "more", "why"),
     [
-        ("prompt", {"prompt": [1, 2]}),
-        ("echo", {"echo": True}),
-        ("truncate_prompt_tokens", {"truncate_prompt_tokens": 3}),
-        ("suffix", {"suffix": 1}),
-        ("suffix", {"prompt": ["a"] * 32, "suffix": "b" * 40_000}),
+        ("prompt", {"prompt": [1, 2]}, "must be a text where there is a suffix"),
+        ("prompt_embeds", {"prompt_embeds": "AAAA"}, "does not go with suffix"),
+        ("echo", {"echo": True}, "does not go with suffix"),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": 3}, "does not go with suffix"),
+        ("suffix", {"suffix": 1}, "must be a valid string"),
+        ("suffix", {"prompt": ["a"] * 32, "suffix": "b" * 40_000}, "send fewer prompts in a request"),
     ],
 )
-async def test_what_does_not_go_with_a_suffix_is_refused_by_name(param: str, more: dict[str, Any]) -> None:
+async def test_what_does_not_go_with_a_suffix_is_refused_by_name(param: str, more: dict[str, Any], why: str) -> None:
     exchange = await HttpRig(vocabulary=CodeTokenizer()).post(PATH, BODY | more).end()
     assert (exchange.status, exchange.error["param"]) == (400, param)
+    assert why in exchange.error["message"]
 
 
 async def test_a_model_without_the_tokens_refuses_a_suffix_but_no_empty_one() -> None:

@@ -72,9 +72,9 @@ async def test_two_tenants_may_use_the_same_request_id() -> None:
 @pytest.mark.parametrize(
     ("tenant", "of_key", "of_router", "asked", "given"),
     [
-        ("acme", None, 0, 0, 0),
-        ("acme", None, 0, 2**31 - 1, 2**31 - 1),
-        ("acme", None, 0, -1, "must be 0 to 2147483647, the range of this router, not -1"),
+        ("acme", None, None, 0, 0),
+        ("acme", None, None, 2**31 - 1, 2**31 - 1),
+        ("acme", None, None, -1, "must be 0 to 2147483647, the range of this router, not -1"),
         ("acme", None, -5, -5, -5),
         ("acme", None, -5, -6, "must be -5 to 2147483647, the range of this router, not -6"),
         ("acme", -7, 0, -7, -7),
@@ -87,14 +87,19 @@ async def test_two_tenants_may_use_the_same_request_id() -> None:
     ],
 )
 async def test_a_client_gets_the_priority_that_its_key_or_the_router_allows(
-    tenant: str, of_key: int | None, of_router: int, asked: int, given: int | str
+    tenant: str, of_key: int | None, of_router: int | None, asked: int, given: int | str
 ) -> None:
-    async with router_rig(decode(), limits=DispatchLimits(min_priority=of_router)) as rig:
-        reader = Reader(Fronts(rig).ask(tenant, min_priority=of_key, priority=asked))
+    limits = DispatchLimits() if of_router is None else DispatchLimits(min_priority=of_router)
+    async with (
+        router_rig(decode(), limits=limits) as rig,
+        aclosing(Fronts(rig).ask(tenant, min_priority=of_key, priority=asked)) as events,
+    ):
         if isinstance(given, str):
             with pytest.raises(InvalidRequest, match=f"priority: .*{given}"):
-                await reader.finished()
+                await anext(events)
             return
+        assert isinstance(await anext(events), Accepted)
+        reader = Reader(events)
         submit = await rig.next_submit("d1")
         assert submit.priority == given
         rig.report("d1", submit.attempt, 0, "ab", Outcome.LENGTH)

@@ -30,7 +30,6 @@ from baton.models.resolve import find_model
 from baton.offline import EngineSettings
 from baton.offline.progress import progress_bar
 from baton.runner.model_runner import TorchModelRunner
-from tests.support.encoder_decoder_models import write_encoder_decoder
 from tests.support.gguf_models import random_module, write_module
 from tests.support.quantized_models import PACKED_FORMATS, write_quantized_model
 
@@ -46,7 +45,7 @@ def shared() -> Iterator[LLM]:
 
 
 def test_a_model_with_an_encoder_and_a_decoder_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
-    write_encoder_decoder(tmp_path, "bart")
+    (tmp_path / "config.json").write_text('{"model_type": "bart", "is_encoder_decoder": true}')
     with pytest.raises(ConfigError, match=r"an encoder and a decoder .* baton up --model"):
         LLM(tmp_path)
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from baton.bench.arrangement import Arrangement
 from baton.client import OperatorClient
@@ -24,6 +27,10 @@ from baton.models.resolve import FoundModel
 from baton.wire.clients.node_client import NodeClient
 
 _ANY_PROMPT = str(1 << 30)
+_DRAIN_S = 60.0
+"""The longest time that a cluster may take to end after a benchmark."""
+_AT_ONCE_S = 3.0
+"""The same after a benchmark that failed or was interrupted: whoever interrupted it may soon kill it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +86,90 @@ def live_cluster(*flags: str, environment: Mapping[str, str] | None = None) -> I
 
     `environment`: environment variables for settings that `baton up` has no flags for.
     """
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as run_dir:
-        ports = ("--grpc-port", "0", "--http-port", "0")
-        # Benchmarks measure the way over both nodes, also where one node alone would be cheaper.
-        words = (*ports, "--placement", "least-loaded", *flags)
-        up = _baton("up", "--detach", "--run-dir", run_dir, "-o", "json", *words, environment=environment)
-        if up.returncode:
-            raise ConfigError(f"baton up failed: {up.stderr.strip().removeprefix('baton: ')}")
-        state: dict[str, Any] = json.loads(up.stdout)
+    with live_clusters(flags, environment=environment) as (cluster,):
+        yield cluster
+
+
+@contextmanager
+def live_clusters(
+    *flags: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[Sequence[LiveCluster]]:
+    """Runs a cluster for each of these lists of flags, as `live_cluster` does; all of them start at the same time.
+
+    Their supervisors stay in the process group of this process. So whoever kills the group leaves no cluster behind,
+    also if it is killed during a start.
+    """
+    ups: list[_Up] = []
+    at_once = True
+    with ExitStack() as folders:
         try:
-            logs = {process["name"]: Path(process["log"]) for process in state["processes"]}
-            yield LiveCluster(state["grpc_address"], state["operator_address"], state["http_address"], logs)
+            for some in flags:
+                folder = tempfile.TemporaryDirectory(prefix="baton-bench-", ignore_cleanup_errors=True)
+                ups.append(_start(folders.enter_context(folder), some, environment or {}))
+            yield [_await_ready(up) for up in ups]
+            at_once = False
         finally:
-            _baton("down", "--run-dir", run_dir)
+            _end(ups, at_once=at_once)
 
 
-def _baton(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "baton.cli.main", *arguments]
-    settings = {**os.environ, **(environment or {})}
-    return subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+class _Up(NamedTuple):
+    """A `baton up` in the foreground, and the file of what it writes to stderr."""
+
+    process: subprocess.Popen[str]
+    errors: IO[str]
+
+
+def _start(run_dir: str, flags: Sequence[str], environment: Mapping[str, str]) -> _Up:
+    errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (`_end` closes it)
+    # Benchmarks measure the way over both nodes, also where one node alone would be cheaper.
+    command = [sys.executable, "-m", "baton.cli.main", "up", "--run-dir", run_dir, "-o", "json", "--grpc-port", "0"]
+    command += ["--http-port", "0", "--placement", "least-loaded", *flags]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+    )
+    return _Up(process, errors)
+
+
+def _await_ready(up: _Up) -> LiveCluster:
+    """Wait for the document that `baton up` prints when the cluster is ready. Raises ConfigError if it ends first."""
+    document = ""
+    assert up.process.stdout is not None
+    for line in up.process.stdout:
+        document += line
+        with suppress(ValueError):  # its last line has not been read yet
+            state: dict[str, Any] = json.loads(document)
+            logs = {process["name"]: Path(process["log"]) for process in state["processes"]}
+            return LiveCluster(state["grpc_address"], state["operator_address"], state["http_address"], logs)
+    up.errors.seek(0)
+    # Notes on the start come before the reason.
+    reason = re.split(r"^baton: ", up.errors.read(), flags=re.MULTILINE)[-1]
+    raise ConfigError(f"baton up failed: {reason.strip()}")
+
+
+def _end(ups: Sequence[_Up], *, at_once: bool) -> None:
+    """End clusters, `at_once` also if requests run. With a supervisor that is killed as too slow its processes die."""
+    # Two different signals, since the kernel merges pending signals with the same number.
+    numbers = (signal.SIGTERM, signal.SIGINT) if at_once else (signal.SIGTERM,)
+    deadline = time.monotonic() + (_AT_ONCE_S if at_once else _DRAIN_S)
+    try:
+        for up in ups:
+            for number in numbers:
+                up.process.send_signal(number)
+        for up in ups:
+            with suppress(subprocess.TimeoutExpired):
+                up.process.wait(max(deadline - time.monotonic(), 0.0))
+    finally:
+        for up in ups:
+            up.process.kill()
+            up.process.wait()
+            assert up.process.stdout is not None
+            up.process.stdout.close()
+            up.errors.close()
 
 
 def arrangement_flags(arrangement: Arrangement) -> list[str]:

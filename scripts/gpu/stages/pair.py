@@ -11,15 +11,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from baton.bench.live_cluster import LiveCluster, live_cluster
+from baton.bench.live_cluster import LiveCluster, live_clusters
 from baton.bench.micro.handoff import ClusterRun, HandOverTimes, through_cluster
 from baton.errors import BatonError
 from baton.messages.sampling import SamplingParams
@@ -39,6 +38,8 @@ SECONDS = 60
 _CONTEXT_BYTES = 1 << 30
 """What a process takes of a GPU beside its weights and cache: the context, kernels, workspaces."""
 _ROUND_S = 3.0
+_END_S = 10.0
+"""Seconds before the deadline that are kept for the end of the clusters."""
 _DIGESTS = ("on", "off")
 
 
@@ -106,16 +107,11 @@ def _pairs(context: StageContext, plan: Plan, directory: Path, cache_bytes: int)
     flags = [
         *("--model", str(directory), "--device", context.device, "--dtype", _dtype_name(context), "--threads", "1"),
         *("--kv-cache-memory", str(cache_bytes), "--max-num-batched-tokens", str(plan.max_num_batched_tokens)),
-        "--allow-unverified",
+        *("--allow-unverified", "--start-timeout-s", f"{max(context.seconds_left - _END_S, 1.0):.0f}"),
     ]
-    with ExitStack() as stack, ThreadPoolExecutor(len(_DIGESTS)) as threads:
-        starting = {
-            digests: threads.submit(
-                stack.enter_context, live_cluster(*flags, "--kv-digests", digests, environment=LANES)
-            )
-            for digests in _DIGESTS
-        }
-        yield {digests: pair.result() for digests, pair in starting.items()}
+    each = [[*flags, "--kv-digests", digests] for digests in _DIGESTS]
+    with live_clusters(*each, environment=LANES) as pairs:
+        yield dict(zip(_DIGESTS, pairs, strict=True))
 
 
 def _dtype_name(context: StageContext) -> str:
@@ -128,7 +124,7 @@ def _measure(context: StageContext, plan: Plan, pairs: dict[str, LiveCluster], a
         taken: dict[str, list[tuple[ClusterRun, HandOverTimes]]] = {digests: [] for digests in _DIGESTS}
         ttft_alone, are_equal, reason = [], True, ""
         for number in range(1 + plan.rounds):
-            if not has_room(context, f"round {number} of prompts of {tokens}", seconds=_ROUND_S):
+            if not has_room(context, f"round {number} of prompts of {tokens}", seconds=_ROUND_S + _END_S):
                 break
             # No two prompts begin alike, so that none is in a node's cache.
             prompt = some_tokens(place * (1 + plan.rounds) + number, tokens, plan.shape.vocab)

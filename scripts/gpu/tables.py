@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from gpu.check import STAGES
 from gpu.results import Line, latest
 
 Fields = Mapping[str, Any]
-
-_STAGES = ("environment", "bits", "tests", "micro", "engine", "pair", "transformers")
-"""The stages in the order of the page; any others follow."""
 
 
 def render_card(lines: Sequence[Line]) -> str:
@@ -73,8 +71,9 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _stages(lines: Sequence[Line]) -> list[str]:
+    """The stages of a file in the order in which they run; any others follow."""
     named = dict.fromkeys(line["stage"] for line in lines if line["kind"] != "run")
-    return [*(stage for stage in _STAGES if stage in named), *(stage for stage in named if stage not in _STAGES)]
+    return [*(stage for stage in STAGES if stage in named), *(stage for stage in named if stage not in STAGES)]
 
 
 def _reports(lines: Sequence[Line], name: str) -> list[Fields]:
@@ -207,8 +206,8 @@ def _digests(found: Sequence[Fields]) -> str:
 
 
 def _cublas(found: Sequence[Fields]) -> str:
-    names = ("columns", "width", "rows", "equal_share", "bits_equal")
-    columns = ("outputs", "inputs", "rows", "share of equal numbers", "all equal")
+    names = ("columns", "width", "rows", "differing", "bits_equal")
+    columns = ("outputs", "inputs", "rows", "differing numbers", "all equal")
     return table("Bits of cuBLAS beside one sum in order", columns, [[one[name] for name in names] for one in found])
 
 

@@ -42,6 +42,12 @@ SHAPES = (
 ROWS = (1, 2, 3, 8, 15, 16, 17, 33, 64, 100, 128, 256, 511, 2048)
 SMALL_SHAPES, SMALL_ROWS = ((48, 64), (40, 128)), (1, 2, 17, 40)
 PARTS = range(1, 9)
+SUM_ERROR, TERM_ERROR = 1e-6, 3e-9
+"""The relative error of a product that is right: a part of its own, and one for each term of its sums.
+
+A tensor core cuts off what its float32 accumulator has no room for, so the error has a direction and grows with the
+width. Simulated for random numbers it is 4.4e-6 at a width of 4,096 and 1.6e-5 at 14,336.
+"""
 SHAPE_S = 8.0
 """Seconds that must be left to begin with another shape."""
 CUBLAS_ROWS = 256
@@ -81,7 +87,8 @@ def check_products(context: StageContext, shapes: Sequence[tuple[int, int]]) -> 
             parts for parts in PARTS if not _parts_agree(x[: rows[-2]], weight, expected[: rows[-2]], tiles, parts)
         ]
         context.check("product parts of columns", not wrong, **shape, wrong_parts=wrong)
-        context.check("product is right", _error(expected[:8], x[:8].double() @ weight.double().T) < 1e-5, **shape)
+        error = _error(expected[:8], x[:8].double() @ weight.double().T)
+        context.check("product is right", error < SUM_ERROR + TERM_ERROR * width, **shape, error=error)
         if context.device == "cuda":
             _compare_cublas(context, x, weight, expected, shape)
 
@@ -106,8 +113,9 @@ def _compare_cublas(
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     for count in (row for row in ROWS if row >= CUBLAS_ROWS):
         result = torch.mm(x[:count], weight.T, out_dtype=torch.float32)
-        equal = float((result == expected[:count]).float().mean())
-        context.report("cuBLAS", **shape, rows=count, equal_share=equal, bits_equal=equal == 1.0)
+        differing = int((result != expected[:count]).sum())
+        bits_equal = torch.equal(result, expected[:count])
+        context.report("cuBLAS", **shape, rows=count, differing=differing, bits_equal=bits_equal)
 
 
 class _Sequences(NamedTuple):

@@ -7,7 +7,6 @@ greedy token is chosen on the device.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,30 +47,55 @@ _MORE = 64
 
 def run(context: StageContext) -> None:
     """Run the stage."""
-    for plan in SMALL if context.tiny else FULL:
-        with torch.inference_mode():
-            _measure(context, plan)
-        gc.collect()
+    with torch.inference_mode():
+        made = [(plan, _module(context, plan)) for plan in (SMALL if context.tiny else FULL)]
+        measured = [(plan, module) for plan, module in made if module is not None]
+        for plan, module in measured:
+            _measure(context, plan, module)
+        if context.device == "cuda":
+            # Last: of a recording that fails torch keeps the stream, the pool and the state of random numbers.
+            for plan, module in measured:
+                _measure_graphs(context, plan, module)
 
 
-def _measure(context: StageContext, plan: Plan) -> None:
+def _module(context: StageContext, plan: Plan) -> Any | None:
+    """A module of a plan's shape; None where there is no room."""
     import transformers
 
     device, shape = device_of(context), plan.shape
     dtype = DTYPES[device.type]
     if not has_room(context, f"{shape.name} module", num_bytes=shape.num_weights * dtype.itemsize * 1.1, seconds=5):
-        return
+        return None
     started = time.perf_counter()
     module = made_module(shape, device, dtype, "sdpa")
     context.report("module", shape=shape.name, seconds=time.perf_counter() - started, version=transformers.__version__)
+    return module
+
+
+def _measure(context: StageContext, plan: Plan, module: Any) -> None:
+    shape, item = plan.shape, DTYPES[context.device].itemsize
     for tokens in plan.prompts:
-        num_bytes = tokens * _bytes_of_token(shape, dtype.itemsize)
+        num_bytes = tokens * _bytes_of_token(shape, item)
         if has_room(context, f"{shape.name} prompt of {tokens}", num_bytes=num_bytes, seconds=3):
             _prompt(context, shape, module, tokens)
     for batch in plan.batches:
-        num_bytes = batch * (plan.context + _MORE) * _bytes_of_token(shape, dtype.itemsize)
-        if has_room(context, f"{shape.name} decode {batch}", num_bytes=num_bytes, seconds=4):
+        if has_room(context, f"{shape.name} decode {batch}", num_bytes=_decode_bytes(plan, batch, item), seconds=4):
             _decode(context, plan, module, batch)
+
+
+def _measure_graphs(context: StageContext, plan: Plan, module: Any) -> None:
+    for batch in plan.batches:
+        name, num_bytes = _graph_name(plan, batch), _decode_bytes(plan, batch, DTYPES[context.device].itemsize)
+        if has_room(context, name, num_bytes=num_bytes, seconds=4):
+            _decode_as_graph(context, plan, module, batch)
+
+
+def _decode_bytes(plan: Plan, batch: int, item: int) -> int:
+    return batch * (plan.context + _MORE) * _bytes_of_token(plan.shape, item)
+
+
+def _graph_name(plan: Plan, batch: int) -> str:
+    return f"{plan.shape.name} decode {batch} as a graph"
 
 
 def _bytes_of_token(shape: Shape, item: int) -> int:
@@ -125,24 +149,34 @@ def _prompt(context: StageContext, shape: Shape, module: Any, tokens: int) -> No
 
 
 def _decode(context: StageContext, plan: Plan, module: Any, batch: int) -> None:
-    shape = plan.shape
-    sequence = _Sequence(module, batch, plan.context + _MORE)
-    prompts = [some_tokens(number, plan.context, shape.vocab) for number in range(batch)]
-    sequence.prefill(torch.tensor(prompts, device=module.device))
-    steps = 3 if context.tiny else 20
-    seconds = _timed(context, sequence.step, steps)
-    _report(context, plan, batch, seconds, graphs=False)
-    if context.device != "cuda":
-        return
-    graph = torch.cuda.CUDAGraph()
+    sequence = _behind_context(plan, module, batch)
+    _report(context, plan, batch, _timed(context, sequence.step, _steps(context)), graphs=False)
+
+
+def _decode_as_graph(context: StageContext, plan: Plan, module: Any, batch: int) -> None:
+    """Measure steps as a CUDA graph, or report why none could be recorded."""
+    sequence, graph = _behind_context(plan, module, batch), torch.cuda.CUDAGraph()
+    sequence.step()
     try:
         with torch.cuda.graph(graph):
             sequence.step()
     except RuntimeError as error:
         reason = (str(error).splitlines() or [""])[0]
-        context.report(f"{shape.name} decode {batch} as a graph", left_out=f"can't be recorded: {reason:.200}")
+        context.report(_graph_name(plan, batch), left_out=f"can't be recorded: {reason:.200}")
         return
-    _report(context, plan, batch, _timed(context, graph.replay, steps), graphs=True)
+    _report(context, plan, batch, _timed(context, graph.replay, _steps(context)), graphs=True)
+
+
+def _steps(context: StageContext) -> int:
+    return 3 if context.tiny else 20
+
+
+def _behind_context(plan: Plan, module: Any, batch: int) -> _Sequence:
+    """Sequences whose next step is the first one behind the plan's context."""
+    sequence = _Sequence(module, batch, plan.context + _MORE)
+    prompts = [some_tokens(number, plan.context, plan.shape.vocab) for number in range(batch)]
+    sequence.prefill(torch.tensor(prompts, device=module.device))
+    return sequence
 
 
 def _timed(context: StageContext, step: Callable[[], None], steps: int) -> list[float]:

@@ -51,7 +51,12 @@ class Plan:
         """The blocks that the largest size needs; the check at start needs a few in any case."""
         tokens = self.context + 2 + WARM_UP + self.steps
         decoding = max(self.batches) * -(-tokens // BLOCK_SIZE)
-        return max(decoding, -(-max(self.prompts) // BLOCK_SIZE) + 1, 32) + 1
+        return max(decoding + 1, _blocks_of_prompt(max(self.prompts)), 33)
+
+
+def _blocks_of_prompt(tokens: int) -> int:
+    """The blocks of one prompt and the token after it, and the null block."""
+    return 2 + -(-tokens // BLOCK_SIZE)
 
 
 FULL = (
@@ -85,7 +90,7 @@ def _measure(context: StageContext, plan: Plan) -> None:
     item = DTYPES[device.type].itemsize
     block_bytes = shape.kv_elements * BLOCK_SIZE * item
     weights = shape.num_weights * item * LOADING
-    fewest = 1 + -(-max(plan.prompts) // BLOCK_SIZE)
+    fewest = _blocks_of_prompt(max(plan.prompts))
     if not has_room(context, f"{shape.name} runner", num_bytes=weights + fewest * block_bytes, seconds=10):
         return
     num_blocks = min(plan.num_blocks, int((free_bytes(device) - weights) // block_bytes))

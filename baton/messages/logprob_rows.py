@@ -24,6 +24,8 @@ _NUM_TOP_AT = 12
 _PARTS_JOINED = 64
 """So many parts of a log are joined to one."""
 _LARGEST = 3.4028234663852886e38
+_FIRST = (0, 0)
+"""The first row begins at 0."""
 
 
 def row_bytes(num_top: int) -> int:
@@ -37,15 +39,21 @@ def _row(num_top: int) -> struct.Struct:
 
 
 class LogprobRows(Sequence[TokenLogprobs]):
-    """An immutable sequence of log-probabilities, packed as rows. A slice is packed, too."""
+    """An immutable sequence of log-probabilities, packed as rows. A slice is packed, too.
 
-    __slots__ = ("_data", "_num", "_width")
+    Rows that differ in length are found by reading the heads of those before them. A look-up goes on from the one
+    before it, so slices in ascending order read each head once.
+    """
+
+    __slots__ = ("_data", "_found", "_num", "_width")
 
     def __init__(self, data: bytes, num: int, width: int) -> None:
         """`data` has `num` rows of `width` bytes each; 0: they differ in length."""
         self._data = data
         self._num = num
         self._width = width
+        self._found = _FIRST
+        """Of rows that differ in length: the place of the one that was looked up last, and where it begins."""
 
     @classmethod
     def of(cls, positions: Iterable[TokenLogprobs]) -> LogprobRows:
@@ -102,12 +110,12 @@ class LogprobRows(Sequence[TokenLogprobs]):
         if isinstance(index, slice):
             first, stop, step = index.indices(self._num)
             if step != 1:
-                return LogprobRows.of([self[place] for place in range(first, stop, step)])
+                return LogprobRows.of(list(self)[index])
             if first == 0 and stop == self._num:
                 return self
             stop = max(first, stop)
             begin = self._offset(first)
-            return LogprobRows(self._data[begin : self._offset(stop, first, begin)], stop - first, self._width)
+            return LogprobRows(self._data[begin : self._offset(stop)], stop - first, self._width)
         place = index + self._num if index < 0 else index
         if not 0 <= place < self._num:
             raise IndexError("no such position")
@@ -125,12 +133,16 @@ class LogprobRows(Sequence[TokenLogprobs]):
     def __repr__(self) -> str:
         return f"LogprobRows.of({list(self)})"
 
-    def _offset(self, place: int, known: int = 0, at: int = 0) -> int:
-        """Where a row begins; the row `known` begins at `at`."""
+    def _offset(self, place: int) -> int:
+        """Where a row begins, or behind the last one, where it ends."""
         if self._width:
             return place * self._width
+        known, at = self._found
+        if place < known:
+            known, at = _FIRST
         for _ in range(known, place):
             at += row_bytes(self._num_top(at))
+        self._found = place, at
         return at
 
     def _num_top(self, at: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
+from typing import Any, SupportsIndex
 
 import pytest
 
@@ -13,6 +14,7 @@ from baton.messages.logprob_rows import LogprobLog, LogprobRows, joined_logprobs
 from baton.messages.sampling import TokenLogprobs
 from baton.wire.codec.generation import chunk_to_pb, event_from_pb
 from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb
+from router.flight.output_merge import OutputMerge
 
 EQUAL = [TokenLogprobs(7 * n, -0.5 * n, n + 1, [(n, -0.25), (n + 1, float("-inf"))]) for n in range(9)]
 RAGGED = [TokenLogprobs(2**32 - 1, -1.5, 3, [(n, -0.5 * n) for n in range(count)]) for count in (2, 0, 5, 1, 0)]
@@ -32,6 +34,26 @@ def test_rows_are_the_positions_that_were_packed(positions: list[TokenLogprobs])
     assert [rows[place] for place in range(-len(rows), len(rows))] == [*positions, *positions]
     with pytest.raises(IndexError):
         rows[len(positions)]
+
+
+class CountedBytes(bytes):
+    """Bytes that count how often something is read from them."""
+
+    num_reads = 0
+
+    def __getitem__(self, place: SupportsIndex | slice) -> Any:
+        self.num_reads += 1
+        return super().__getitem__(place)
+
+
+def test_rows_of_different_lengths_are_divided_in_one_pass() -> None:
+    positions = RAGGED * 40
+    data = CountedBytes(b"".join(LogprobRows.of([position])._data for position in positions))
+    merge, rows = OutputMerge(), LogprobRows(data, len(positions), 0)
+    run = merge.add(0, [position.token_id for position in positions], rows)
+    assert run is not None
+    assert run.logprobs == positions
+    assert data.num_reads <= 2 * len(positions), "each row's head, and the row"
 
 
 def test_a_chunk_of_joined_rows_goes_over_the_wire_as_it_is() -> None:

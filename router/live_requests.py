@@ -575,12 +575,20 @@ class LiveRequests:
         elif self._is_behind(active):
             until = self._timers.monotonic() + self._limits.stall_s
             active.stall_timer = self._timers.call_at(until, lambda: self._on_stall(active))
-        if active.logprobs and not self.logprob_budget.covers(active.reservation, active.queue.backlog):
-            unread = active.queue.backlog
-            error = SlowReader(f"{unread} tokens with log-probabilities were left unread, for which no memory is left")
+        if active.reservation.bytes_each and (error := self._no_logprob_memory(active)) is not None:
             return active.flight.handle(GiveUp(error))
         found = active.answer.stop_string_found(sequence_index) if active.answer.has_stop_strings else None
         return () if found is None else active.flight.handle(StopStringFound(found, sequence_index))
+
+    def _no_logprob_memory(self, active: ActiveRequest) -> BatonError | None:
+        """The error of a request for whose log-probabilities no memory is left; None: there is enough."""
+        reservation, unread = active.reservation, active.queue.backlog
+        count = active.flight.num_output_tokens if reservation.keeps_all else unread
+        if self.logprob_budget.covers(reservation, count):
+            return None
+        if reservation.keeps_all:
+            return self.logprob_budget.full(reservation)
+        return SlowReader(f"{unread} tokens with log-probabilities were left unread, for which no memory is left")
 
     def _is_behind(self, active: ActiveRequest) -> bool:
         """Whether the reader has left more tokens unread than it may; it may leave as many of each sequence."""

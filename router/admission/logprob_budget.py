@@ -20,7 +20,8 @@ from router.admission.request import ValidRequest
 KEPT_TOKENS = 1024
 """So many of the latest tokens of each sequence keep their log-probabilities until a stream has ended."""
 UNREAD_TOKENS = 256
-"""For so many unread tokens of each sequence a stream reserves memory at its beginning."""
+"""For so many unread tokens of each sequence a stream reserves memory at its beginning. `/v1/responses`, which keeps
+all tokens, does so for as many."""
 _JSON_BYTES = 110
 """What one log-probability takes in JSON, with its token as text and as a list of bytes."""
 
@@ -31,9 +32,13 @@ class LogprobReservation:
 
     num_bytes: int = 0
     bytes_each: int = 0
-    """For one more unread token; 0: the request has reserved all that it may ever need."""
-    num_unread: int = 0
-    """For so many unread tokens, of all sequences together, a stream has reserved memory."""
+    """For one more token; 0: the request has reserved all that it may ever need."""
+    num_covered: int = 0
+    """For so many tokens, of all sequences together, memory is reserved: unread ones, or all that came."""
+    most_covered: int = 0
+    """It never needs memory for more tokens."""
+    keeps_all: bool = False
+    """Whether all tokens that came are kept, and not only unread ones."""
 
 
 class LogprobBudget:
@@ -70,18 +75,33 @@ class LogprobBudget:
         self.num_bytes += needed
         return reservation
 
-    def covers(self, reservation: LogprobReservation, num_unread: int) -> bool:
-        """Whether memory for so many unread tokens of a stream is reserved, or could be reserved now."""
-        if not reservation.bytes_each or num_unread <= reservation.num_unread:
+    def covers(self, reservation: LogprobReservation, num_tokens: int) -> bool:
+        """Whether memory for so many tokens is reserved, or could be reserved now.
+
+        The tokens are those that came if all are kept, and otherwise the unread ones.
+        """
+        if not reservation.bytes_each or num_tokens <= reservation.num_covered:
             return True
-        num_unread = max(num_unread, 2 * reservation.num_unread)
-        more = (num_unread - reservation.num_unread) * reservation.bytes_each
-        if self.num_bytes + more > self._most:
+        room = (self._most - self.num_bytes) // reservation.bytes_each
+        doubled = min(2 * reservation.num_covered, reservation.most_covered)
+        if num_tokens - reservation.num_covered > room:
             return False
-        reservation.num_unread = num_unread
+        if doubled > num_tokens and doubled - reservation.num_covered <= room:
+            num_tokens = doubled
+        more = (num_tokens - reservation.num_covered) * reservation.bytes_each
+        reservation.num_covered = num_tokens
         reservation.num_bytes += more
         self.num_bytes += more
         return True
+
+    def full(self, reservation: LogprobReservation) -> LogprobsFull:
+        """The error that ends a request for which `covers` found no memory, and whose tokens are all kept."""
+        return LogprobsFull(
+            f"log-probabilities of the {reservation.num_covered} tokens so far take {reservation.num_bytes} bytes, and "
+            f"for more of them no memory is left of {self._most} (--logprob-memory): try again later, or ask for fewer "
+            "tokens or alternatives",
+            self._rng.uniform(0.75, 1.25),
+        )
 
     def release(self, reservation: LogprobReservation) -> None:
         """Give the memory of a request back. Idempotent."""
@@ -99,7 +119,8 @@ def reservation_for(request: ValidRequest, delivery: Delivery) -> LogprobReserva
         return LogprobReservation(of_prompt)
     each, longest = row_bytes(params.logprobs), params.max_tokens
     if delivery == "json":
-        return LogprobReservation(of_prompt + params.n * longest * (each + _JSON_BYTES * (1 + params.logprobs)))
+        each, first = each + _JSON_BYTES * (1 + params.logprobs), params.n * min(longest, UNREAD_TOKENS)
+        return LogprobReservation(of_prompt + first * each, each, first, params.n * longest, keeps_all=True)
     is_best_of = request.num_returned < params.n
     if delivery == "whole" or is_best_of:
         kept = 0 if delivery == "whole" else min(longest, KEPT_TOKENS)
@@ -108,4 +129,4 @@ def reservation_for(request: ValidRequest, delivery: Delivery) -> LogprobReserva
     most = min(params.n * longest, params.n * KEPT_TOKENS + unread)
     if params.n * longest <= most:
         return LogprobReservation(of_prompt + most * each)
-    return LogprobReservation(of_prompt + most * each, each, unread)
+    return LogprobReservation(of_prompt + most * each, each, unread, params.n * longest)

@@ -40,7 +40,7 @@ def request(**fields: int) -> ValidRequest:
 
 
 @pytest.mark.parametrize(
-    ("asked", "delivery", "num_bytes", "num_unread"),
+    ("asked", "delivery", "num_bytes", "num_covered"),
     [
         (request(max_tokens=9), "whole", 0, 0),
         (request(max_tokens=9, logprobs=2), "stream", 9 * EACH, 0),
@@ -50,14 +50,15 @@ def request(**fields: int) -> ValidRequest:
         (request(max_tokens=9000, logprobs=0, n=3, num_returned=1), "stream", 3 * (9000 + KEPT_TOKENS) * 16, 0),
         (request(max_tokens=9, prompt_logprobs=2), "whole", 4 * EACH, 0),
         (request(max_tokens=9, prompt_logprobs=0, logprobs=2), "whole", 4 * 16 + 9 * EACH, 0),
-        (request(max_tokens=9, logprobs=2), "json", 9 * (EACH + 3 * 110), 0),
+        (request(max_tokens=9, logprobs=2), "json", 9 * (EACH + 3 * 110), 9),
+        (request(max_tokens=90_000, logprobs=2), "json", UNREAD_TOKENS * (EACH + 3 * 110), UNREAD_TOKENS),
     ],
 )
 def test_a_request_reserves_what_may_have_to_be_kept(
-    asked: ValidRequest, delivery: Delivery, num_bytes: int, num_unread: int
+    asked: ValidRequest, delivery: Delivery, num_bytes: int, num_covered: int
 ) -> None:
     found = reservation_for(asked, delivery)
-    assert (found.num_bytes, found.num_unread) == (num_bytes, num_unread)
+    assert (found.num_bytes, found.num_covered) == (num_bytes, num_covered)
 
 
 def test_a_stream_that_is_not_read_reserves_more_until_there_is_none() -> None:
@@ -73,6 +74,27 @@ def test_a_stream_that_is_not_read_reserves_more_until_there_is_none() -> None:
     assert budget.num_bytes == 0
     assert budget.covers(reserved, 10**6)
     assert budget.num_bytes == 0, "what comes after its end is not kept"
+
+
+async def test_what_is_kept_in_json_reserves_more_as_it_comes_until_there_is_none() -> None:
+    each = 16 + 110
+    async with router_rig(*LARGE, limits=DispatchLimits(logprob_memory=700 * each)) as rig:
+        rig.card = replace(rig.card, max_model_len=LARGE[0].max_model_len)
+        budget = rig.dispatcher.requests.logprob_budget
+        reader = rig.ask(request_id="r", max_tokens=4000, logprobs=0, delivery="json")
+        attempt = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d1")
+        assert budget.num_bytes == UNREAD_TOKENS * each
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
+        for first in range(1, 2 * UNREAD_TOKENS, 16):
+            rig.report("d1", attempt, first, "b" * 16, logprob=-0.5)
+            await reader.wait_for_tokens(first + 16)
+        assert budget.num_bytes == (2 * UNREAD_TOKENS + 1) * each
+        rig.report("d1", attempt, 2 * UNREAD_TOKENS + 1, "b" * 200, logprob=-0.5)
+        with pytest.raises(LogprobsFull, match=r"513 tokens so far .* ask for fewer tokens or alternatives") as caught:
+            await reader.finished()
+        assert caught.value.retry_after_s > 0
+        assert budget.num_bytes == 0
 
 
 async def test_what_is_too_much_is_refused_before_it_begins() -> None:

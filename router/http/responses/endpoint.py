@@ -111,7 +111,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         plan = plan_offer(body.offer(), text_with, self._model, card)
         max_tokens = body.max_output_tokens
         if max_tokens is None:
-            max_tokens = longest_answer(card, len(plan.prompt))
+            max_tokens = longest_answer(card, len(plan.prompt), 1, body.num_logprobs)
         request = plan.applied(replace(body.request(plan.prompt, request_id, max_tokens), images=images))
         is_stored = self._store.is_on and body.store is not False
         draft = ResponseDraft(

@@ -16,6 +16,7 @@ from baton.messages.sampling import SamplingDefaults, TokenLogprobs
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
+from router.admission.validation import longest_answer
 from tests.support.http_client import Exchange
 from tests.support.http_rig import BOUNDS, CARD, HttpRig, chunk, finished
 from tests.support.router_parts import MODEL
@@ -216,6 +217,16 @@ async def num_turns(num_tokens: int) -> int:
         turns += 1
     assert len(exchange.json["output"][0]["content"][0]["logprobs"]) == num_tokens
     return turns
+
+
+async def test_a_response_without_a_length_is_as_long_as_its_log_probabilities_permit() -> None:
+    rig = HttpRig(card=replace(CARD, max_model_len=131_072))
+    exchange = rig.post(RESPONSES, HELLO | {"include": ["message.output_text.logprobs"], "top_logprobs": 20})
+    call = await rig.next_call()
+    assert call.request is not None
+    assert call.request.max_tokens == longest_answer(rig.card, 0, 1, 20) < 131_000
+    call.tell(chunk(0, "a"), finished())
+    await exchange.end()
 
 
 async def test_other_requests_get_their_turns_while_long_log_probabilities_are_written() -> None:

@@ -36,6 +36,8 @@ async def embed(
         raise InvalidRequest("request_id", "must be 1 to 64 letters, digits or _ . : -")
     if request.pooling is Pooling.CLASSIFY:
         raise InvalidRequest("pooling", "can't be classify: that is a task")
+    if request.pooling is Pooling.ALIGN:
+        raise InvalidRequest("pooling", "can't be align: the times of words come with their transcript over HTTP")
     most = request.truncate_prompt_tokens
     if most is not None and not (most == -1 or most >= 1):
         raise InvalidRequest("truncate_prompt_tokens", f"must be -1 or at least 1, not {most}")

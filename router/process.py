@@ -132,6 +132,7 @@ class RouterProcess:
             Capability.PROMPT_EMBEDS: takes_rows,
             Capability.IMAGE: takes_images,
             Capability.TRANSCRIBE: takes_audio,
+            Capability.ALIGN: takes_audio,
         }
         not_allowed = frozenset(one for one, is_allowed in allowed.items() if not is_allowed)
         cards = CurrentCard(card, self._view, self._timers.monotonic, not_allowed)

@@ -14,7 +14,7 @@ from baton.messages.draft_counts import NO_DRAFTS
 from baton.messages.encoder_contents import EncoderContent
 from baton.messages.node import Leg, Outcome
 from baton.messages.peer import Peer
-from baton.messages.pooling import PoolingParams
+from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 
@@ -341,6 +341,15 @@ class Request:
     def computes_every_token(self) -> bool:
         """Whether the prompt is computed as a whole: a cache has neither its logits nor its hidden states."""
         return self.computes_prompt_logprobs or (self.pooling is not None and self.pooling.takes_all_rows)
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """How many of its first tokens may come out of a cache: the last one is always computed, and of an alignment
+        all tokens of the transcript, whose queries no cache has."""
+        most = self.num_tokens - 1
+        if self.pooling is not None and self.pooling.kind is Pooling.ALIGN:
+            most = min(most, self.pooling.first_row)
+        return most
 
     @property
     def num_given_tokens(self) -> int:

@@ -31,6 +31,8 @@ class Capability(enum.StrEnum):
     """Takes images beside text."""
     TRANSCRIBE = "transcribe"
     """Writes down speech."""
+    ALIGN = "align"
+    """Says when the tokens of a transcript are spoken."""
 
 
 GENERATES = frozenset((Capability.GENERATE,))

@@ -1,4 +1,4 @@
-"""Pooling: one vector is made of a prompt's hidden states, and nothing is generated. Names follow vLLM's."""
+"""Pooling: one vector is made of a prompt, and nothing is generated. Names follow vLLM's."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ class Pooling(enum.Enum):
     """The mean of the hidden states of all tokens."""
     CLASSIFY = "classify"
     """The outputs of the model's classification head, a number for each label."""
+    ALIGN = "align"
+    """Where each token of a transcript begins, as the index of a row of the encoder, and behind them where the last one
+    ends."""
 
     __hash__ = object.__hash__
 
 
-EMBEDDING_KINDS = frozenset(Pooling) - {Pooling.CLASSIFY}
+EMBEDDING_KINDS = frozenset(Pooling) - {Pooling.CLASSIFY, Pooling.ALIGN}
 """The kinds that make an embedding."""
 
 
@@ -42,12 +45,21 @@ class PoolingParams:
     """Whether the head's outputs become probabilities, as `ModelPooling.activation` says."""
     second_start: int = 0
     """Where the second text of a pair begins among the tokens, for models that tell the texts of a pair apart by token
-    types; 0: all tokens are of the first type."""
+    types; 0: all tokens are of the first type. Of an alignment: where the transcript begins."""
+    num_rows: int = 0
+    """Of an alignment: how many of the encoder's rows are of the recording. Those behind are of silence that fills up
+    the encoder's input."""
 
     @property
     def needs(self) -> Capability:
         """What a model must be able to do for it."""
-        return Capability.CLASSIFY if self.kind is Pooling.CLASSIFY else Capability.EMBED
+        match self.kind:
+            case Pooling.CLASSIFY:
+                return Capability.CLASSIFY
+            case Pooling.ALIGN:
+                return Capability.ALIGN
+            case _:
+                return Capability.EMBED
 
     @property
     def is_plain(self) -> bool:
@@ -61,6 +73,12 @@ class PoolingParams:
         prompt is computed."""
         return self.kind in (Pooling.CLS, Pooling.MEAN)
 
+    @property
+    def first_row(self) -> int:
+        """Of an alignment: the position of the first row that is needed. It is that of the token before the transcript,
+        since each row attends to where the next token is spoken."""
+        return self.second_start - 1
+
 
 @value(frozen=True, slots=True)
 class PoolingRequest:
@@ -72,7 +90,9 @@ class PoolingRequest:
     dimensions: int | None = None
     activate: bool = True
     second_start: int = 0
-    """Where the second text of a pair begins among the prompt's tokens; 0: there is none."""
+    """Where the second text of a pair, or a transcript, begins among the prompt's tokens; 0: there is none."""
+    num_rows: int = 0
+    """See `PoolingParams`."""
 
 
 Activation = Literal["softmax", "sigmoid", "identity"]

@@ -197,6 +197,7 @@ def _configurations(tensors: Mapping[str, _Stored], heads: int, own: Mapping[str
         "is_multilingual": vocab_size >= 51865,
         "suppress_tokens": own.get("suppress_ids", []),
         "begin_suppress_tokens": own.get("suppress_ids_begin", []),
+        **({"alignment_heads": own["alignment_heads"]} if own.get("alignment_heads") else {}),
     }
     features = {"feature_size": mel_bins, "feature_extractor_type": "WhisperFeatureExtractor"}
     return {

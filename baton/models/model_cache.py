@@ -19,7 +19,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.models.progress import mebibytes, say
 
-_CONVERTER_VERSION = "4"
+_CONVERTER_VERSION = "5"
 """Part of each directory's name. It is raised when the converter begins to write other files."""
 
 Convert = Callable[[Path, Path], None]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from baton.runner.execution.input_batch import RequestState, RequestTable, flatt
 from baton.runner.execution.prompt_logprobs import take_prompt_logprobs
 from baton.runner.execution.sampler import Sampled, SamplingState, sample
 from baton.runner.execution.step_results import PooledShare, StepResults, StepRows
+from baton.runner.execution.text_queries import TextQueries
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.execution.verification import sample_and_verify
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
@@ -36,6 +38,18 @@ _log = logging.getLogger(__name__)
 _NO_HIDDEN = np.empty((0, 0), dtype=np.float32)
 _LARGEST_EXPONENT = 12
 """After faults one after the other a draft model rests for 2 to the power of at most this number of steps."""
+
+
+class Aligner(Protocol):
+    """Finds out when the tokens of a transcript are spoken."""
+
+    def token_rows(self, state: RequestState, queries: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Where each token is spoken: the index of a row of the encoder, [T].
+
+        `queries` [T, heads, size] are those of `HiddenAndLogits`; the keys of the request are in its blocks. Raises
+        ArithmeticError.
+        """
+        ...
 
 
 class TorchModelRunner:
@@ -51,10 +65,13 @@ class TorchModelRunner:
         inputs: EncodedInputs | None = None,
         max_lora_rank: int = DEFAULT_MAX_RANK,
         source: EncoderDecoder | None = None,
+        aligner: Aligner | None = None,
     ) -> None:
         """`leader`: of a model that several processes compute; the runner ends them. `inputs`: what encodes images or
         the inputs of an encoder, for a model that takes them. `source`: of a model with an encoder and a decoder.
+        `aligner`: of one that aligns transcripts.
         """
+        self._aligner = aligner
         self._has_sources = source is not None
         self._model = model
         self._drafter = draft_model
@@ -246,13 +263,27 @@ class TorchModelRunner:
     def _pool(self, pooled: PooledShare, computed: HiddenAndLogits, step: StepResults) -> None:
         """Take a share's rows into its vector, and add the vector to the step's results once the prompt is computed."""
         request_id = pooled.share.state.request_id
-        rows = (computed.logits if pooled.of_logits else computed.hidden)[pooled.places]
         try:
+            if isinstance(pooled.pooler, TextQueries):
+                if (vector := self._aligned(pooled, pooled.pooler, computed)) is not None:
+                    step.embeddings[request_id] = vector
+                return
+            rows = (computed.logits if pooled.of_logits else computed.hidden)[pooled.places]
             pooled.pooler.take(pooled.start, rows)
             if pooled.share.samples:
                 step.embeddings[request_id] = pooled.pooler.vector(self._model.pooling.activation)
         except ArithmeticError as error:
             step.failed[request_id] = str(error)
+
+    def _aligned(self, pooled: PooledShare, queries: TextQueries, computed: HiddenAndLogits) -> bytes | None:
+        """Take the queries of a share; returns the rows at which its tokens are spoken once all are computed."""
+        if self._aligner is None or computed.queries is None:
+            raise ArithmeticError("the model has no heads that align")
+        queries.take(pooled.start, computed.queries[pooled.places])
+        if not pooled.share.samples:
+            return None
+        found = self._aligner.token_rows(pooled.share.state, queries.queries)
+        return found.astype("<f4").tobytes()
 
     def _end(self, step: StepResults) -> ModelRunnerOutput:
         """Draft behind the sampled tokens of a step; returns its results."""

@@ -14,7 +14,7 @@ from baton.model_formats.audio import MOST_SAMPLES
 from baton.model_formats.encoder_decoders import read_encoder_decoder
 from baton.model_formats.json_files import read_object
 
-_SAMPLES_PER_ROW = 320
+SAMPLES_PER_ROW = 320
 """Samples for each row of the encoder: two frames of 10 ms."""
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _SPECIAL = re.compile(r"<\|.*\|>")
@@ -50,6 +50,8 @@ class SpeechPrompts:
     """The most tokens of prompt and text together."""
     most_samples: int = MOST_SAMPLES
     """The most samples that the encoder hears; it would leave out what comes behind them."""
+    aligns: bool = False
+    """Whether generation_config.json names the heads that say when words are spoken (`alignment_heads`)."""
 
     @classmethod
     def load(cls, model_dir: Path, tokenizer: TokenNames) -> SpeechPrompts | None:
@@ -83,7 +85,8 @@ class SpeechPrompts:
             suppressed=_suppressed(generation, config, path),
             special=frozenset(special.values()),
             max_length=shape.most_tokens,
-            most_samples=min(MOST_SAMPLES, shape.most_rows * _SAMPLES_PER_ROW),
+            aligns=bool(generation.get("alignment_heads")),
+            most_samples=min(MOST_SAMPLES, shape.most_rows * SAMPLES_PER_ROW),
         )
 
     def prompt(self, language: str, *, translates: bool = False, before: Sequence[int] = ()) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POOLING_CLS: _ClassVar[Pooling]
     POOLING_MEAN: _ClassVar[Pooling]
     POOLING_CLASSIFY: _ClassVar[Pooling]
+    POOLING_ALIGN: _ClassVar[Pooling]
 
 class EmbedTask(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -35,6 +36,7 @@ POOLING_LAST: Pooling
 POOLING_CLS: Pooling
 POOLING_MEAN: Pooling
 POOLING_CLASSIFY: Pooling
+POOLING_ALIGN: Pooling
 EMBED_TASK_UNSPECIFIED: EmbedTask
 EMBED_TASK_EMBED: EmbedTask
 EMBED_TASK_CLASSIFY: EmbedTask

@@ -259,18 +259,20 @@ class AdapterSource(_message.Message):
     def __init__(self, name: _Optional[str] = ..., directory: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class PoolingParams(_message.Message):
-    __slots__ = ("kind", "normalize", "dimensions", "activate", "second_start")
+    __slots__ = ("kind", "normalize", "dimensions", "activate", "second_start", "num_rows")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NORMALIZE_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     ACTIVATE_FIELD_NUMBER: _ClassVar[int]
     SECOND_START_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     kind: _generation_pb2.Pooling
     normalize: bool
     dimensions: int
     activate: bool
     second_start: int
-    def __init__(self, kind: _Optional[_Union[_generation_pb2.Pooling, str]] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., activate: _Optional[bool] = ..., second_start: _Optional[int] = ...) -> None: ...
+    num_rows: int
+    def __init__(self, kind: _Optional[_Union[_generation_pb2.Pooling, str]] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., activate: _Optional[bool] = ..., second_start: _Optional[int] = ..., num_rows: _Optional[int] = ...) -> None: ...
 
 class Adopt(_message.Message):
     __slots__ = ("attempt", "takeover", "num_tokens")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from baton.errors import InvalidRequest
 from baton.messages.capabilities import Capability
 from baton.messages.generation import ModelCard
-from baton.messages.pooling import Pooling, PoolingParams, PoolingRequest
+from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams, PoolingRequest
+from router.admission.capable import check_can
 
 
 def pooling_params(request: PoolingRequest, card: ModelCard, num_tokens: int) -> PoolingParams:
@@ -18,9 +19,10 @@ def pooling_params(request: PoolingRequest, card: ModelCard, num_tokens: int) ->
     return PoolingParams(
         kind,
         model.normalizes if request.normalize is None else request.normalize,
-        0 if kind is Pooling.CLASSIFY else request.dimensions or 0,
+        0 if kind not in EMBEDDING_KINDS else request.dimensions or 0,
         request.activate,
         request.second_start,
+        request.num_rows,
     )
 
 
@@ -45,7 +47,10 @@ def check_pooling(request: PoolingRequest, card: ModelCard) -> None:
         return
     if request.dimensions is not None and request.dimensions < 1:
         raise InvalidRequest("dimensions", f"must be at least 1, not {request.dimensions}")
-    check_dimensions(request.dimensions, card, card.embedding_size)
+    if request.kind is Pooling.ALIGN:
+        check_can(card, Capability.ALIGN)
+    else:
+        check_dimensions(request.dimensions, card, card.embedding_size)
 
 
 def check_dimensions(dimensions: int | None, card: ModelCard, size: int) -> None:

@@ -85,7 +85,7 @@ class ValidRequest:
         """What the nodes of the request must be able to do."""
         needed = GENERATES if self.pooling is None else frozenset((self.pooling.needs,))
         if self.contents:
-            needed = self.contents[0].kind.needs
+            needed = self.contents[0].kind.needs | (frozenset() if self.pooling is None else needed)
         elif self.spans:
             needed |= {Capability.PROMPT_EMBEDS}
         return needed | {Capability.LORA} if self.adapter else needed

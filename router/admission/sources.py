@@ -64,6 +64,24 @@ def read_source(
     return SourcePrompt((PLACEHOLDER,) * spans[-1].stop + tokens, spans, content, num_left)
 
 
+def read_transcript(raw: GenerateRequest, card: ModelCard, encode: Callable[[int], tuple[int, ...]]) -> SourcePrompt:
+    """The prompt of a request for the times of a transcript, which is its end; `encode` as in `read_source`.
+
+    Raises InvalidRequest.
+    """
+    source = card.source
+    check_can(card, Capability.ALIGN, is_taken=source is not None and source.source == "speech")
+    assert source is not None
+    check_audio(raw, card)
+    tokens, content = encode(source.most_tokens), EncoderContent.of(raw.audio, ContentKind.SPEECH)
+    spans = source_spans(content.digest, source.most_rows)
+    num_taken = spans[-1].stop + len(tokens)
+    if num_taken > card.max_model_len:
+        reason = f"takes {num_taken} positions with the encoder's input, of {card.max_model_len} of {card.name}"
+        raise ContextLengthExceeded("prompt", reason, num_taken, card.max_model_len, card.max_model_len)
+    return SourcePrompt((PLACEHOLDER,) * spans[-1].stop + tokens, spans, content, 0)
+
+
 def check_audio(raw: GenerateRequest, card: ModelCard) -> None:
     """Raises InvalidRequest for a request without audio, or with what can't be audio."""
     if not raw.audio:

@@ -14,7 +14,7 @@ from baton.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id, scoped
-from baton.messages.pooling import PoolingRequest
+from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.prompt_rows import PromptRows
 from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -51,7 +51,7 @@ from router.admission.lengths import too_long
 from router.admission.pooling import check_generates, pooling_params
 from router.admission.prompt_embeds import read_prompt_embeds, with_spans
 from router.admission.request import ValidRequest
-from router.admission.sources import read_source, refuse_audio
+from router.admission.sources import read_source, read_transcript, refuse_audio
 
 DEFAULT_MAX_TOKENS = 16
 _WITH_BEAMS = frozenset(
@@ -168,7 +168,15 @@ def _for_pooling(
     request_id: str,
 ) -> ValidRequest:
     """The request for a vector. Parameters of sampling are not looked at, since nothing is sampled."""
-    prompt = _prompt(raw.prompt, card, encode, card.max_model_len)
+    spans: Sequence[Span] = ()
+    contents: Sequence[EncoderContent] = ()
+    if pooling.kind is Pooling.ALIGN:
+        found = read_transcript(raw, card, partial(_prompt, raw.prompt, card, encode))
+        prompt, spans, contents = found.token_ids, found.spans, (found.content,)
+        # The client's places are those of the decoder's tokens, which lie behind the input.
+        pooling = replace(pooling, second_start=pooling.second_start + spans[-1].stop)
+    else:
+        prompt = _prompt(raw.prompt, card, encode, card.max_model_len)
     valid = ValidRequest(
         request_id=scoped(raw.tenant, request_id),
         model=card.name,
@@ -177,6 +185,8 @@ def _for_pooling(
         priority=raw.priority,
         cache_salt=scoped(raw.tenant, raw.cache_salt),
         pooling=pooling_params(pooling, card, len(prompt)),
+        spans=spans,
+        contents=contents,
     )
     return _with_adapter(valid, raw.model, card)
 

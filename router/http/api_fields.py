@@ -27,7 +27,7 @@ FIELDS: Mapping[str, str] = {
     "previous_response_id": "Name of a stored response, whose conversation goes on.",
     "file": "The recording: WAV, FLAC, MP3 or OGG (Vorbis, Opus).",
     "language": "Code of the language that is spoken, such as en; left out, the model finds it out.",
-    "timestamp_granularities[]": "What has times in verbose_json: segment.",
+    "timestamp_granularities[]": "What has times in verbose_json: segment, word, or both.",
     "chunking_strategy": f"How a recording is divided. {_ONE_VALUE}",
     "tokens": "The token ids to turn into text.",
     "role": "Who says the message.",

@@ -130,7 +130,7 @@ async def test_openais_client_gets_what_transformers_writes_down(tmp_path: Path)
     ):
         (card,) = (await client.models.list()).data
         assert card.model_extra is not None
-        assert card.model_extra["capabilities"] == ["transcribe"]
+        assert card.model_extra["capabilities"] == ["transcribe", "align"]
         file = ("speech.wav", wav(spoken))
         answer = await client.audio.transcriptions.create(file=file, model="tiny", language="en", temperature=0)
         assert answer.text == expected["en"]
@@ -143,6 +143,20 @@ async def test_openais_client_gets_what_transformers_writes_down(tmp_path: Path)
         )
         assert found.language in ("en", "de", "english", "german")
         assert [(segment.start, segment.end) for segment in found.segments or ()] == [(0, 1)]
+        timed = await client.audio.transcriptions.create(
+            file=file,
+            model="tiny",
+            language="en",
+            response_format="verbose_json",
+            timestamp_granularities=["word", "segment"],
+            temperature=0,
+        )
+        assert timed.text == expected["en"]
+        words = timed.words or []
+        assert "".join(word.word for word in words).split() == "".join(timed.text.split()).split()
+        times = [time for word in words for time in (word.start, word.end)]
+        assert times == sorted(times)
+        assert 0 <= times[0] <= times[-1] <= 1
         deltas = [
             each.delta
             async for each in await client.audio.transcriptions.create(

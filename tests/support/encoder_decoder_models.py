@@ -65,6 +65,7 @@ ENCODER_DECODERS: Mapping[str, Mapping[str, Any]] = {
         "decoder_start_token_id": 3,
     },
 }
+ALIGNMENT_HEADS = [[2, 1], [1, 0], [2, 3], [0, 2]]
 SPEECH_TOKENS = {
     240: "<|startoftranscript|>",
     241: "<|en|>",
@@ -84,6 +85,9 @@ def write_encoder_decoder(directory: Path, name: str, seed: int = 5, dtype: str 
         features = {"feature_size": 8, "sampling_rate": 16000, "hop_length": 160, "chunk_length": 1, "n_fft": 400}
         (directory / "preprocessor_config.json").write_text(json.dumps(features))
         add_special_tokens(directory, SPEECH_TOKENS)
+        path = directory / "generation_config.json"
+        generation = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps({**generation, "alignment_heads": ALIGNMENT_HEADS}))
 
 
 def speech(seed: int, num_samples: int = 16_000) -> bytes:

@@ -26,10 +26,11 @@ PROMPTS = SpeechPrompts(
     suppressed=(1, 2),
     special=frozenset(range(250, 260)),
     max_length=48,
+    aligns=True,
 )
 ENGLISH = replace(PROMPTS, languages={}, transcribe=None, translate=None)
 LIMITS = AudioLimits(4 << 20, 100)
-ABLE = replace(CARD, capabilities=GENERATES | {Capability.TRANSCRIBE})
+ABLE = replace(CARD, capabilities=GENERATES | {Capability.TRANSCRIBE, Capability.ALIGN})
 TRANSCRIBE = "/v1/audio/transcriptions"
 
 

@@ -64,7 +64,7 @@ class KVCacheManager:
             host.pool.on_evict = self._evicted_from_host
 
     def get_computed_blocks(self, request: Request, *, with_host: bool = True) -> ComputedBlocks:
-        """The longest cached prefix of full blocks, at most num_tokens - 1 tokens, so that one is left to compute.
+        """The longest cached prefix of full blocks, at most `Request.most_cached_tokens`.
 
         Of a group with a window, only the blocks that the next query sees need to be cached.
         `with_host`: the prefix may continue in the host tier, there with the blocks of all groups.
@@ -72,7 +72,7 @@ class KVCacheManager:
         if not self._enable_caching:
             return NO_COMPUTED_BLOCKS
         self._hasher.extend_request(request, request.num_tokens)
-        num_full = (request.num_tokens - 1) // self.block_size
+        num_full = request.most_cached_tokens // self.block_size
         keys = request.block_hashes[:num_full]
         blocks = self._groups.find(keys)
         num_stripes = len(blocks) // self.num_groups

@@ -16,7 +16,7 @@ from baton.messages.encoder_contents import ContentKind, EncoderContent, source_
 from baton.messages.ids import SCOPED_ID_PATTERN
 from baton.messages.kv_format import block_sizes_fit
 from baton.messages.node import Leg, NodeDescription, Role, Submit
-from baton.messages.pooling import PoolingParams
+from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.prompt_rows import are_finite
 from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -79,6 +79,17 @@ def _embedding_objection(submit: Submit, node: NodeDescription) -> str | None:
         return f"dimensions: must be 1 to {node.embedding_size}"
     if not 0 <= pooling.second_start <= len(submit.prompt_token_ids):
         return "second_start: is behind the prompt"
+    return _alignment_objection(pooling, submit) if pooling.kind is Pooling.ALIGN else None
+
+
+def _alignment_objection(pooling: PoolingParams, submit: Submit) -> str | None:
+    """Why a transcript can't be aligned with its recording; None if it can. The spans themselves are checked later."""
+    if not submit.spans or any(content.kind is not ContentKind.SPEECH for content in submit.contents):
+        return "contents: an alignment needs the speech of its transcript"
+    if pooling.second_start <= submit.spans[-1].stop:
+        return "second_start: leaves no token before the transcript"
+    if not 1 <= pooling.num_rows <= submit.spans[0].length:
+        return f"num_rows: must be 1 to {submit.spans[0].length}"
     return None
 
 

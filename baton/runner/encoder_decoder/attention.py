@@ -7,6 +7,7 @@ cross-attention those of the encoder's rows at the positions before them (baton/
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from baton.errors import ConfigError
+from baton.runner.backends.cache_rows import read_blocks
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import ENCODER_DECODER_ATTENTION, dense_rows
@@ -75,6 +77,12 @@ class DecoderAttention:
         self._distance_bias = distance_bias
         self.sequences: Sequences | None = None
         """The sequences of the step that is being computed; None between steps."""
+        self.noted_heads: Sequence[int] = ()
+        """The heads whose scaled queries are noted."""
+        self.noted_rows: torch.Tensor | None = None
+        """Int64 [N]: the rows of the step whose queries are noted."""
+        self.noted: torch.Tensor | None = None
+        """Float32 [N, noted heads, D]: the queries of the step that is being computed."""
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, bias: torch.Tensor | None
@@ -83,6 +91,8 @@ class DecoderAttention:
         if at is None:
             raise RuntimeError("attention was called outside of a step")
         self._operations.store_kv(dense_rows(key), dense_rows(value), self._cache, at.slots)
+        if self.noted_heads:
+            self.noted = query[self.noted_rows][:, list(self.noted_heads)].to(torch.float32) * scale
         return self._operations.paged_attention(
             dense_rows(query),
             self._cache,
@@ -92,6 +102,10 @@ class DecoderAttention:
             scale=scale,
             distance_bias=self._distance_bias,
         )
+
+    def keys(self, blocks: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The first keys in these blocks, float32 [H, num_rows, D]."""
+        return read_blocks(self._cache, blocks, self._cache.memory.dtype)[0][:, :num_rows].to(torch.float32)
 
 
 class NoAttention:

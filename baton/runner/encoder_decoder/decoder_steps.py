@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from baton.errors import ConfigError
 from baton.model_formats.encoder_decoders import ALIGNMENT, EncoderDecoder
 from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.backends.operations import Operations
+from baton.runner.encoder_decoder.alignment import alignment_heads, median_width, token_rows
 from baton.runner.encoder_decoder.attention import (
     DecoderAttention,
     NoAttention,
@@ -22,7 +24,7 @@ from baton.runner.encoder_decoder.attention import (
     decoder_layers,
     distance_bias_of,
 )
-from baton.runner.execution.input_batch import NO_SLOT, FlatBatch
+from baton.runner.execution.input_batch import NO_SLOT, FlatBatch, RequestState
 from baton.runner.model.attention import cache_views
 from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.decoder import ModelOutput
@@ -30,7 +32,7 @@ from baton.runner.model.layers import PackedLinear, ProductWatch, replace_produc
 from baton.runner.model.mapped_files import MappedFiles
 from baton.runner.model.recognition import fuse
 from baton.runner.model.stage import Stages
-from baton.runner.model.transformer import Transformer, row_quantum, row_widths
+from baton.runner.model.transformer import HiddenAndLogits, Transformer, on_device, on_host, row_quantum, row_widths
 from baton.runner.model.weights import DTYPES, LoadedModel
 from baton.runner.spec import CacheSpec
 
@@ -109,6 +111,10 @@ class DecoderSteps(Transformer):
         geometry = [LayerGeometry(layer.num_heads, layer.head_dim, layer.head_dim) for layer in layers]
         dtype = model.dtype if cache is None or cache.dtype == "auto" else cache.dtype
         self.layout = self.cache_layout = KVLayout(block_size, tuple(geometry), dtype)
+        heads = alignment_heads(model.checkpoint.directory, len(layers), layers[0].num_heads)
+        self.heads = heads if self._shape.source == "speech" else {}
+        """The heads that align transcripts, by layer; empty: none is known."""
+        self._median_width = median_width(model.config)
         self.embedding_size = self.row_width = self.width
         self.num_logits = self._head.out_features
         self.why_no_given_rows = ""
@@ -150,6 +156,37 @@ class DecoderSteps(Transformer):
             self._own_attention.append(own)
             self._cross_attention.append(cross)
 
+    def compute_with_hidden(
+        self, batch: FlatBatch, rows: npt.NDArray[np.int64] | None = None, num_logits: int | None = None
+    ) -> HiddenAndLogits:
+        """See `Transformer.compute_with_hidden`; the queries of the heads that align come with the wanted rows."""
+        noting = [self._cross_attention[layer] for layer in self.heads]
+        for attention, heads in zip(noting, self.heads.values(), strict=True):
+            attention.noted_heads = heads
+        try:
+            output = super().compute_with_hidden(batch, rows, num_logits)
+            noted = [attention.noted for attention in noting if attention.noted is not None]
+            return output._replace(queries=on_host(torch.cat(noted, dim=1))) if noted else output
+        finally:
+            for attention in noting:
+                attention.noted_heads, attention.noted = (), None
+
+    def token_rows(self, state: RequestState, queries: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """See `Aligner.token_rows`."""
+        assert state.pooler is not None
+        num_keys = state.spans[0].length
+        blocks = self._tensor(state.block_table[: -(-num_keys // self.layout.block_size)].astype(np.int64))
+
+        def of_heads() -> Iterator[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+            places = iter(range(queries.shape[1]))
+            for layer, heads in self.heads.items():
+                keys = on_host(self._cross_attention[layer].keys(blocks, num_keys)[list(heads)])
+                for index in range(len(heads)):
+                    yield np.ascontiguousarray(queries[:, next(places)]), keys[index]
+
+        with on_device(self.device), torch.inference_mode():
+            return token_rows(of_heads(), state.pooler.params.num_rows, self._median_width)
+
     def _compute(
         self,
         batch: FlatBatch,
@@ -162,8 +199,9 @@ class DecoderSteps(Transformer):
             own, cross, tokens, positions, places = self._sequences(batch)
             for attention in self._own_attention:
                 attention.sequences = own
+            wanted_at = self._tensor(places[logits_rows])
             for attention in self._cross_attention:
-                attention.sequences = cross
+                attention.sequences, attention.noted_rows = cross, wanted_at
             if self._positions is not None:
                 self._positions.positions = positions
             try:
@@ -173,7 +211,7 @@ class DecoderSteps(Transformer):
             finally:
                 for attention in (*self._own_attention, *self._cross_attention):
                     attention.sequences = None
-            wanted = hidden[self._tensor(places[logits_rows])]
+            wanted = hidden[wanted_at]
             return ModelOutput(wanted, self._logits(wanted[:num_logits]))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

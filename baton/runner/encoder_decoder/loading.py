@@ -11,7 +11,7 @@ import torch
 from baton.engine.batch import NewRequestData
 from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
-from baton.messages.capabilities import Capability
+from baton.messages.capabilities import GENERATES, TRANSCRIBES, Capability
 from baton.messages.encoder_contents import source_spans
 from baton.messages.node_report import ComputePath
 from baton.messages.pooling import NO_POOLING_FILES
@@ -74,17 +74,20 @@ def load_encoder_decoder(spec: TorchSpec, operations: Operations | None = None) 
         bit_exact_reason=reason or "",
         embedding_size=decoder.embedding_size,
         row_width=decoder.row_width,
-        capabilities=frozenset((_capability(shape),)),
+        capabilities=_capabilities(shape, decoder),
         pooling=NO_POOLING_FILES,
         most_source_rows=aligned(shape.most_rows),
         compute_paths=(*compute_paths(chosen, decoder, loaded.weights, loaded.dtype), source),
         weight_bytes=loaded.weights.num_bytes,
     )
-    return TorchModelRunner(info, decoder, spec.host_cache_bytes, inputs=inputs, source=shape)
+    aligner = decoder if decoder.heads else None
+    return TorchModelRunner(info, decoder, spec.host_cache_bytes, inputs=inputs, source=shape, aligner=aligner)
 
 
-def _capability(shape: EncoderDecoder) -> Capability:
-    return Capability.TRANSCRIBE if shape.source == "speech" else Capability.GENERATE
+def _capabilities(shape: EncoderDecoder, decoder: DecoderSteps) -> frozenset[Capability]:
+    if shape.source != "speech":
+        return GENERATES
+    return TRANSCRIBES | {Capability.ALIGN} if decoder.heads else TRANSCRIBES
 
 
 def _check_settings(spec: TorchSpec) -> None:

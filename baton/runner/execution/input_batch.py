@@ -17,6 +17,7 @@ from baton.engine.batch import CachedRequestData, ForkedRequestData, NewRequestD
 from baton.engine.long_sequences import LongSequences
 from baton.engine.runner import KVLayout
 from baton.messages.encoder_contents import source_spans
+from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.spans import Span, has_rows, text_pieces
 from baton.model_formats.encoder_decoders import EncoderDecoder
@@ -24,6 +25,7 @@ from baton.runner.execution.encoded_rows import EncodedRows
 from baton.runner.execution.grid_positions import Grid, GridPositions
 from baton.runner.execution.pooling import Pooler
 from baton.runner.execution.sampler import has_penalties
+from baton.runner.execution.text_queries import TextQueries
 from baton.runner.execution.token_counts import TokenCounts
 from baton.runner.execution.token_rules import TokenRules, has_rules
 from baton.values import value
@@ -80,7 +82,7 @@ class RequestState:
         self.matcher = data.matcher
         self.adapter = data.adapter
         self.spans = data.spans
-        self.pooler = None if data.pooling is None else Pooler(data.pooling)
+        self.pooler = None if data.pooling is None else _pooler_of(data.pooling)
         """What makes the vector that is wanted of the prompt; None: tokens are sampled."""
         grids = [Grid(span.start, span.length // span.columns, span.columns) for span in data.spans if span.columns]
         self.grid_positions = GridPositions(grids) if grids else None
@@ -184,6 +186,10 @@ class RequestState:
             self._blocks = grown
         self._blocks[self._num_blocks : needed] = block_ids
         self._num_blocks = needed
+
+
+def _pooler_of(params: PoolingParams) -> Pooler:
+    return TextQueries(params) if params.kind is Pooling.ALIGN else Pooler(params)
 
 
 @value(frozen=True, slots=True)

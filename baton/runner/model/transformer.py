@@ -69,6 +69,8 @@ class HiddenAndLogits(NamedTuple):
     """The input of the head, behind the last norm: [rows, hidden size]."""
     logits: npt.NDArray[np.float32]
     """The output of the head for all of these rows, or the first ones: [rows, vocabulary]."""
+    queries: npt.NDArray[np.float32] | None = None
+    """Of a model that aligns transcripts: the scaled queries of the heads that do, [rows, heads, size]."""
 
 
 class _Widths(NamedTuple):

@@ -49,4 +49,6 @@ class PipelinedTransformer(Transformer, ABC):
     ) -> HiddenAndLogits:
         self.begin(Task.LOGITS_AND_HIDDEN, batch, rows)
         computed = self.end()
-        return HiddenAndLogits(*(rows.copy() for rows in computed)) if self.stage.count > 1 else computed
+        if self.stage.count > 1:
+            return HiddenAndLogits(computed.hidden.copy(), computed.logits.copy())
+        return computed

@@ -11,6 +11,7 @@ from router.http.bodies.fields import NotServed
 from router.http.bodies.strict import Strict
 
 ResponseFormat = Literal["json", "text", "verbose_json", "srt", "vtt"]
+Granularity = Literal["segment", "word"]
 
 
 def _file(value: Any) -> bytes:
@@ -35,12 +36,10 @@ def _switch(value: Any) -> bool:
     return bool(value == "true")
 
 
-def _granularities(value: Any) -> None:
-    for one in value:
-        if one == "word":
-            raise ValueError("word is not served here: segments have times, words have none")
-        if one != "segment":
-            raise ValueError("must be segment")
+def _granularities(value: Any) -> frozenset[Granularity]:
+    if any(one not in ("segment", "word") for one in value):
+        raise ValueError("must be segment or word")
+    return frozenset(value)
 
 
 class SpeechBody(Strict):
@@ -53,9 +52,9 @@ class SpeechBody(Strict):
     response_format: ResponseFormat = "json"
     temperature: Annotated[float, PlainValidator(_temperature, json_schema_input_type=float)] = 0.0
     stream: Annotated[bool, PlainValidator(_switch, json_schema_input_type=bool)] = False
-    timestamp_granularities: Annotated[None, PlainValidator(_granularities, json_schema_input_type=list[str])] = Field(
-        None, alias="timestamp_granularities[]"
-    )
+    timestamp_granularities: Annotated[
+        frozenset[Granularity], PlainValidator(_granularities, json_schema_input_type=list[str])
+    ] = Field(frozenset(), alias="timestamp_granularities[]")
     chunking_strategy: Literal["auto"] | None = None
     """All audio is divided."""
     include: NotServed = Field(None, alias="include[]")

@@ -19,9 +19,10 @@ from router.admission.capable import check_can
 from router.admission.validation import check_model
 from router.http.answers import path_headers
 from router.http.audio.bodies import SpeechBody
-from router.http.audio.formats import Segment, Transcript, event, token_usage, written
+from router.http.audio.formats import SEGMENTS, Segment, Transcript, event, token_usage, written
 from router.http.audio.forms import MORE_BYTES, boundary_of, check_origin, read_form
 from router.http.audio.transcription import PartEnd, SpeechCall, Transcription
+from router.http.audio.words import words_of
 from router.http.bodies.strict import read_as
 from router.http.client import Client
 from router.http.endpoints import Handler, in_thread_if_large, timeout_of, with_client_names
@@ -133,6 +134,7 @@ class SpeechEndpoint:
         call = self._call_of(body, rules, request_id, headers.get(b"traceparent", b"").decode("latin-1"), timeout_s)
         async with Client(receive, send, self._keep_alive_s) as client:
             file, response_format, is_stream = body.file, body.response_format, body.stream
+            granularities = body.timestamp_granularities or SEGMENTS
             del body, found
             recording = await self._decoded(file, rules, call.due)
             del file
@@ -146,9 +148,9 @@ class SpeechEndpoint:
                     client.will_stream([id_header])
                     await _stream(client, transcription)
                     return
-                segments, answer_headers = await _segments_of(transcription)
+                segments, answer_headers = await _segments_of(transcription, self._model)
                 task = "translate" if self._translates else "transcribe"
-                transcript = Transcript(task, transcription.language, call.temperature, segments)
+                transcript = Transcript(task, transcription.language, call.temperature, segments, granularities)
                 kind, answer = written(transcript, response_format)
                 await client.answer(200, [(b"content-type", kind), id_header, *answer_headers], answer)
 
@@ -168,6 +170,8 @@ class SpeechEndpoint:
         known = prompts.languages or {"en": 0}
         if language and language not in known:
             raise InvalidRequest("language", f"{language[:16]!r} is none of the model's: {', '.join(known)}")
+        if "word" in body.timestamp_granularities:
+            self._check_words(body, prompts)
         if self._translates and prompts.translate is None:
             raise InvalidRequest("model", f"{self._model.card.name} does not translate: it writes down English alone")
         before: Sequence[int] = ()
@@ -180,11 +184,27 @@ class SpeechEndpoint:
             translates=self._translates,
             temperature=body.temperature,
             with_logprobs=body.response_format == "verbose_json",
+            with_times="word" in body.timestamp_granularities,
             is_stream=body.stream,
             before=before,
             traceparent=traceparent,
             due=None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s,
         )
+
+    def _check_words(self, body: SpeechBody, prompts: SpeechPrompts) -> None:
+        """Raises InvalidRequest for a call that can't have the times of words."""
+        field = "timestamp_granularities[]"
+        if body.response_format != "verbose_json":
+            raise InvalidRequest(field, f"word needs response_format verbose_json, not {body.response_format}")
+        if self._translates:
+            raise InvalidRequest(field, "word is of transcriptions: the words of a translation are not spoken")
+        if not prompts.aligns:
+            raise InvalidRequest(
+                field,
+                "word is not served: generation_config.json of the model has no alignment_heads; those of the model "
+                "that it was made of can be added",
+            )
+        check_can(self._model.card, Capability.ALIGN)
 
     async def _decoded(self, file: bytes, rules: SpeechRules, due: float | None) -> Recording:
         try:
@@ -200,7 +220,7 @@ def _recording_of(file: bytes, rules: SpeechRules) -> Recording:
     return divided(decode_audio(file, rules.limits), rules.prompts.most_samples)
 
 
-async def _segments_of(transcription: Transcription) -> tuple[Sequence[Segment], Headers]:
+async def _segments_of(transcription: Transcription, model: ServedModel) -> tuple[Sequence[Segment], Headers]:
     """The text of each part, and the headers that say where the first one was served."""
     segments: list[Segment] = []
     headers: Headers = []
@@ -211,7 +231,10 @@ async def _segments_of(transcription: Transcription) -> tuple[Sequence[Segment],
                 is_silent = found.finished is None
                 if found.finished is not None:
                     headers = headers or path_headers(found.finished)
-                segments.append(Segment(transcription.parts[len(segments)], text, token_ids, logprobs, is_silent))
+                spellings = [model.spelling(token_id) for token_id in found.token_ids]
+                words = words_of(spellings, found.times_s, transcription.language)
+                part = transcription.parts[len(segments)]
+                segments.append(Segment(part, text, token_ids, logprobs, is_silent, words))
                 text, token_ids, logprobs = "", [], []
             else:
                 text += found.text

@@ -12,9 +12,14 @@ from statistics import fmean
 from typing import Any
 
 from baton.model_formats.limits import AUDIO_RATE
-from router.http.audio.bodies import ResponseFormat
+from router.http.audio.bodies import Granularity, ResponseFormat
+from router.http.audio.words import Word
 
 _JSON, _TEXT, _VTT = b"application/json", b"text/plain; charset=utf-8", b"text/vtt; charset=utf-8"
+
+
+SEGMENTS: frozenset[Granularity] = frozenset(("segment",))
+"""What has times unless a call says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,8 @@ class Segment:
     """Log-probabilities of the tokens, where they were asked for."""
     is_silent: bool
     """Whether nothing is to be heard in it, so that the model was not asked."""
+    words: Sequence[Word] = ()
+    """Its words with their times, where they were asked for."""
 
     @property
     def mean_logprob(self) -> float:
@@ -61,6 +68,8 @@ class Transcript:
     """Code of the language that is spoken."""
     temperature: float
     segments: Sequence[Segment]
+    granularities: frozenset[Granularity] = SEGMENTS
+    """What has times in verbose_json."""
 
     @property
     def text(self) -> str:
@@ -126,12 +135,18 @@ def _verbose(transcript: Transcript) -> dict[str, Any]:
         }
         for place, segment in enumerate(transcript.segments)
     ]
+    words = [
+        {"word": word.text, "start": word.start_s, "end": word.end_s}
+        for segment in transcript.segments
+        for word in segment.words
+    ]
     return {
         "task": transcript.task,
         "language": transcript.language,
         "duration": transcript.duration_s,
         "text": transcript.text,
-        "segments": segments,
+        **({"words": words} if "word" in transcript.granularities else {}),
+        **({"segments": segments} if "segment" in transcript.granularities else {}),
         "usage": transcript.usage,
     }
 

@@ -5,7 +5,8 @@ Rules:
 1. Text is handed on in the order of the recording, whichever part is ready first.
 2. The first error ends all parts, and so does the end of the call.
 3. A silent part has no text and makes no request: models write down text that nobody has spoken.
-4. A part begins anew, once, if the nodes of the version that began it are gone and its client has no text of it. So the
+4. The times of a part's tokens are a second request, once its text is whole.
+5. A part begins anew, once, if the nodes of the version that began it are gone and its client has no text of it. So the
    text of a part is handed on when it is whole, unless the client gets it as it comes.
 """
 
@@ -18,11 +19,13 @@ from dataclasses import dataclass, replace
 
 from baton.errors import BatonError, VersionGone
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.pooling import Pooling, PoolingRequest
 from baton.model_formats.audio import Recording, pcm_of
-from baton.text.speech_prompts import SpeechPrompts
+from baton.model_formats.limits import AUDIO_RATE
+from baton.text.speech_prompts import SAMPLES_PER_ROW, SpeechPrompts
 from router.admission.validation import longest_answer
 from router.http.endpoints import Handler
-from router.pooling import part_ids
+from router.pooling import numbers_of, part_ids
 
 AT_ONCE = 4
 """Parts of one recording that are written down at once."""
@@ -45,6 +48,8 @@ class SpeechCall:
     temperature: float
     with_logprobs: bool
     """Whether chunks have the log-probabilities of their tokens."""
+    with_times: bool
+    """Whether the end of a part has the times of its tokens."""
     is_stream: bool
     """Whether the client gets text as it comes."""
     before: Sequence[int]
@@ -60,6 +65,10 @@ class PartEnd:
 
     finished: Finished | None
     """None: the part is silent."""
+    token_ids: Sequence[int] = ()
+    """The tokens of its text, without special ones, if times were asked for."""
+    times_s: Sequence[float] = ()
+    """When each of these tokens begins, in seconds of the recording, and behind them when the last one ends."""
 
 
 class Transcription:
@@ -113,19 +122,28 @@ class Transcription:
         most = min(AT_ONCE, self._handler.most_at_once() or AT_ONCE)
         room = asyncio.Semaphore(most)
 
-        async def write(place: int, name: str) -> None:
+        async def write(place: int, name: str, times_name: str) -> None:
             if place in self._silent:
                 arrived.put_nowait((place, PartEnd(None)))
                 return
             try:
                 async with room, aclosing(self._answer(self._request(place, name))) as answer:
+                    token_ids: list[int] = []
                     async for event in answer:
-                        arrived.put_nowait((place, PartEnd(event) if isinstance(event, Finished) else event))
+                        if isinstance(event, Finished):
+                            arrived.put_nowait((place, await self._end_of(place, times_name, token_ids, event)))
+                        else:
+                            token_ids += event.token_ids
+                            arrived.put_nowait((place, event))
             except Exception as error:
                 arrived.put_nowait((place, error))
 
-        names = part_ids(self._call.request_id, len(self.parts))
-        tasks = [asyncio.create_task(write(*part)) for part in enumerate(names)]
+        count = len(self.parts)
+        names = part_ids(self._call.request_id, count)
+        # One name between those of the parts and these is of the request for the language.
+        names_of_times = part_ids(self._call.request_id, 2 * count + 1)[count + 1 :]
+        parts = zip(range(count), names, names_of_times, strict=True)
+        tasks = [asyncio.create_task(write(*part)) for part in parts]
         early: list[list[Chunk | PartEnd]] = [[] for _ in self.parts]
         try:
             place = 0
@@ -146,8 +164,36 @@ class Transcription:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _end_of(self, place: int, name: str, token_ids: Sequence[int], finished: Finished) -> PartEnd:
+        """The end of a part, with the times of its tokens if they are wanted. Raises BatonErrors."""
+        text = tuple(token for token in token_ids if token not in self._prompts.special)
+        if not self._call.with_times or not text:
+            return PartEnd(finished)
+        prompt, (start, stop) = self._prompt(), self.parts[place]
+        text = text[: self._prompts.max_length - len(prompt)]
+        request = GenerateRequest(
+            prompt=(*prompt, *text),
+            request_id=name,
+            model=self._call.model,
+            traceparent=self._call.traceparent,
+            audio=pcm_of(self._samples, (start, stop)),
+            pooling=PoolingRequest(
+                Pooling.ALIGN, second_start=len(prompt), num_rows=max(1, (stop - start) // SAMPLES_PER_ROW)
+            ),
+        )
+        async with aclosing(self._answer(request)) as answer:
+            async for event in answer:
+                if isinstance(event, Finished) and len(event.embedding) == 4 * (len(text) + 1):
+                    rows = numbers_of(event.embedding)
+                    return PartEnd(finished, text, [(start + row * SAMPLES_PER_ROW) / AUDIO_RATE for row in rows])
+        raise BatonError("a request for the times of tokens ended without them")
+
+    def _prompt(self) -> tuple[int, ...]:
+        """The tokens with which the decoder begins each part."""
+        return self._prompts.prompt(self.language, translates=self._call.translates, before=self._call.before)
+
     def _request(self, place: int, name: str) -> GenerateRequest:
-        prompt = self._prompts.prompt(self.language, translates=self._call.translates, before=self._call.before)
+        prompt = self._prompt()
         longest = min(self._prompts.max_length - len(prompt), longest_answer(self._card, len(prompt)))
         return GenerateRequest(
             prompt=prompt,

@@ -84,7 +84,9 @@ def source(tmp_path: Path, weights: Mapping[str, torch.Tensor]) -> Path:
     directory = tmp_path / "source"
     directory.mkdir()
     (directory / "model.bin").write_bytes(file_of(stacked(weights)))
-    (directory / "config.json").write_text(json.dumps({"suppress_ids": [1, 2], "suppress_ids_begin": [3]}))
+    (directory / "config.json").write_text(
+        json.dumps({"suppress_ids": [1, 2], "suppress_ids_begin": [3], "alignment_heads": [[1, 0]]})
+    )
     (directory / "tokenizer.json").write_bytes(b"{}")
     return directory
 
@@ -102,6 +104,7 @@ def test_a_directory_has_the_tensors_of_the_model(
     assert encoder_decoder(made) == EncoderDecoder("speech", 50, 60, (50257,))
     generation = json.loads((made / "generation_config.json").read_text())
     assert (generation["suppress_tokens"], generation["is_multilingual"]) == ([1, 2], False)
+    assert generation["alignment_heads"] == [[1, 0]]
     config = json.loads((made / "config.json").read_text())
     assert (config["encoder_attention_heads"], config["num_mel_bins"], config["vocab_size"]) == (4, 8, 256)
 

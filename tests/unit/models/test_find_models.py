@@ -149,7 +149,7 @@ def test_a_draft_model_is_found_as_well(tmp_path: Path, gguf_file: Path, monkeyp
 
 def test_a_named_model_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "NAMED_MODELS", {"tiny": MODEL})
-    made = tmp_path / "baton" / "models" / f"{MODEL.sha256}-4"
+    made = tmp_path / "baton" / "models" / f"{MODEL.sha256}-5"
     made.mkdir(parents=True)
     found = find_model(Path("tiny"), {"XDG_CACHE_HOME": str(tmp_path)})
     assert found == FoundModel(made, "tiny")

@@ -73,11 +73,11 @@ def test_two_at_once_make_one_directory(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     assert entered.wait(60)
-    assert entries(tmp_path) != [f"{DIGEST}-4"]  # nothing is in its place before it is whole
+    assert entries(tmp_path) != [f"{DIGEST}-5"]  # nothing is in its place before it is whole
     go_on.set()
     for thread in threads:
         thread.join()
-    assert (len(made), entries(tmp_path)) == (1, [f"{DIGEST}-4"])
+    assert (len(made), entries(tmp_path)) == (1, [f"{DIGEST}-5"])
 
 
 def test_a_cache_that_can_not_be_written_is_an_error_that_names_the_place_and_the_variable(tmp_path: Path) -> None:

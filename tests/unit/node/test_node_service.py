@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,7 @@ from baton.messages.node_report import (
     RefusedLink,
     TraceStep,
 )
+from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.request_limits import MAX_AUDIO_BYTES
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span, digest_of_rows
@@ -376,6 +378,29 @@ def test_a_node_takes_no_more_speech_than_a_request_may_have() -> None:
         spans = source_spans(speech.digest, 50)
         why = objection(replace(submit(), prompt_token_ids=[0] * 64 + [9], spans=spans, contents=[speech]), node)
         assert why is None if reason is None else reason in (why or "")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"second_start": 64}, "no token before the transcript"),
+        ({"second_start": 68}, "behind the prompt"),
+        ({"num_rows": 0}, "must be 1 to 50"),
+        ({"num_rows": 51}, "must be 1 to 50"),
+    ],
+)
+def test_unsound_alignments_are_refused(wrong: Mapping[str, Any], reason: str) -> None:
+    node = replace(DESCRIPTION, capabilities=frozenset((Capability.TRANSCRIBE, Capability.ALIGN)))
+    speech = EncoderContent.of(bytes(32), ContentKind.SPEECH)
+    align = PoolingParams(Pooling.ALIGN, second_start=66, num_rows=50)
+    spans = source_spans(speech.digest, 50)
+    begun = replace(submit(leg=Leg.EMBED), prompt_token_ids=[0] * 64 + [9, 9, 9], pooling=align)
+    sound = replace(begun, spans=spans, contents=[speech])
+    assert objection(sound, node) is None
+    assert reason in (objection(replace(sound, pooling=replace(align, **wrong)), node) or "")
+    assert "needs the speech" in (objection(begun, node) or "")
+    unable = replace(node, capabilities=frozenset((Capability.TRANSCRIBE,)))
+    assert "can't align" in (objection(sound, unable) or "")
 
 
 @pytest.mark.parametrize("name", UNSOUND_IMAGES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,8 @@ import pytest
 from openai.types.audio import TranscriptionVerbose
 
 from baton.errors import EngineFault
-from baton.messages.generation import Chunk
+from baton.messages.capabilities import Capability
+from baton.messages.generation import Chunk, Finished
 from baton.messages.sampling import TokenLogprobs
 from baton.model_formats.audio import AudioLimits, decode_audio, pcm_of, windows
 from baton.model_formats.limits import AUDIO_RATE
@@ -244,6 +246,77 @@ async def test_four_parts_are_written_down_at_once_and_their_text_is_in_order() 
     assert exchange.json["text"].startswith("0 1 2 3 4 5")
 
 
+def rows(*found: float) -> Finished:
+    """The end of a request for the times of tokens."""
+    return replace(finished(), embedding=struct.pack(f"<{len(found)}f", *found))
+
+
+async def test_words_have_times_by_a_second_request_for_each_part() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(LONG, language="en", response_format="verbose_json", timestamp_granularities__="word")
+    calls = [await rig.next_call() for _ in range(3)]
+    calls[1].tell(finished())
+    # The end of a text is no word.
+    calls[2].tell(chunk(0, " C"), Chunk(2, (PROMPTS.start,), ""), finished())
+    of_last = await rig.next_call()
+    calls[0].tell(chunk(0, " A b"), finished())
+    of_first = await rig.next_call()
+    of_last.tell(rows(0, 10, 25))
+    of_first.tell(rows(0, 50, 60, 80, 100))
+    await exchange.end()
+    begins = [begin / AUDIO_RATE for begin, _ in windows(decode_audio(LONG, LIMITS))]
+    assert exchange.json["words"] == [
+        {"word": "A", "start": 0.0, "end": 1.2},
+        {"word": "b", "start": 1.2, "end": 2.0},
+        {"word": "C", "start": round(begins[2], 2), "end": round(begins[2] + 0.5, 2)},
+    ]
+    assert "segments" not in exchange.json
+    TranscriptionVerbose.model_validate(exchange.json)
+    (written, asked) = requests_of([calls[0], of_first])
+    assert (asked.audio, asked.prompt) == (written.audio, (*written.prompt, *b" A b"))
+    assert (asked.pooling.second_start, asked.pooling.num_rows) == (4, len(written.audio) // 2 // 320)
+    names = [request.request_id for request in requests_of([*calls, of_first, of_last])]
+    assert len(set(names)) == 5
+
+
+async def test_words_and_segments_come_together_if_both_are_asked_for() -> None:
+    both = [("timestamp_granularities[]", b"word"), ("timestamp_granularities[]", b"segment")]
+    fields = [*both, ("response_format", b"verbose_json"), ("language", b"ja")]
+    rig = SpeechRig(prompts=replace(PROMPTS, languages={"ja": 255}))
+    body = b"".join(part(*one) for one in fields) + form(SPEECH)
+    exchange = rig.request("POST", TRANSCRIBE, body, FORM_TYPE)
+    (await rig.next_call()).tell(chunk(0, "abc"), finished())
+    (await rig.next_call()).tell(rows(1, 2, 3, 4))
+    await exchange.end()
+    assert [word["word"] for word in exchange.json["words"]] == ["a", "b", "c"]
+    assert [segment["text"] for segment in exchange.json["segments"]] == ["abc"]
+
+
+async def test_times_that_a_node_does_not_give_end_the_call() -> None:
+    for end in (rows(0, 1), EngineFault("a node is broken")):
+        rig = SpeechRig()
+        exchange = rig.send(SPEECH, language="en", response_format="verbose_json", timestamp_granularities__="word")
+        (await rig.next_call()).tell(chunk(0, " A b"), finished())
+        (await rig.next_call()).tell(end)
+        await exchange.end()
+        assert exchange.status == 500
+
+
+async def test_words_are_refused_where_nothing_aligns_them() -> None:
+    words: Any = {"response_format": "verbose_json", "timestamp_granularities__": "word"}
+    field = "timestamp_granularities[]"
+    without = await SpeechRig(prompts=replace(PROMPTS, aligns=False)).send(SPEECH, **words).end()
+    assert (without.status, without.error["param"]) == (400, field)
+    assert "alignment_heads" in without.error["message"]
+    translated = await SpeechRig().send(SPEECH, TRANSLATE, **words).end()
+    assert (translated.status, translated.error["param"]) == (400, field)
+    rig = SpeechRig()
+    rig.card = replace(ABLE, capabilities=ABLE.capabilities - {Capability.ALIGN})
+    earlier = await rig.send(SPEECH, **words).end()
+    assert earlier.status == 400
+    assert "can't do align" in earlier.error["message"]
+
+
 async def test_one_part_that_fails_ends_all() -> None:
     rig = SpeechRig()
     exchange = rig.send(LONG, language="en")
@@ -307,6 +380,9 @@ async def test_an_error_in_a_stream_is_its_last_event(error: Exception) -> None:
         ("stream", {"stream": "true", "response_format": "srt"}),
         ("response_format", {"response_format": "xml"}),
         ("timestamp_granularities[]", {"timestamp_granularities__": "word"}),
+        ("timestamp_granularities[]", {"timestamp_granularities__": "word", "response_format": "srt"}),
+        ("timestamp_granularities[]", {"timestamp_granularities__": "word", "stream": "true"}),
+        ("stream", {"timestamp_granularities__": "word", "stream": "true", "response_format": "verbose_json"}),
         ("timestamp_granularities[]", {"timestamp_granularities__": "letter"}),
         ("include[]", {"include__": "logprobs"}),
         ("chunking_strategy", {"chunking_strategy": "none"}),

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest, UnknownModel
+from baton.messages.capabilities import Capability
 from baton.messages.generation import GenerateRequest, ModelCard
+from baton.messages.pooling import Pooling, PoolingParams, PoolingRequest
 from baton.messages.sampling import Constraint, RepetitionDetection, SamplingDefaults, SamplingParams
 from baton.model_formats.encoder_decoders import EncoderDecoder
 from router.admission.request import ValidRequest
@@ -356,3 +358,26 @@ def test_the_models_own_values_fill_in_what_a_request_leaves_unset() -> None:
     assert validate(GenerateRequest([1]), small, encode, Random(1)).sampling_params.top_k == 30
     beams = validate(GenerateRequest([1], beam_width=2), card, encode, Random(1)).sampling_params
     assert (beams.temperature, beams.repetition_penalty) == (0.0, 1.0), "a beam search samples nothing"
+
+
+def test_a_transcript_to_align_lies_behind_its_recording() -> None:
+    source = EncoderDecoder("speech", 50, 100, (2,))
+    can = frozenset((Capability.TRANSCRIBE, Capability.ALIGN))
+    card = replace(CARD, source=source, max_model_len=164, vocab_size=200, capabilities=can)
+    align = PoolingRequest(Pooling.ALIGN, second_start=2, num_rows=20)
+
+    def read(card: ModelCard, num_tokens: int) -> ValidRequest:
+        return validate(GenerateRequest([9] * num_tokens, audio=bytes(64), pooling=align), card, None, Random(1))
+
+    found = read(card, 100)
+    assert found.prompt_token_ids == (0,) * 64 + (9,) * 100
+    assert found.pooling == PoolingParams(Pooling.ALIGN, second_start=66, num_rows=20)
+    assert found.needs == can
+    for less, num_tokens, reason in (
+        (card, 101, "101 tokens"),
+        (replace(card, max_model_len=150), 100, "164 positions"),
+        (replace(card, source=None), 100, "can't do align"),
+        (replace(card, capabilities=can - {Capability.ALIGN}), 100, "can't do align"),
+    ):
+        with pytest.raises(InvalidRequest, match=reason):
+            read(less, num_tokens)

@@ -24,6 +24,7 @@ from baton.messages.spans import Span
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned, read_encoder_decoder
 from baton.node.runner_spec import scheduler_config
 from baton.runner import load
+from baton.runner.encoder_decoder.alignment import alignment_heads
 from baton.runner.encoder_decoder.attention import distance_bias_of
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
@@ -173,10 +174,22 @@ def test_speech_needs_a_configuration_of_its_features(tmp_path: Path) -> None:
         load(TorchSpec(tmp_path, dtype="float32", num_blocks=64))
 
 
+def test_heads_that_align_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    assert alignment_heads(tmp_path, 3, 4) == {}
+    for found, expected in ((None, {}), ([[2, 1], [0, 3], [2, 0]], {2: [1, 0], 0: [3]})):
+        path.write_text(json.dumps({"alignment_heads": found}))
+        assert alignment_heads(tmp_path, 3, 4) == expected
+    for wrong in ([], "all", [[3, 0]], [[0, 4]], [[0]], [[True, 0]], [[0, 0]] * 65):
+        path.write_text(json.dumps({"alignment_heads": wrong}))
+        with pytest.raises(ConfigError, match="alignment_heads must be"):
+            alignment_heads(tmp_path, 3, 4)
+
+
 def test_inputs_that_can_not_be_encoded_are_refused(tmp_path: Path) -> None:
     text, speech = loaded(tmp_path / "bart", "bart"), loaded(tmp_path / "whisper", "whisper")
     assert text.model.capabilities == {Capability.GENERATE}
-    assert speech.model.capabilities == {Capability.TRANSCRIBE}
+    assert speech.model.capabilities == {Capability.TRANSCRIBE, Capability.ALIGN}
     assert (text.model.most_source_rows, speech.model.most_source_rows) == (192, 64)
 
     def tokens(*ids: int) -> EncoderContent:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from random import Random
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from baton.errors import (
     BatonError,
@@ -24,7 +24,7 @@ from baton.errors import (
     RequestNotFound,
 )
 from baton.fair_executor import FairExecutor
-from baton.messages.generation import Accepted, Delivery, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.messages.generation import Accepted, Delivery, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.ids import SCOPED_ID_PATTERN, new_request_id, unscoped
 from baton.messages.request_limits import MAX_POOLED_TOKENS
 from baton.messages.sampling import CONSTRAINT_KINDS, Constraint
@@ -61,6 +61,8 @@ class Links(NodeSender, Protocol):
         ...
 
 
+OnFinished: TypeAlias = Callable[[], None]
+"""Called when a request has ended well and its reader has taken all events."""
 _QUICK_IDS = MAX_POOLED_TOKENS // 16
 """The most token ids of a vector's input that are checked on the event loop, which takes some milliseconds."""
 
@@ -103,14 +105,21 @@ class Dispatcher:
         links.listen(self.requests)
 
     def generate(
-        self, raw: GenerateRequest, timeout_s: float | None = None, take: TakeChunk | None = None
+        self,
+        raw: GenerateRequest,
+        timeout_s: float | None = None,
+        take: TakeChunk | None = None,
+        on_finished: OnFinished | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Yields Accepted, Chunks and Finished; any other end raises a BatonError. Closing it cancels the request.
 
         `timeout_s` counts from the first step of the generator. A request that is turned away at once gets no Accepted.
-        Chunks that `take` accepts while the generator is awaited are not among its events.
+        Chunks that `take` accepts while the generator is awaited are not among its events. `on_finished` is called
+        before Finished is yielded; memory that is reserved for the answer stays so until the generator is closed.
         """
-        return self._stream(lambda started: self._admit(raw, started, timeout_s), take, raw.constraint_field)
+        return self._stream(
+            lambda started: self._admit(raw, started, timeout_s), take, raw.constraint_field, on_finished
+        )
 
     def resume(
         self,
@@ -120,6 +129,7 @@ class Dispatcher:
         take: TakeChunk | None = None,
         call: int = 0,
         repeat: GenerateRequest | None = None,
+        on_finished: OnFinished | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Yields Accepted, the events after these positions (`Chunk.next_position`, one for each sequence), Finished.
 
@@ -133,10 +143,15 @@ class Dispatcher:
             lambda started: self._resume(request_id, next_token_index, started, timeout_s, call, repeat),
             take,
             repeat.constraint_field if repeat is not None else "",
+            on_finished,
         )
 
     async def _stream(
-        self, enter: Callable[[float], Awaitable[ActiveRequest]], take: TakeChunk | None, constraint_field: str
+        self,
+        enter: Callable[[float], Awaitable[ActiveRequest]],
+        take: TakeChunk | None,
+        constraint_field: str,
+        on_finished: OnFinished | None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """`constraint_field`: as in GenerateRequest."""
         active = await enter(self._timers.monotonic())
@@ -149,6 +164,11 @@ class Dispatcher:
                 yield Accepted(name, request.sampling_params.seed, request.num_prompt_tokens)
             while (event := await queue.get()) is not None:
                 self.requests.stop_stall_timer_if_read(active)
+                if isinstance(event, Finished):
+                    if active.queue is queue:
+                        self.requests.all_taken(active)
+                    if on_finished is not None:
+                        on_finished()
                 yield event
         except InvalidRequest as error:
             # Nodes know a constraint by its kind alone.
@@ -250,9 +270,14 @@ class Dispatcher:
     ) -> ActiveRequest:
         """Let a new stream of the same client continue a live request."""
         check_positions(active.request, positions)
+        name = unscoped(active.request.request_id)
+        if active.request.sampling_params.logprobs is not None and not active.logprobs:
+            raise RequestNotFound(
+                f"request {name!r} is answered when it is complete, and has no log-probabilities to continue with: "
+                "wait for its answer, or send it again when that call has ended"
+            )
         if lacks_logprobs(active.request, active.flight.sequences, active.logprobs, positions):
             self.requests.abandon(active, "its client came back for log-probabilities that are forgotten")
-            name = unscoped(active.request.request_id)
             raise RequestNotFound(f"request {name!r} has no log-probabilities from there on any more: send it again")
         timers = active.deadline_timer, active.stall_timer
         self.requests.set_deadline(active, started, timeout_s)

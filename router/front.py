@@ -58,7 +58,9 @@ class GenerationHandler:
         if not caller.tenant:
             return self._dispatcher.generate(request, timeout_s, take)
         owned = replace(request, tenant=caller.tenant, min_priority=caller.min_priority)
-        return self._tenants.counted(caller, lambda: self._dispatcher.generate(owned, timeout_s, take))
+        return self._tenants.counted(
+            caller, lambda on_finished: self._dispatcher.generate(owned, timeout_s, take, on_finished)
+        )
 
     def most_at_once(self) -> int | None:
         """How many requests the caller may have running at once; None: any number."""
@@ -80,7 +82,10 @@ class GenerationHandler:
         name = scoped(caller.tenant, request_id)
         owned = replace(repeat, tenant=caller.tenant) if repeat is not None else None
         return self._tenants.counted(
-            caller, lambda: self._dispatcher.resume(name, next_token_index, timeout_s, take, call, owned)
+            caller,
+            lambda on_finished: self._dispatcher.resume(
+                name, next_token_index, timeout_s, take, call, owned, on_finished
+            ),
         )
 
     async def cancel(self, request_id: str) -> None:

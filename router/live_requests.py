@@ -129,6 +129,8 @@ class LiveRequests:
         self._has_new_room = False
         """Whether a node has less to do than when the queue was served last."""
         self._active: dict[str, ActiveRequest] = {}
+        self._unread: set[ActiveRequest] = set()
+        """Requests of which nothing is to do but that their clients read the whole answer."""
         self._num_row_bytes = 0
         """Bytes of the rows and images that their prompts have in place of tokens."""
         self.logprob_budget = LogprobBudget(limits.logprob_memory, rng)
@@ -144,7 +146,7 @@ class LiveRequests:
         self._continues_next_turn = False
         """Whether the next turn of the loop places further waiting requests, as there was no time for all of them."""
         self.idle = asyncio.Event()
-        """Set while no request is live."""
+        """Set while no request is live, and no whole answer is unread."""
         self.idle.set()
         self.counters = DispatchCounters()
         self.timelines = TimelineLog()
@@ -160,7 +162,7 @@ class LiveRequests:
     @property
     def num_live(self) -> int:
         """Number of requests that were admitted and have not ended, or whose client still reads."""
-        return len(self._active)
+        return len(self._active) + len(self._unread)
 
     @property
     def num_waiting(self) -> int:
@@ -287,6 +289,19 @@ class LiveRequests:
         self.feed(active, Cancel(reason))
         self._forget(active)
 
+    def all_taken(self, active: ActiveRequest) -> None:
+        """Note that a request has ended well, and that its reader has taken its last event: others get its place.
+
+        The reader may keep the answer until its client has read it. So the memory that the answer takes stays reserved
+        until `close`. An answer to which nobody comes back is forgotten: its id may be used again.
+        """
+        self._waiting.gone(active)
+        if active.delivery != "stream":
+            self._unread.add(active)
+            self._forget(active)
+        if self._waiting:
+            self._serve_queue()
+
     def close(self, active: ActiveRequest) -> None:
         """End a request whose client has everything or is gone, with its flight if that is live, and forget it."""
         if not active.flight.is_over:
@@ -294,7 +309,11 @@ class LiveRequests:
         active.cancel_timers()
         self._adoption_over(active)
         self._waiting.gone(active)
+        self._unread.discard(active)
         self._forget(active)
+        self._num_row_bytes -= active.num_row_bytes
+        active.num_row_bytes = 0
+        self.logprob_budget.release(active.reservation)
         if self._waiting:
             self._serve_queue()
 
@@ -409,12 +428,10 @@ class LiveRequests:
         self.changed.set()
 
     def _forget(self, active: ActiveRequest) -> None:
-        """Remove the request from the live ones. Idempotent."""
+        """Remove the request from the live ones; what is kept for it stays reserved until `close`. Idempotent."""
         if self._active.get(active.request.request_id) is active:
             del self._active[active.request.request_id]
-            self._num_row_bytes -= active.request.num_row_bytes
-            self.logprob_budget.release(active.reservation)
-        if not self._active:
+        if not self.num_live:
             self.idle.set()
 
     # --- events for flights, and their effects ---

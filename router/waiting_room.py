@@ -200,13 +200,14 @@ class WaitingRoom:
 
     def placed(self, active: ActiveRequest, at: float) -> None:
         """Note that a request has nodes for the first time."""
-        active.placed_at = at
+        active.placed_at, active.counts_as_placed = at, True
         self._line(active).num_placed += 1
 
     def gone(self, active: ActiveRequest) -> None:
-        """Forget a request whose client has everything, or has left."""
+        """Forget a request whose client has everything, or has left. Idempotent."""
         self.remove(active)
-        self._line(active).num_placed -= active.placed_at is not None
+        self._line(active).num_placed -= active.counts_as_placed
+        active.counts_as_placed = False
 
     def ended(self, active: ActiveRequest, first_token_at: float) -> None:
         """Note the times of a request that has ended well, as a prediction for others."""

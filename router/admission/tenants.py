@@ -26,20 +26,22 @@ class Tenants:
         self._labels: set[str] = set()
 
     def counted(
-        self, caller: Caller, begin: Callable[[], AsyncGenerator[GenerateEvent, None]]
+        self, caller: Caller, begin: Callable[[Callable[[], None]], AsyncGenerator[GenerateEvent, None]]
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """The events of a request, which counts as running until they are closed.
+        """The events of a request, which counts as running until it has ended well, or they are closed.
 
+        `begin` makes the events; its argument is to be called when all of them are taken and the request ended well.
         Raises QuotaExceeded, before the request begins, if the tenant has as many running as it may have.
         """
         tenant, label = caller.tenant, self._label(caller.tenant)
         if caller.max_concurrent is not None and self._running[tenant] >= caller.max_concurrent:
             self._refused[label] += 1
             raise QuotaExceeded(f"{caller.max_concurrent} requests of {tenant} run, as many as may; wait for an end")
-        events = begin()
+        place = _Place(lambda: self._request_over(tenant))
+        events = begin(place.give_back)
         self._accepted[label] += 1
         self._running[tenant] += 1
-        return _Counted(events, lambda: self._request_closed(tenant))
+        return _Counted(events, place)
 
     def figures(self) -> Iterator[Figure]:
         """The metrics, by tenant."""
@@ -54,7 +56,7 @@ class Tenants:
             for label in sorted(self._labels):
                 yield Figure(name, text, counts[label], {"tenant": label})
 
-    def _request_closed(self, tenant: str) -> None:
+    def _request_over(self, tenant: str) -> None:
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]
@@ -67,12 +69,27 @@ class Tenants:
         return label
 
 
-class _Counted(AsyncGenerator[GenerateEvent, None]):
-    """Wraps a generator and calls `on_closed` when it is closed. Adds no step of its own to any event."""
+class _Place:
+    """The place of one request among those that its tenant may have running."""
 
-    def __init__(self, events: AsyncGenerator[GenerateEvent, None], on_closed: Callable[[], None]) -> None:
+    __slots__ = ("_on_free",)
+
+    def __init__(self, on_free: Callable[[], None]) -> None:
+        self._on_free: Callable[[], None] | None = on_free
+
+    def give_back(self) -> None:
+        """Let another request have the place. Idempotent."""
+        on_free, self._on_free = self._on_free, None
+        if on_free is not None:
+            on_free()
+
+
+class _Counted(AsyncGenerator[GenerateEvent, None]):
+    """Wraps a generator and gives the place back when it is closed. Adds no step of its own to any event."""
+
+    def __init__(self, events: AsyncGenerator[GenerateEvent, None], place: _Place) -> None:
         self._events = events
-        self._on_closed: Callable[[], None] | None = on_closed
+        self._place = place
 
     def __anext__(self) -> Awaitable[GenerateEvent]:  # type: ignore[override]
         return self._events.__anext__()
@@ -89,7 +106,5 @@ class _Counted(AsyncGenerator[GenerateEvent, None]):
         return await self._events.athrow(kind, value, trace)  # type: ignore[arg-type]
 
     async def aclose(self) -> None:
-        on_closed, self._on_closed = self._on_closed, None
-        if on_closed is not None:
-            on_closed()
+        self._place.give_back()
         await self._events.aclose()

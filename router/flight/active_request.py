@@ -49,6 +49,8 @@ class ActiveRequest:
         self.first_token_at: float | None = None
         self.placed_at: float | None = None
         """When nodes were found for the first attempt."""
+        self.counts_as_placed = False
+        """Whether it counts as one of those that are on nodes, or are still read."""
         self.placed_last_at: float | None = None
         """When nodes were found for the running attempt."""
         self.span: Span | None = None
@@ -74,6 +76,9 @@ class ActiveRequest:
         self.start_flight: Callable[[], Sequence[FlightEffect]] | None = self.flight.start
         """Returns the flight's first effects; None once it was called."""
         self.reservation = reservation or LogprobReservation()
+        self.delivery = delivery
+        self.num_row_bytes = request.num_row_bytes
+        """How many bytes of rows and images count for it among those of all requests."""
         self.logprobs: list[LogprobLog] = []
         """The latest log-probabilities of each sequence, kept for a client that comes back; empty if none are wanted,
         or nobody comes back."""

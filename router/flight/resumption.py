@@ -93,15 +93,15 @@ def _known(chunk: Chunk) -> Chunk:
 def lacks_logprobs(
     request: ValidRequest, sequences: Sequence[FlightSequence], kept: Sequence[LogprobLog], positions: Sequence[int]
 ) -> bool:
-    """Whether log-probabilities behind a client's positions are forgotten, or were never kept (`kept` is empty)."""
+    """Whether log-probabilities behind a client's positions are forgotten."""
     params = request.sampling_params
     if params.logprobs is None:
         return False
     is_best_of = request.num_returned < params.n
     for sequence in sequences:
-        if kept and not kept[sequence.index].num_forgotten:
+        if not kept[sequence.index].num_forgotten:
             continue
-        first = sequence.num_tokens - (len(kept[sequence.index]) if kept else 0)
+        first = sequence.num_tokens - len(kept[sequence.index])
         # The best sequences are chosen by all log-probabilities.
         is_from_start = is_best_of or sequence.index >= len(positions)
         if first > (0 if is_from_start else positions[sequence.index]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from random import Random
 
@@ -18,7 +19,7 @@ from baton.errors import (
     RequestNotFound,
     SlowReader,
 )
-from baton.messages.generation import Delivery, GenerateRequest
+from baton.messages.generation import Accepted, Delivery, Finished, GenerateEvent, GenerateRequest
 from baton.messages.logprob_rows import row_bytes
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
@@ -175,11 +176,10 @@ async def test_a_stream_that_is_not_read_ends_when_no_memory_is_left() -> None:
         assert rig.dispatcher.requests.logprob_budget.num_bytes == 0
 
 
-@pytest.mark.parametrize("delivery", ["stream", "whole"])
-async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_again(delivery: Delivery) -> None:
+async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_again() -> None:
     async with router_rig(*LARGE) as rig:
         rig.card = replace(rig.card, max_model_len=LARGE[0].max_model_len)
-        asked = {"request_id": "r", "max_tokens": 4000, "logprobs": 0, "delivery": delivery}
+        asked = {"request_id": "r", "max_tokens": 4000, "logprobs": 0}
         old = rig.ask(**asked)  # type: ignore[arg-type]
         attempt = (await rig.next_submit("p1")).attempt
         await rig.next_submit("d1")
@@ -188,38 +188,55 @@ async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_
             rig.report("d1", attempt, first, "b" * 16, logprob=-0.5)
         count = 2 * KEPT_TOKENS + 1
         await old.wait_for_tokens(count)
-        if delivery == "stream":
-            kept = rig.resume("r", count - KEPT_TOKENS)
-            await kept.wait_for_tokens(KEPT_TOKENS)
-            assert sum(len(one.logprobs) for one in kept.chunks) == KEPT_TOKENS
+        kept = rig.resume("r", count - KEPT_TOKENS)
+        await kept.wait_for_tokens(KEPT_TOKENS)
+        assert sum(len(one.logprobs) for one in kept.chunks) == KEPT_TOKENS
         with pytest.raises(RequestNotFound, match="send it again"):
             await rig.resume("r", 100).finished()
         again = rig.ask(**asked)  # type: ignore[arg-type]
         await again.wait_until_accepted()
         rig.dispatcher.cancel("r")
-        for reader in (old, again, *([kept] if delivery == "stream" else [])):
+        for reader in (old, again, kept):
             with pytest.raises(Cancelled):
                 await reader.finished()
         await asyncio.sleep(0)
         assert rig.dispatcher.requests.logprob_budget.num_bytes == 0
 
 
-async def test_an_unread_answer_does_not_keep_its_client_from_sending_the_request_again() -> None:
-    async with router_rig(prefill(), decode()) as rig:
+async def _taken(rig: RouterRig, events: AsyncGenerator[GenerateEvent, None]) -> None:
+    """Let a request of two tokens end that was accepted, and take all its events without closing it."""
+    attempt = (await rig.next_submit("p1")).attempt
+    await rig.next_submit("d1")
+    rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
+    rig.report("d1", attempt, 1, "b", Outcome.LENGTH, logprob=-0.5)
+    while not isinstance(await anext(events), Finished):
+        pass
+
+
+async def test_an_unread_answer_keeps_its_memory_and_neither_its_place_nor_its_id() -> None:
+    async with router_rig(prefill(), decode(), limits=DispatchLimits(max_running=1)) as rig:
+        requests = rig.dispatcher.requests
         asked = GenerateRequest("hello", request_id="r", max_tokens=2, logprobs=0, delivery="whole")
-        unread = rig.dispatcher.generate(asked)
-        await anext(unread)
-        attempt = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d1")
-        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
-        rig.report("d1", attempt, 1, "b", Outcome.LENGTH, logprob=-0.5)
-        for _ in range(8):
-            await asyncio.sleep(0)
-        assert rig.dispatcher.requests.counters.finished == 1
-        with pytest.raises(RequestNotFound, match="send it again"):
+        calls = [rig.dispatcher.generate(asked) for _ in range(2)]
+        for count, events in enumerate(calls, 1):
+            assert isinstance(await anext(events), Accepted)
+            await _taken(rig, events)
+            assert (requests.num_placed, requests.num_live) == (0, count)
+            assert requests.logprob_budget.num_bytes == count * 2 * 16
+        assert not requests.idle.is_set()
+        for events in calls:
+            await events.aclose()
+        assert (requests.num_live, requests.logprob_budget.num_bytes) == (0, 0)
+        assert requests.idle.is_set()
+
+
+async def test_a_call_that_gets_its_answer_whole_goes_on_when_somebody_comes_back_for_it() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        events = rig.dispatcher.generate(
+            GenerateRequest("hello", request_id="r", max_tokens=2, logprobs=0, delivery="whole")
+        )
+        assert isinstance(await anext(events), Accepted)
+        with pytest.raises(RequestNotFound, match="wait for its answer"):
             await rig.resume("r", 0).finished()
-        again = rig.dispatcher.generate(asked)
-        await anext(again)
-        await unread.aclose()
-        assert rig.dispatcher.requests.logprob_budget.num_bytes == 2 * 16
-        await again.aclose()
+        await _taken(rig, events)
+        await events.aclose()

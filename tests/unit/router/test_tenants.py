@@ -10,7 +10,7 @@ from contextlib import aclosing
 import pytest
 
 from baton.errors import DuplicateRequest, InvalidRequest, QuotaExceeded, RequestNotFound
-from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.generation import Accepted, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import SCOPED_ID_PATTERN, scoped, unscoped
 from baton.messages.node import Outcome
 from baton.security.callers import Caller, current_caller
@@ -134,6 +134,18 @@ async def test_a_client_can_not_choose_its_tenant() -> None:
                 await anext(fronts.ask(tenant, "umbrella/r"))
         with pytest.raises(InvalidRequest, match="request_id"):
             await anext(fronts.ask("acme", "x" * 65))
+
+
+async def test_an_answer_that_is_over_and_not_read_yet_is_no_part_of_the_quota() -> None:
+    async with router_rig(decode()) as rig:
+        fronts = Fronts(rig)
+        async with aclosing(fronts.ask("acme", "a", most=1)) as ended:
+            await anext(ended)
+            rig.report("d1", (await rig.next_submit("d1")).attempt, 0, "ab", Outcome.LENGTH)
+            while not isinstance(await anext(ended), Finished):
+                pass
+            await fronts.ask("acme", "b", most=1).aclose()
+        assert fronts.figures()["tenant_requests_running", "acme"] == 0
 
 
 async def test_the_quota_limits_running_requests_and_is_freed_when_they_end() -> None:

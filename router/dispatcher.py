@@ -287,11 +287,13 @@ class Dispatcher:
                 timer.cancel()
         active.stall_timer = None
         before, active.queue = active.queue, EventQueue(self._turns)
+        before.discard()  # the new stream has what the old one has not sent
         before.end(Cancelled("continued elsewhere"))
         active.answer = ResumedAnswer(self._codec, active.request, positions)
         if active.prompt_logprobs is not None and not any(positions):
             active.queue.put(active.prompt_logprobs)
         active.queue.put_all(replayed(active.answer, active.flight.sequences, active.logprobs))
+        active.num_replayed = active.flight.num_output_tokens
         if active.finish is not None:
             finish, finished = active.finish
             active.queue.put_all(active.answer.finish(finish))

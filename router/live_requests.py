@@ -600,12 +600,20 @@ class LiveRequests:
     def _no_logprob_memory(self, active: ActiveRequest) -> BatonError | None:
         """The error of a request for whose log-probabilities no memory is left; None: there is enough."""
         reservation, unread = active.reservation, active.queue.backlog
-        count = active.flight.num_output_tokens if reservation.keeps_all else unread
+        if unread <= reservation.num_covered and not reservation.keeps_all:
+            return None
+        count = active.flight.num_output_tokens
+        if not reservation.keeps_all:
+            # What was queued anew for a client that came back is reserved as what is kept for it; it is read first.
+            count = min(unread, count - active.num_replayed)
         if self.logprob_budget.covers(reservation, count):
             return None
         if reservation.keeps_all:
             return self.logprob_budget.full(reservation)
-        return SlowReader(f"{unread} tokens with log-probabilities were left unread, for which no memory is left")
+        return SlowReader(
+            f"{unread} tokens with log-probabilities were left unread, and no memory is left for more "
+            "(--logprob-memory): read faster, or ask for fewer alternatives"
+        )
 
     def _is_behind(self, active: ActiveRequest) -> bool:
         """Whether the reader has left more tokens unread than it may; it may leave as many of each sequence."""

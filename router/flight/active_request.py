@@ -84,6 +84,8 @@ class ActiveRequest:
         or nobody comes back."""
         if request.sampling_params.logprobs is not None and delivery == "stream":
             self.logprobs = [LogprobLog() for _ in range(request.sampling_params.n)]
+        self.num_replayed = 0
+        """So many tokens had come, of all sequences together, when the client came back last."""
         self.prompt_logprobs: PromptLogprobs | None = None
         """Kept for a client that comes back; None if none are wanted, or as long as they have not come."""
         self.finish: tuple[Finish, Finished] | None = None

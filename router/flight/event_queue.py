@@ -95,6 +95,11 @@ class EventQueue:
             self._error = error
             self._wake()
 
+    def discard(self) -> None:
+        """Forget all events that the reader has not taken: nobody needs them any more."""
+        self._events.clear()
+        self.backlog = 0
+
     @property
     def error(self) -> BatonError | None:
         """The error with which the queue ends, if it does."""

@@ -19,7 +19,7 @@ from baton.errors import (
     RequestNotFound,
     SlowReader,
 )
-from baton.messages.generation import Accepted, Delivery, Finished, GenerateEvent, GenerateRequest
+from baton.messages.generation import Accepted, Chunk, Delivery, Finished, GenerateEvent, GenerateRequest
 from baton.messages.logprob_rows import row_bytes
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
@@ -174,6 +174,50 @@ async def test_a_stream_that_is_not_read_ends_when_no_memory_is_left() -> None:
         with pytest.raises(SlowReader, match="no memory is left"):
             [event async for event in events]
         assert rig.dispatcher.requests.logprob_budget.num_bytes == 0
+
+
+async def test_a_client_that_comes_back_gets_what_is_kept_although_no_memory_is_left() -> None:
+    async with router_rig(*LARGE, limits=DispatchLimits(logprob_memory=(FEW + 10) * 16)) as rig:
+        rig.card = replace(rig.card, max_model_len=LARGE[0].max_model_len)
+        old = rig.ask(request_id="r", max_tokens=4000, logprobs=0)
+        attempt = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d1")
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
+        for first in range(1, 601, 100):
+            rig.report("d1", attempt, first, "b" * 100, logprob=-0.5)
+            await old.wait_for_tokens(first + 100)
+        events = rig.dispatcher.resume("r", [0])
+        await anext(events)
+        rig.report("d1", attempt, 601, "b" * UNREAD_TOKENS, logprob=-0.5)
+        for _ in range(8):
+            await asyncio.sleep(0)
+        taken = 0
+        while taken < 601 + UNREAD_TOKENS:
+            event = await anext(events)
+            assert isinstance(event, Chunk)
+            taken += len(event.token_ids)
+        assert not rig.dispatcher.requests.counters.failed
+        rig.report("d1", attempt, 601 + UNREAD_TOKENS, "b" * (UNREAD_TOKENS + 11), logprob=-0.5)
+        for _ in range(8):
+            await asyncio.sleep(0)
+        with pytest.raises(SlowReader, match="read faster"):
+            [event async for event in events]
+        with pytest.raises(Cancelled):
+            await old.finished()
+
+
+async def test_an_old_stream_keeps_nothing_for_a_client_that_came_back() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        old = rig.dispatcher.generate(GenerateRequest("hello", request_id="r", max_tokens=9, logprobs=0))
+        await anext(old)
+        rig.report("p1", (await rig.next_submit("p1")).attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
+        await asyncio.sleep(0)
+        new = rig.dispatcher.resume("r", [0])
+        await anext(new)
+        with pytest.raises(Cancelled):
+            await anext(old)
+        assert isinstance(await anext(new), Chunk)
+        await new.aclose()
 
 
 async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_again() -> None:

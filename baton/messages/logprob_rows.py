@@ -21,8 +21,8 @@ HEAD_BYTES = 16
 TOP_BYTES = 8
 """Bytes of each alternative."""
 _NUM_TOP_AT = 12
-_PARTS_JOINED = 64
-"""So many parts of a log are joined to one."""
+BLOCK_ROWS = 64
+"""So many log-probabilities of a log are joined to one block, and forgotten together."""
 _LARGEST = 3.4028234663852886e38
 _FIRST = (0, 0)
 """The first row begins at 0."""
@@ -195,14 +195,19 @@ def joined_logprobs(parts: Iterable[Sequence[TokenLogprobs]]) -> Sequence[TokenL
 
 
 class LogprobLog:
-    """Log-probabilities that grow by a few with each step. Parts that are packed are joined to larger ones."""
+    """Log-probabilities that grow by a few with each step. They are joined to blocks, which are packed if they are.
 
-    __slots__ = ("_blocks", "_latest", "_num", "num_forgotten")
+    However long the parts are with which they come, all blocks have the same length: so a log that forgets the oldest
+    ones keeps fewer than `BLOCK_ROWS` more than it is to keep.
+    """
+
+    __slots__ = ("_blocks", "_latest", "_num", "_num_latest", "num_forgotten")
 
     def __init__(self) -> None:
         self._blocks: list[Sequence[TokenLogprobs]] = []
         self._latest: list[Sequence[TokenLogprobs]] = []
-        """Parts that are not joined yet."""
+        """Parts that are not joined yet; together shorter than a block."""
+        self._num_latest = 0
         self._num = 0
         self.num_forgotten = 0
         """How many of the oldest ones are forgotten."""
@@ -213,17 +218,25 @@ class LogprobLog:
     def append(self, part: Sequence[TokenLogprobs]) -> None:
         """Add the next log-probabilities."""
         self._num += len(part)
+        self._num_latest += len(part)
         self._latest.append(part)
-        if len(self._latest) >= _PARTS_JOINED:
-            self._blocks.append(joined_logprobs(self._latest))
-            self._latest.clear()
+        if self._num_latest >= BLOCK_ROWS:
+            self._join()
+
+    def _join(self) -> None:
+        latest = joined_logprobs(self._latest)
+        rest = self._num_latest % BLOCK_ROWS
+        last = len(latest) - rest
+        self._blocks += [latest[first : first + BLOCK_ROWS] for first in range(0, last, BLOCK_ROWS)]
+        self._latest, self._num_latest = [latest[last:]] if rest else [], rest
 
     def forget_before_last(self, num: int) -> None:
-        """Forget the oldest ones, as far as they are joined and the last `num` remain."""
-        while self._blocks and self._num - len(self._blocks[0]) >= num:
-            block = self._blocks.pop(0)
-            self._num -= len(block)
-            self.num_forgotten += len(block)
+        """Forget the oldest ones, a block at a time, so that the last `num` remain."""
+        count = max(0, self._num - num) // BLOCK_ROWS
+        if count:
+            del self._blocks[:count]
+            self._num -= count * BLOCK_ROWS
+            self.num_forgotten += count * BLOCK_ROWS
 
     def whole(self) -> Sequence[TokenLogprobs]:
         """All that is kept."""

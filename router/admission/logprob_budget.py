@@ -14,11 +14,13 @@ from random import Random
 
 from baton.errors import InvalidRequest, LogprobsFull
 from baton.messages.generation import Delivery
-from baton.messages.logprob_rows import row_bytes
+from baton.messages.logprob_rows import BLOCK_ROWS, row_bytes
 from router.admission.request import ValidRequest
 
 KEPT_TOKENS = 1024
 """So many of the latest tokens of each sequence keep their log-probabilities until a stream has ended."""
+_MOST_KEPT = KEPT_TOKENS + BLOCK_ROWS
+"""Older ones are forgotten a block at a time."""
 UNREAD_TOKENS = 256
 """For so many unread tokens of each sequence a stream reserves memory at its beginning. `/v1/responses`, which keeps
 all tokens, does so for as many."""
@@ -123,10 +125,10 @@ def reservation_for(request: ValidRequest, delivery: Delivery) -> LogprobReserva
         return LogprobReservation(of_prompt + first * each, each, first, params.n * longest, keeps_all=True)
     is_best_of = request.num_returned < params.n
     if delivery == "whole" or is_best_of:
-        kept = 0 if delivery == "whole" else min(longest, KEPT_TOKENS)
+        kept = 0 if delivery == "whole" else min(longest, _MOST_KEPT)
         return LogprobReservation(of_prompt + params.n * (longest + kept) * each)
-    unread = params.n * UNREAD_TOKENS
-    most = min(params.n * longest, params.n * KEPT_TOKENS + unread)
-    if params.n * longest <= most:
-        return LogprobReservation(of_prompt + most * each)
-    return LogprobReservation(of_prompt + most * each, each, unread, params.n * longest)
+    if longest <= BLOCK_ROWS:  # what is unread is what is kept
+        return LogprobReservation(of_prompt + params.n * longest * each)
+    kept, unread = min(longest, _MOST_KEPT), min(longest, UNREAD_TOKENS)
+    num_bytes = of_prompt + params.n * (kept + unread) * each
+    return LogprobReservation(num_bytes, each if unread < longest else 0, params.n * unread, params.n * longest)

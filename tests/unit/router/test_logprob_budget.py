@@ -20,7 +20,7 @@ from baton.errors import (
     SlowReader,
 )
 from baton.messages.generation import Accepted, Chunk, Delivery, Finished, GenerateEvent, GenerateRequest
-from baton.messages.logprob_rows import row_bytes
+from baton.messages.logprob_rows import BLOCK_ROWS, row_bytes
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
 from router.admission.logprob_budget import KEPT_TOKENS, UNREAD_TOKENS, LogprobBudget, reservation_for
@@ -32,7 +32,8 @@ from tests.support.router_rig import RouterRig, router_rig
 EACH = row_bytes(2)
 LIMITS = DispatchLimits(logprob_memory=10 * EACH)
 LARGE = prefill(max_model_len=5000, num_blocks=5000), decode(max_model_len=5000, num_blocks=5000)
-FEW = KEPT_TOKENS + UNREAD_TOKENS
+MOST_KEPT = KEPT_TOKENS + BLOCK_ROWS
+FEW = MOST_KEPT + UNREAD_TOKENS
 
 
 def request(**fields: int) -> ValidRequest:
@@ -45,10 +46,11 @@ def request(**fields: int) -> ValidRequest:
     [
         (request(max_tokens=9), "whole", 0, 0),
         (request(max_tokens=9, logprobs=2), "stream", 9 * EACH, 0),
+        (request(max_tokens=100, logprobs=2), "stream", 2 * 100 * EACH, 100),
         (request(max_tokens=9000, logprobs=2), "whole", 9000 * EACH, 0),
         (request(max_tokens=9000, logprobs=2, n=3), "stream", 3 * FEW * EACH, 3 * UNREAD_TOKENS),
         (request(max_tokens=9000, logprobs=0, n=3, num_returned=1), "whole", 3 * 9000 * 16, 0),
-        (request(max_tokens=9000, logprobs=0, n=3, num_returned=1), "stream", 3 * (9000 + KEPT_TOKENS) * 16, 0),
+        (request(max_tokens=9000, logprobs=0, n=3, num_returned=1), "stream", 3 * (9000 + MOST_KEPT) * 16, 0),
         (request(max_tokens=9, prompt_logprobs=2), "whole", 4 * EACH, 0),
         (request(max_tokens=9, prompt_logprobs=0, logprobs=2), "whole", 4 * 16 + 9 * EACH, 0),
         (request(max_tokens=9, logprobs=2), "json", 9 * (EACH + 3 * 110), 9),

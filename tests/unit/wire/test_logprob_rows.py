@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 import pytest
 
 from baton.messages.generation import Chunk, joined
-from baton.messages.logprob_rows import LogprobLog, LogprobRows, joined_logprobs, logprobs_alone, row_bytes
+from baton.messages.logprob_rows import BLOCK_ROWS, LogprobLog, LogprobRows, joined_logprobs, logprobs_alone, row_bytes
 from baton.messages.sampling import TokenLogprobs
 from baton.wire.codec.generation import chunk_to_pb, event_from_pb
 from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb
@@ -86,11 +86,12 @@ def test_a_long_output_is_few_objects_and_no_more_bytes_than_its_rows() -> None:
     assert sys.getsizeof(rows) < 100
 
 
-def test_a_log_forgets_only_what_lies_before_the_last_ones() -> None:
+@pytest.mark.parametrize("size", [1, 7, 500])
+def test_a_log_forgets_only_what_lies_before_the_last_ones_however_long_its_parts_are(size: int) -> None:
     log = LogprobLog()
-    for token in range(1000):
-        log.append(LogprobRows.of([TokenLogprobs(token, -0.5, 1, ())]))
+    for first in range(0, 1001, size):
+        log.append(LogprobRows.of([TokenLogprobs(token, -0.5, 1, ()) for token in range(first, first + size)]))
         log.forget_before_last(100)
-        assert min(token + 1, 100) <= len(log) < 100 + 2 * 64
-        assert log.num_forgotten + len(log) == token + 1
-    assert [position.token_id for position in log.whole()] == list(range(1000 - len(log), 1000))
+        assert min(first + size, 100) <= len(log) < 100 + BLOCK_ROWS
+        assert log.num_forgotten + len(log) == first + size
+        assert [one.token_id for one in log.whole()] == list(range(log.num_forgotten, first + size))

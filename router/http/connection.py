@@ -19,7 +19,7 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from baton.messages.ids import new_request_id
 from baton.security.connection_limit import Place
@@ -44,6 +44,24 @@ MAX_WIRE_BYTES = 8 * MAX_BODY_BYTES
 MAX_DROPPED_BYTES = 256 << 10
 """The most bytes that are read and dropped after an early answer."""
 _OWS = b" \t"
+
+
+class _Http10Cycle(RequestResponseCycle):
+    """One exchange with a client of HTTP/1.0, which knows no chunks.
+
+    An answer whose length is not known ends where its connection is closed (RFC 9112, 6.1 and 6.3).
+    """
+
+    _ends_at_close = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._ends_at_close = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if self._ends_at_close:
+                self.chunked_encoding = False
+        elif message["type"] == "http.response.body" and self._ends_at_close:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
@@ -188,6 +206,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._expects_head = False
         self._num_parsed = 0
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.__class__ = _Http10Cycle  # uvicorn makes its own, which has not begun to run
 
     def on_message_complete(self) -> None:
         self._expects_head = True

@@ -41,6 +41,23 @@ class App:
         await send({"type": "http.response.body", "body": b"no"})
 
 
+async def in_pieces(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application whose answer has no length."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"ab", "more_body": True})
+    await send({"type": "http.response.body", "body": b"c"})
+
+
+@pytest.mark.parametrize(("version", "body"), [(b"1.1", b"2\r\nab\r\n1\r\nc\r\n0\r\n\r\n"), (b"1.0", b"abc")])
+async def test_an_answer_in_pieces_has_chunks_where_clients_know_them(version: bytes, body: bytes) -> None:
+    client = Client(in_pieces)
+    client.send(b"GET / HTTP/%b\r\nhost: x\r\n\r\n" % version)
+    await client.run_loop()
+    head, _, rest = client.transport.written.partition(b"\r\n\r\n")
+    assert rest == body
+    assert (b"chunked" in head, client.transport.is_closed) == (version == b"1.1", version == b"1.0")
+
+
 async def test_a_body_stays_in_the_kernel_until_it_is_asked_for() -> None:
     app = App()
     client = Client(app)

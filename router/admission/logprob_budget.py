@@ -62,16 +62,16 @@ class LogprobBudget:
         reservation = reservation_for(request, delivery)
         needed = reservation.num_bytes
         if needed > self._most:
-            field = "logprobs" if request.sampling_params.logprobs is not None else "prompt_logprobs"
             raise InvalidRequest(
-                field,
+                "prompt_logprobs" if _is_of_prompt(request, needed) else "logprobs",
                 f"of this request may take {needed} bytes, and those of all requests {self._most} (--logprob-memory): "
-                f"ask for less (logprobs, max_tokens, n){', or for a stream' if delivery == 'whole' else ''}",
+                f"{_how_to_need_less(request, delivery, needed)}",
             )
         if needed and self.num_bytes + needed > self._most:
             raise LogprobsFull(
-                f"logprobs: those of this request may take {needed} bytes, and {self._most - self.num_bytes} of "
-                f"{self._most} (--logprob-memory) are free: try again later, or ask for less (logprobs, max_tokens, n)",
+                f"log-probabilities of this request may take {needed} bytes, and {self._most - self.num_bytes} of "
+                f"{self._most} (--logprob-memory) are free: try again later, or "
+                f"{_how_to_need_less(request, delivery, needed)}",
                 self._rng.uniform(0.75, 1.25),
             )
         self.num_bytes += needed
@@ -113,10 +113,7 @@ class LogprobBudget:
 
 def reservation_for(request: ValidRequest, delivery: Delivery) -> LogprobReservation:
     """What a request needs at its beginning."""
-    params = request.sampling_params
-    of_prompt = 0
-    if params.prompt_logprobs is not None:
-        of_prompt = max(0, request.num_prompt_tokens - 1) * row_bytes(params.prompt_logprobs)
+    params, of_prompt = request.sampling_params, _prompt_bytes(request)
     if params.logprobs is None or request.embeds:
         return LogprobReservation(of_prompt)
     each, longest = row_bytes(params.logprobs), params.max_tokens
@@ -132,3 +129,22 @@ def reservation_for(request: ValidRequest, delivery: Delivery) -> LogprobReserva
     kept, unread = min(longest, _MOST_KEPT), min(longest, UNREAD_TOKENS)
     num_bytes = of_prompt + params.n * (kept + unread) * each
     return LogprobReservation(num_bytes, each if unread < longest else 0, params.n * unread, params.n * longest)
+
+
+def _prompt_bytes(request: ValidRequest) -> int:
+    num_top = request.sampling_params.prompt_logprobs
+    return 0 if num_top is None else max(0, request.num_prompt_tokens - 1) * row_bytes(num_top)
+
+
+def _is_of_prompt(request: ValidRequest, needed: int) -> bool:
+    """Whether most of what a request needs is for its prompt."""
+    return 2 * _prompt_bytes(request) > needed
+
+
+def _how_to_need_less(request: ValidRequest, delivery: Delivery, needed: int) -> str:
+    """What a client may change. APIs have different fields for it, so it names none."""
+    params = request.sampling_params
+    if _is_of_prompt(request, needed):
+        return "ask for fewer alternatives, or with a shorter prompt"
+    is_shorter_as_stream = delivery == "whole" and request.num_returned == params.n and params.max_tokens > _MOST_KEPT
+    return f"ask for fewer alternatives, tokens or sequences{', or for a stream' if is_shorter_as_stream else ''}"

@@ -64,6 +64,25 @@ def test_a_request_reserves_what_may_have_to_be_kept(
     assert (found.num_bytes, found.num_covered) == (num_bytes, num_covered)
 
 
+@pytest.mark.parametrize(
+    ("asked", "delivery", "field", "advice"),
+    [
+        (request(max_tokens=9000, logprobs=2), "whole", "logprobs", "fewer alternatives, tokens or sequences, or for"),
+        (request(max_tokens=9000, logprobs=2), "json", "logprobs", "fewer alternatives, tokens or sequences"),
+        (request(max_tokens=1, logprobs=0, prompt_logprobs=2), "whole", "prompt_logprobs", "with a shorter prompt"),
+    ],
+)
+def test_a_refusal_says_what_would_need_less(asked: ValidRequest, delivery: Delivery, field: str, advice: str) -> None:
+    needed = reservation_for(asked, delivery).num_bytes
+    with pytest.raises(InvalidRequest, match=advice) as caught:
+        LogprobBudget(needed - 1, Random(1)).reserve(asked, delivery)
+    assert caught.value.field == field
+    budget = LogprobBudget(needed, Random(1))
+    budget.reserve(asked, delivery)
+    with pytest.raises(LogprobsFull, match=advice):
+        budget.reserve(asked, delivery)
+
+
 def test_a_stream_that_is_not_read_reserves_more_until_there_is_none() -> None:
     asked = request(max_tokens=90_000, logprobs=2)
     budget = LogprobBudget((FEW + 3 * UNREAD_TOKENS) * EACH, Random(1))
@@ -107,7 +126,7 @@ async def test_what_is_too_much_is_refused_before_it_begins() -> None:
         assert caught.value.field == "logprobs"
         first = rig.ask(request_id="r", max_tokens=6, logprobs=2)
         await first.wait_until_accepted()
-        with pytest.raises(LogprobsFull, match=r"logprobs: .* 160 bytes, and 128 of 320 .* are free") as refused:
+        with pytest.raises(LogprobsFull, match=r"160 bytes, and 128 of 320 .* are free") as refused:
             await rig.ask(max_tokens=5, logprobs=2).finished()
         assert refused.value.retry_after_s > 0
         assert rig.dispatcher.requests.counters.rejections == {"InvalidRequest": 1, "LogprobsFull": 1}

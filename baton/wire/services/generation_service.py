@@ -137,11 +137,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             decoded = request_from_pb(request, call, _traceparent(context) if self._takes_traces else "")
             async with aclosing(self._handler.generate(decoded, context.time_remaining(), stream.take)) as events:
                 async for event in events:
-                    if isinstance(event, PromptLogprobs):
-                        # They are up to 2^18 numbers, which would hold the event loop for 0.3 s.
-                        yield await asyncio.to_thread(stream.response, event)
-                    else:
-                        yield stream.response(event)
+                    yield await stream.response(event)
 
     def _checked_rows_bytes(self, request: generation.GenerateRequest) -> int:
         """The size of a request's rows, images or audio, which have bounds of their own. Raises InvalidRequest."""
@@ -175,11 +171,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 self._handler.resume(request.request_id, positions, left_s, stream.take, call)
             ) as events:
                 async for event in events:
-                    if isinstance(event, PromptLogprobs):
-                        # They are up to 2^18 numbers, which would hold the event loop for 0.3 s.
-                        yield await asyncio.to_thread(stream.response, event)
-                    else:
-                        yield stream.response(event)
+                    yield await stream.response(event)
 
     async def Cancel(self, request: generation.CancelRequest, context: _Context) -> generation.CancelResponse:
         _check_message(request)
@@ -244,8 +236,11 @@ class _ResponseStream:
         self._tokens_sent += len(chunk.token_ids)
         return True
 
-    def response(self, event: GenerateEvent) -> generation.GenerateResponse:
+    async def response(self, event: GenerateEvent) -> generation.GenerateResponse:
         """The message of an event."""
+        if isinstance(event, PromptLogprobs):
+            # They are up to 2^18 numbers, which would hold the event loop for 0.3 s.
+            return await asyncio.to_thread(event_to_pb, event, self._request_id)
         if isinstance(event, Chunk):
             self._tokens_sent += len(event.token_ids)
         elif isinstance(event, Accepted):

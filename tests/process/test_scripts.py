@@ -156,6 +156,7 @@ FAKE_PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-m pip") [ "$3" = --version ] || { echo "$@" >>"$LOG"; exit "${CODE_OF_PIP:-0}"; } ;;
+    "-c from importlib.metadata "*) echo "$TORCH" ;;
     "-c import sys, urllib"*) echo "asks $3" >>"$LOG"; exit "$CODE_OF_INDEX" ;;
     "--version "*) echo "Python 3.11.0" ;;
 esac
@@ -211,6 +212,47 @@ def test_setup_says_what_it_does_and_takes_torch_from_its_own_index_where_that_i
         version,
     ]
     assert others.endswith("-c constraints.txt -e .[dev]")
+
+
+def test_setup_replaces_a_torch_of_another_index_and_keeps_to_the_index_that_was_named(
+    shell: Shell, copy: Path
+) -> None:
+    for part in ("pyproject.toml", "constraints.txt", "setup.py"):
+        shutil.copy(ROOT / part, copy)
+    kernels = "baton/runner/backends/cpu/kernels/csrc"
+    shutil.copytree(ROOT / kernels, copy / kernels)
+    (copy / ".venv").unlink()
+    python, log = copy / "fake-python", copy / "log"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    settings = {"CC": "true", "PYTHON": str(python), "LOG": str(log), "CODE_OF_INDEX": "0"}
+
+    def uninstalls(**more: str) -> list[str]:
+        """The lines of pip that uninstall; none and no line of the log at all if nothing is done."""
+        log.write_text("")
+        done = shell.run([str(copy / "scripts/setup")], settings | more)
+        assert done.returncode == 0, done.stderr
+        return [line.split("version-check ")[1] for line in log.read_text().splitlines() if "uninstall" in line]
+
+    gone = ["uninstall --quiet --yes torch"]
+    assert uninstalls(TORCH="") == []
+    assert uninstalls(TORCH="2.13.0+cpu", TORCH_INDEX="https://x/cu130") == gone
+    for done in ({}, {"TORCH_INDEX": "https://x/cu130"}):
+        assert uninstalls(TORCH="2.13.0+cu130", **done) == []
+        assert log.read_text() == ""
+    assert uninstalls(TORCH="2.13.0+cu130", TORCH_INDEX="") == gone
+    assert uninstalls(TORCH="2.13.0", TORCH_INDEX="https://x/cpu", CODE_OF_INDEX="1") == []
+    assert uninstalls(TORCH="2.13.0") == []
+    assert log.read_text() == "", "what could not be reached is not tried again"
+    (copy / ".venv/.baton-setup").write_text("1 2\n")  # as it was before indexes were remembered
+    assert uninstalls(TORCH="2.13.0+cu130") == [], "no index was named"
+    assert f"asks {CPU_INDEX}/torch/" in log.read_text()
+    interrupted = shell.run(
+        [str(copy / "scripts/setup")], settings | {"TORCH": "", "TORCH_INDEX": "", "CODE_OF_PIP": "1"}
+    )
+    assert interrupted.returncode == 1
+    assert uninstalls(TORCH="2.13.0") == [], "what an interrupted run has installed stays"
+    assert "install --quiet --no-compile torch==" in log.read_text()
 
 
 def test_an_interrupted_demo_stops_what_it_started(shell: Shell) -> None:

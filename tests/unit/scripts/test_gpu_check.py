@@ -100,6 +100,13 @@ def test_no_process_outlives_its_stage(run: Run, results: Any) -> None:
         os.close(process)
 
 
+@pytest.mark.usefixtures("results")
+def test_the_budget_has_room_for_all_stages_and_the_c_kernels() -> None:
+    check, driver = importlib.import_module("gpu.check"), importlib.import_module("gpu.driver")
+    stages = driver.find_stages(SCRIPTS / "gpu" / "stages", check.STAGES, "gpu.stages.")
+    assert sum(stage.seconds for stage in stages) + driver.KERNELS_S <= check.BUDGET_S
+
+
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_the_stage_and_keeps_its_lines(run: Run, results: Any, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gpu.driver import Driver, Stage, find_stages
-from gpu.machine import build_kernels, card, default_results, describe, stage_environment, unpack
+from gpu.machine import NoAnswer, build_kernels, card, default_results, describe, stage_environment, unpack
 from gpu.results import Outcome, passed_stages, read_lines
 from gpu.stage import Device, Size
 
@@ -37,7 +37,7 @@ LEFT_OUT = 3
 def main() -> None:
     stages = find_stages(Path(__file__).parent / "stages", STAGES, "gpu.stages.")
     arguments = _arguments(stages)
-    name, now = card(), datetime.now(UTC)
+    name, now = _card(arguments.device), datetime.now(UTC)
     device: Device = arguments.device or ("cuda" if name else "cpu")
     size: Size = arguments.size or ("full" if device == "cuda" else "tiny")
     if device == "cpu" and size == "full":
@@ -56,6 +56,14 @@ def main() -> None:
         sys.exit(130)
     print(f"results: {results}")
     sys.exit(status(driver.outcomes))
+
+
+def _card(device: Device | None) -> str | None:
+    """The name of the GPU, which nobody asks for if the stages are to run on the CPU."""
+    try:
+        return None if device == "cpu" else card()
+    except NoAnswer as error:
+        sys.exit(f"scripts/gpu_check: {error}; --device cpu leaves the GPU alone")
 
 
 def _arguments(stages: list[Stage]) -> argparse.Namespace:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 import platform
 import re
@@ -17,19 +19,50 @@ from gpu.stage import Device, Size
 
 ROOT = Path(__file__).parents[2]
 PACK = ROOT / ".gpu" / "site.tar.xz"
-"""The Python packages that scripts/gpu_pack packs for a machine without a package index."""
+"""The Python packages, and more, that scripts/gpu_pack packs for a machine without a package index."""
 SITE = ROOT / ".gpu" / "site"
 """Where the pack is unpacked."""
 
 KERNELS = ROOT / "baton" / "runner" / "backends" / "cpu" / "kernels" / "libkernels.so"
+PACKED = "packed"
+"""The folder of the pack with what is no Python package: the C kernels, and the file COMMIT."""
+COMMIT = "commit"
+DRIVER = Path("/dev/nvidiactl")
+"""It exists where there is the driver of a GPU."""
+SMI_S = 60.0
+"""The first call of nvidia-smi may have to wake the driver."""
 KERNELS_LOG = ROOT / ".gpu" / "c-kernels.log"
 """What the compiler says of the C kernels."""
 
 
-def card() -> str | None:
-    """The name of the first GPU, or None without one."""
-    answer = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+class NoAnswer(Exception):
+    """There is a GPU's driver, but nvidia-smi names no GPU."""
+
+
+def card(driver: Path = DRIVER) -> str | None:
+    """The name of the first GPU, or None without one. Raises NoAnswer, since a GPU that is paid for may be broken."""
+    answer = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", seconds=SMI_S)
+    if answer is None and driver.exists():
+        raise NoAnswer(f"nvidia-smi fails, or names no GPU within {SMI_S:.0f} s, and there is {driver}")
     return answer.splitlines()[0].strip() if answer else None
+
+
+def commit() -> str | None:
+    """The commit of this checkout, marked if files differ from it, or else the one that was packed."""
+    # Git takes a checkout of another user, as one that was copied here, only if it is named.
+    git = ("git", "-c", "core.abbrev=12", "-c", f"safe.directory={ROOT}", "-C", str(ROOT))
+    packed = SITE / PACKED / COMMIT
+    if (ROOT / ".git").exists() and (found := _output(*git, "describe", "--always", "--exclude=*", "--dirty")):
+        return found
+    return f"{packed.read_text(encoding='utf-8')} (when packed)" if packed.exists() else None
+
+
+def name_of_packed_kernels() -> str:
+    """The name in the pack of the C kernels of the sources here: those of other sources have another one."""
+    digest = hashlib.sha256()
+    for path in sorted((KERNELS.parent / "csrc").iterdir()):
+        digest.update(path.read_bytes())
+    return f"libkernels-{digest.hexdigest()[:16]}.so"
 
 
 def default_results(device: Device, name: str | None, now: datetime) -> Path:
@@ -48,12 +81,12 @@ def describe(device: Device, size: Size, name: str | None, now: datetime) -> Lin
         "card": name,
         "date": f"{now:%Y-%m-%d}",
         "python": platform.python_version(),
-        "commit": _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
+        "commit": commit(),
     }
 
 
 def unpack() -> None:
-    """Unpack the packages, if this machine has no `.venv` and they are not unpacked yet."""
+    """Unpack what was packed, if this machine has no `.venv` and it is not unpacked yet."""
     if (ROOT / ".venv").exists() or not PACK.exists():
         return
     stamp, packed = SITE / ".unpacked", str(PACK.stat().st_mtime_ns)
@@ -62,7 +95,19 @@ def unpack() -> None:
     shutil.rmtree(SITE, ignore_errors=True)
     with tarfile.open(PACK) as archive:
         archive.extractall(SITE, filter="data")
+    kernels = SITE / PACKED / name_of_packed_kernels()
+    if kernels.exists() and not KERNELS.exists() and _is_loadable(kernels):
+        shutil.copy(kernels, KERNELS)
     stamp.write_text(packed, encoding="utf-8")
+
+
+def _is_loadable(library: Path) -> bool:
+    """Whether this machine's glibc is young enough for a library."""
+    try:
+        ctypes.CDLL(str(library))
+    except OSError:
+        return False
+    return True
 
 
 def build_kernels() -> subprocess.Popen[bytes] | None:
@@ -89,8 +134,9 @@ def stage_environment(device: Device, size: Size) -> dict[str, str]:
     return environment
 
 
-def _output(*command: str) -> str | None:
+def _output(*command: str, seconds: float = 20.0) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip() or None
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds)
     except (OSError, subprocess.SubprocessError):
         return None
+    return done.stdout.strip() or None

@@ -1,8 +1,9 @@
 """Packs what a GPU machine without a package index lacks, and compiles Baton's GPU kernels here.
 
 `.gpu/site.tar.xz` holds the Python packages that Baton and its tests need and the machine lacks, for its version of
-Python: carry it along with the working tree, and `scripts/gpu_check` unpacks it there. `.gpu/kernels.jsonl` says which
-registers, spills and matrix instructions the kernels have, and which don't compile.
+Python, the built C kernels and the name of the commit: carry it along with the working tree, and `scripts/gpu_check`
+unpacks it there. `.gpu/kernels.jsonl` says which registers, spills and matrix instructions the GPU kernels have, and
+which don't compile.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Final
 
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-from gpu.machine import PACK, ROOT
+from gpu.machine import COMMIT, KERNELS, PACK, PACKED, ROOT, commit, name_of_packed_kernels
 from gpu.nixl_parts import needed_parts
 from gpu.packages import Machine, missing_packages, read_machine
 
 WHEELS = ROOT / ".gpu" / "wheels"
-KERNELS = ROOT / ".gpu" / "kernels.jsonl"
+FINDINGS = ROOT / ".gpu" / "kernels.jsonl"
 LIMIT_MIB = 36
 """The pack and the working tree, of 26 MiB, must travel within 64 MiB."""
 PRESET: Final = 1
@@ -81,7 +82,9 @@ def _pip(machine: Machine, folder: Path, verb: str, *arguments: str) -> None:
 
 
 def _pack(packages: Mapping[str, str]) -> int:
-    """Write the wheels' files into PACK, and return its size in bytes. The same wheels give the same archive."""
+    """Write PACK, and return its size in bytes. The same wheels, kernels and commit give the same archive."""
+    if not KERNELS.exists():
+        sys.exit(f"scripts/gpu_pack: there is no {KERNELS}: the C compiler failed when Baton was installed here")
     unfinished = PACK.with_suffix(".unfinished")
     with tarfile.open(unfinished, "w:xz", preset=PRESET) as archive:
         for path in sorted(WHEELS.glob("*.whl")):
@@ -90,6 +93,8 @@ def _pack(packages: Mapping[str, str]) -> int:
                 kept = needed_parts(wheel) if path.name.startswith("nixl_cu") else set(names)
                 for name in sorted(kept):
                     _add(archive, _place(name), wheel.read(name), wheel.getinfo(name).external_attr >> 16)
+        _add(archive, f"{PACKED}/{name_of_packed_kernels()}", KERNELS.read_bytes(), 0o755)
+        _add(archive, f"{PACKED}/{COMMIT}", (commit() or "unknown").encode(), 0o644)
     os.replace(unfinished, PACK)
     return PACK.stat().st_size
 
@@ -122,7 +127,7 @@ def _compile_kernels(machine: Machine) -> int:
     environment = {name: value for name, value in os.environ.items() if not re.match("TRITON_", name)}
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "scripts")])
     environment["TRITON_CACHE_DIR"] = str(ROOT / ".gpu" / "triton-cache")
-    command = [sys.executable, "-m", "gpu.compile_kernels", str(KERNELS)]
+    command = [sys.executable, "-m", "gpu.compile_kernels", str(FINDINGS)]
     return subprocess.run(command, env=environment, check=False).returncode
 
 

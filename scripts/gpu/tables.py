@@ -16,9 +16,8 @@ def render_card(lines: Sequence[Line]) -> str:
     about: Fields = next((line["fields"] for line in reversed(lines) if line["kind"] == "run"), {})
     stages = _stages(lines)
     runs = {stage: latest(lines, stage) for stage in stages}
-    head = (
-        f"### {about.get('card')}, {about.get('date')}\n\nCommit {about.get('commit')}, Python {about.get('python')}."
-    )
+    commit = about.get("commit") or "unknown"
+    head = f"### {about.get('card')}, {about.get('date')}\n\nCommit {commit}, Python {about.get('python')}."
     engine, peer = runs.get("engine", []), runs.get("transformers", [])
     micro, pair = runs.get("micro", []), runs.get("pair", [])
     parts = [

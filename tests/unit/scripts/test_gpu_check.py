@@ -101,6 +101,20 @@ def test_no_process_outlives_its_stage(run: Run, results: Any) -> None:
 
 
 @pytest.mark.usefixtures("results")
+def test_a_gpu_that_is_not_found_is_no_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, driver = importlib.import_module("gpu.machine"), tmp_path / "nvidiactl"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.card(driver) is None
+    driver.touch()
+    with pytest.raises(machine.NoAnswer, match=str(driver)):
+        machine.card(driver)
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho NVIDIA H200\n")
+    program.chmod(0o755)
+    assert machine.card(driver) == "NVIDIA H200"
+
+
+@pytest.mark.usefixtures("results")
 def test_the_budget_has_room_for_all_stages_and_the_c_kernels() -> None:
     check, driver = importlib.import_module("gpu.check"), importlib.import_module("gpu.driver")
     stages = driver.find_stages(SCRIPTS / "gpu" / "stages", check.STAGES, "gpu.stages.")

@@ -12,13 +12,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.whisper.generation_whisper import _dynamic_time_warping
 
 from baton.engine.core import EngineCore
 from baton.engine.request import Request
 from baton.messages.node import Leg
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams
-from baton.runner.encoder_decoder.alignment import token_rows
+from baton.runner.encoder_decoder.alignment import first_rows, token_rows
 from baton.runner.encoder_decoder.loading import load_encoder_decoder
 from baton.runner.spec import TorchSpec
 from tests.oracle.test_image_exact import engine_of
@@ -63,6 +64,13 @@ def test_rows_are_those_of_transformers(num_tokens: int, num_rows: int, num_head
     heads = [(0, head) for head in range(num_heads)]
     found = token_rows(zip(queries, keys, strict=True), num_rows, 7)
     assert found.tolist() == expected_rows([weights[None]], heads, num_rows)
+
+
+def test_of_equal_paths_the_same_is_taken_as_by_transformers() -> None:
+    for seed in range(5):
+        costs = np.random.default_rng(seed).integers(-1, 2, (6 + seed, 9)).astype(np.float32)
+        tokens, rows = _dynamic_time_warping(costs.astype(np.float64))
+        assert first_rows(costs).tolist() == [rows[tokens == token][0] for token in range(len(costs))]
 
 
 def times_of(engine: EngineCore, requests: Sequence[Request]) -> dict[str, list[float]]:

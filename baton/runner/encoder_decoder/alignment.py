@@ -79,7 +79,7 @@ def token_rows(heads: Iterable[tuple[Matrix, Matrix]], num_rows: int, width: int
         count += 1
     if total is None or not np.isfinite(total).all():
         raise ArithmeticError("the model produced attention that is not finite")
-    return _first_rows(-total / np.float32(count))
+    return first_rows(-total / np.float32(count))
 
 
 def _attention(queries: Matrix, keys: Matrix) -> Matrix:
@@ -139,7 +139,7 @@ def _median(values: list[Matrix]) -> Matrix:
     return held[0]
 
 
-def _first_rows(costs: Matrix) -> Matrix:
+def first_rows(costs: Matrix) -> Matrix:
     """The first row of each token on the cheapest path through costs [T, F] by steps of one token, one row, or both."""
     is_both, is_token = _steps(costs)
     found = np.empty(costs.shape[0], dtype=np.float32)

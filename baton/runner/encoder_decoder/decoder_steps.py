@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,9 +111,10 @@ class DecoderSteps(Transformer):
         geometry = [LayerGeometry(layer.num_heads, layer.head_dim, layer.head_dim) for layer in layers]
         dtype = model.dtype if cache is None or cache.dtype == "auto" else cache.dtype
         self.layout = self.cache_layout = KVLayout(block_size, tuple(geometry), dtype)
-        heads = alignment_heads(model.checkpoint.directory, len(layers), layers[0].num_heads)
-        self.heads = heads if self._shape.source == "speech" else {}
+        self.heads: Mapping[int, Sequence[int]] = {}
         """The heads that align transcripts, by layer; empty: none is known."""
+        if self._shape.source == "speech":
+            self.heads = alignment_heads(model.checkpoint.directory, len(layers), layers[0].num_heads)
         self._median_width = median_width(model.config)
         self.embedding_size = self.row_width = self.width
         self.num_logits = self._head.out_features
@@ -166,7 +167,8 @@ class DecoderSteps(Transformer):
         try:
             output = super().compute_with_hidden(batch, rows, num_logits)
             noted = [attention.noted for attention in noting if attention.noted is not None]
-            return output._replace(queries=on_host(torch.cat(noted, dim=1))) if noted else output
+            with on_device(self.device):
+                return output._replace(queries=on_host(torch.cat(noted, dim=1))) if noted else output
         finally:
             for attention in noting:
                 attention.noted_heads, attention.noted = (), None

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from openai.types.audio import TranscriptionVerbose
 
-from baton.errors import EngineFault
+from baton.errors import EngineFault, VersionGone
 from baton.messages.capabilities import Capability
 from baton.messages.generation import Chunk, Finished
 from baton.messages.sampling import TokenLogprobs
@@ -293,13 +293,28 @@ async def test_words_and_segments_come_together_if_both_are_asked_for() -> None:
 
 
 async def test_times_that_a_node_does_not_give_end_the_call() -> None:
-    for end in (rows(0, 1), EngineFault("a node is broken")):
+    for end, reason in ((rows(0, 1), "ended without them"), (EngineFault("a node is broken"), "a node is broken")):
         rig = SpeechRig()
         exchange = rig.send(SPEECH, language="en", response_format="verbose_json", timestamp_granularities__="word")
         (await rig.next_call()).tell(chunk(0, " A b"), finished())
         (await rig.next_call()).tell(end)
         await exchange.end()
         assert exchange.status == 500
+        assert reason in exchange.error["message"]
+
+
+async def test_a_request_for_times_begins_anew_and_ends_with_its_client() -> None:
+    rig = SpeechRig()
+    exchange = rig.send(SPEECH, language="en", response_format="verbose_json", timestamp_granularities__="word")
+    (await rig.next_call()).tell(chunk(0, " A b"), finished())
+    (gone := await rig.next_call()).tell(VersionGone("its version is gone"))
+    again = await rig.next_call()
+    asked, asked_again = requests_of([gone, again])
+    assert (asked_again.prompt, asked_again.pooling) == (asked.prompt, asked.pooling)
+    exchange.disconnect()
+    await exchange.task
+    assert again.is_closed.is_set()
+    assert not exchange.status
 
 
 async def test_words_are_refused_where_nothing_aligns_them() -> None:

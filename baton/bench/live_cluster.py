@@ -27,6 +27,12 @@ from baton.models.resolve import FoundModel
 from baton.wire.clients.node_client import NodeClient
 
 _ANY_PROMPT = str(1 << 30)
+_UP = """
+import runpy, sys
+from baton.bounded_process import end_with
+end_with(int(sys.argv.pop(1)))
+runpy.run_module("baton.cli.main", run_name="__main__", alter_sys=True)
+"""
 _DRAIN_S = 60.0
 """The longest time that a cluster may take to end after a benchmark."""
 _AT_ONCE_S = 3.0
@@ -96,8 +102,8 @@ def live_clusters(
 ) -> Iterator[Sequence[LiveCluster]]:
     """Runs a cluster for each of these lists of flags, as `live_cluster` does; all of them start at the same time.
 
-    Their supervisors stay in the process group of this process. So whoever kills the group leaves no cluster behind,
-    also if it is killed during a start.
+    A supervisor is killed when this process ends, also during its start. It is in a process group of its own: a Ctrl-C
+    ends the benchmark, which may still ask its nodes. Must be called on the main thread, whose end the kernel watches.
     """
     ups: list[_Up] = []
     at_once = True
@@ -122,8 +128,8 @@ class _Up(NamedTuple):
 def _start(run_dir: str, flags: Sequence[str], environment: Mapping[str, str]) -> _Up:
     errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (`_end` closes it)
     # Benchmarks measure the way over both nodes, also where one node alone would be cheaper.
-    command = [sys.executable, "-m", "baton.cli.main", "up", "--run-dir", run_dir, "-o", "json", "--grpc-port", "0"]
-    command += ["--http-port", "0", "--placement", "least-loaded", *flags]
+    command = [sys.executable, "-c", _UP, str(os.getpid()), "up", "--run-dir", run_dir, "-o", "json"]
+    command += ["--grpc-port", "0", "--http-port", "0", "--placement", "least-loaded", *flags]
     process = subprocess.Popen(
         command,
         env={**os.environ, **environment},
@@ -131,6 +137,7 @@ def _start(run_dir: str, flags: Sequence[str], environment: Mapping[str, str]) -
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
+        process_group=0,
     )
     return _Up(process, errors)
 

@@ -29,7 +29,7 @@ from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, PromptLogprobs
 from baton.messages.ids import AttemptKey
-from baton.messages.node import NodeDescription, Role, RouterMessage, StepReport
+from baton.messages.node import NodeDescription, Role, RouterMessage, StageTimings, StepReport
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.messages.peer import Peer
 from baton.messages.sampling import TokenLogprobs
@@ -279,9 +279,15 @@ class _Role:
         else:
             self.half.abandon(attempt)
 
+    def attempt_timed(self, attempt: AttemptKey, timings: StageTimings) -> None:
+        if isinstance(self.half, HandOff):
+            self.half.timed(attempt, timings)
+
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         stats = self.connector.stats(attempt) if isinstance(self.connector, IntakeConnector) else None
-        return TransferFigures(stats.num_bytes, 0.0) if stats else None
+        if stats is None or not isinstance(self.half, Intake):
+            return None
+        return TransferFigures(stats.num_bytes, 0.0, self.half.prompt_timings(attempt))
 
     def handoff_report(self) -> HandoffReport:
         return self.half.report()

@@ -105,7 +105,7 @@ class RouterSettings(ClusterSettings):
         ByteSize(256 << 20),
         gt=0,
         description="Most bytes that log-probabilities of all requests of this router may come to, such as 512MiB: 16 "
-        "for each token and 8 for each alternative. What may need more is refused before it begins.",
+        "for each token and 8 for each alternative. What needs more is refused.",
     )
     max_audio_bytes: ByteSize = Field(
         ByteSize(25 << 20),

@@ -118,7 +118,7 @@ def answer_to(work: str, memory_bytes: int) -> str:
     except ConfigError as error:
         return "-" + str(error).encode(errors="backslashreplace").decode()
     except UnicodeEncodeError:
-        return "-makes a text that is not valid Unicode"
+        return "-is not valid UTF-8 when it is rendered"
     except MemoryError:
         return "!" + out_of_memory(memory_bytes)
     return "+"

@@ -213,6 +213,7 @@ def test_good_bodies_are_served_and_one_wrong_field_is_named(run: Run, data: st.
         "last-event-id": {"x-request-id", "stream"},
         "n": {"best_of"},
         "structured_outputs": {"ignore_eos", "min_tokens"},
+        "suffix": {"prompt", "prompt_embeds", "echo", "truncate_prompt_tokens"},
     }.get(spoilt, set())
     assert named.partition(".")[0].partition("[")[0] in {spoilt, *related}, (spoilt, exchange.error)
 

@@ -54,6 +54,8 @@ def wrong_fields(pb: GenerateRequest, served: Served) -> set[str]:
     for name, slo in (("ttft_slo_ms", "ttft_ms"), ("tpot_slo_ms", "tpot_ms")):
         level = {field.name: value for field, value in pb.service_level.ListFields()}
         wrong |= set() if 0.0 < level.get(slo, 1.0) < math.inf else {name}
+    if pb.priority < 0:
+        wrong.add("priority")
     if pb.ByteSize() > 2**20:
         wrong.add("request")
     return wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 
 from baton.cli.ask_nodes import ask_nodes_async, can_be_asked
 from baton.cli.cluster.run_dir import RunDir
-from baton.cli.cluster.state import ClusterState, ProcessState
+from baton.cli.cluster.state import ClusterState, ProcessState, start_time
 from baton.cli.commands.describe import find_node
 from baton.cli.commands.get import _COLUMNS, _WIDE, watched_item
 from baton.cli.output import fine_duration, print_json, print_yaml
@@ -292,7 +293,9 @@ def test_a_router_that_does_not_answer_does_not_hide_the_nodes(tmp_path: Path) -
     place.create()
     place.lock()
     place.write_owner()
-    child = ProcessState("p1", "prefill", "Ready", 1, 2, 0, "p1.1", "h:1", "", "log", "")
+    child = ProcessState(
+        "p1", "prefill", "Ready", os.getpid(), start_time(os.getpid()), 0, "p1.1", "h:1", "", "log", ""
+    )
     with socket.create_server(("127.0.0.1", 0)) as silent:
         quiet = f"127.0.0.1:{silent.getsockname()[1]}"
         place.write_state(ClusterState("c", "ready", 1, 0, 0.0, "m", "auto", "h:1", quiet, (child,)))

@@ -52,7 +52,7 @@ def test_a_whole_hand_off(book: LeaseBook) -> None:
     assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1", "TellReader 1 (Offer a#1 0 [5, 6] 10000 None 0)"]
     assert names(book.received(1, ReadProgress(A, 2))) == ["read_progress"]
     assert lines(book.offer(A, 2, (9,), CLOSING)) == [
-        "TellReader 1 (Offer a#1 2 [9] 10000 (Closing 10 [7] False []) 0)"
+        "TellReader 1 (Offer a#1 2 [9] 10000 (Closing 10 [7] False [] None) 0)"
     ]
     assert lines(book.ended(A)) == []
     assert lines(book.received(1, ConfirmRead(A))) == [
@@ -69,7 +69,7 @@ def test_a_late_subscription_gets_everything_from_its_first_block_on(book: Lease
     book.offer(A, 2, (9,), CLOSING)
     assert lines(book.received(1, Subscribe(A, 1))) == [
         "OpenLeases 1",
-        "TellReader 1 (Offer a#1 1 [6, 9] 10000 (Closing 10 [7] False []) 0)",
+        "TellReader 1 (Offer a#1 1 [6, 9] 10000 (Closing 10 [7] False [] None) 0)",
     ]
 
 

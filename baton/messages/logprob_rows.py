@@ -53,7 +53,7 @@ class LogprobRows(Sequence[TokenLogprobs]):
         self._num = num
         self._width = width
         self._found = _FIRST
-        """Of rows that differ in length: the place of the one that was looked up last, and where it begins."""
+        """The place of the row that was looked up last, and where it begins, if rows differ in length."""
 
     @classmethod
     def of(cls, positions: Iterable[TokenLogprobs]) -> LogprobRows:

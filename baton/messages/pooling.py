@@ -47,8 +47,8 @@ class PoolingParams:
     """Where the second text of a pair begins among the tokens, for models that tell the texts of a pair apart by token
     types; 0: all tokens are of the first type. Of an alignment: where the transcript begins."""
     num_rows: int = 0
-    """Of an alignment: how many of the encoder's rows are of the recording. Those behind are of silence that fills up
-    the encoder's input."""
+    """How many of the encoder's rows are of the recording, in an alignment. The rows behind them are of silence that
+    fills up the encoder's input."""
 
     @property
     def needs(self) -> Capability:
@@ -75,8 +75,8 @@ class PoolingParams:
 
     @property
     def first_row(self) -> int:
-        """Of an alignment: the position of the first row that is needed. It is that of the token before the transcript,
-        since each row attends to where the next token is spoken."""
+        """The position of the first row that an alignment needs: that of the token before the transcript, since each
+        row attends to where the next token is spoken."""
         return self.second_start - 1
 
 

@@ -38,7 +38,7 @@ class LogprobReservation:
     num_covered: int = 0
     """For so many tokens, of all sequences together, memory is reserved: unread ones, or all that came."""
     most_covered: int = 0
-    """It never needs memory for more tokens."""
+    """The most tokens for which the request may need memory."""
     keeps_all: bool = False
     """Whether all tokens that came are kept, and not only unread ones."""
 

@@ -18,7 +18,7 @@ LONG_TEXT = 512
 """From so many characters on, a chunk may take long to write, since its text may be parsed: other readers then have a
 turn behind it."""
 MANY_LOGPROBS = 16
-"""Likewise of the tokens of a chunk with log-probabilities."""
+"""With more tokens that have log-probabilities than this, a chunk takes long to write, too."""
 MAX_SEPARATE_EVENTS = 64
 """From so many waiting events on, a chunk is joined to the last one of its sequence, although others lie between."""
 

@@ -43,7 +43,7 @@ _POSITIONS_A_TURN = 64
 _SHORT_ANSWER_BYTES = 1 << 20
 """About how long an answer may be that is sent as one piece, with its length."""
 _WRITE_BYTES = 64 << 10
-"""Of a longer answer, about so many bytes are sent at once."""
+"""About how many bytes of a longer answer are sent at once."""
 _json = json.JSONEncoder(ensure_ascii=False).encode
 
 

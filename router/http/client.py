@@ -37,7 +37,7 @@ class Client:
         self._owner: asyncio.Task[object] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._headers: Headers = []
-        """Of an answer that is sent in pieces."""
+        """The headers of an answer that is sent in pieces."""
         self._takes_comments = False
         self._is_sending = False
         self._was_idle = True

@@ -28,7 +28,7 @@ PACKED = "packed"
 """The folder of the pack with what is no Python package: the C kernels, and the file COMMIT."""
 COMMIT = "commit"
 DRIVER = Path("/dev/nvidiactl")
-"""It exists where there is the driver of a GPU."""
+"""A device file that exists where the driver of a GPU is loaded."""
 SMI_S = 60.0
 """The first call of nvidia-smi may have to wake the driver."""
 KERNELS_LOG = ROOT / ".gpu" / "c-kernels.log"

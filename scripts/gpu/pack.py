@@ -32,7 +32,7 @@ FINDINGS = ROOT / ".gpu" / "kernels.jsonl"
 LIMIT_MIB = 36
 """The pack and the working tree, of 26 MiB, must travel within 64 MiB."""
 PRESET: Final = 1
-"""Of xz: a higher one takes several times as long, for a tenth less."""
+"""The preset of xz. A higher one takes several times as long, for a tenth less."""
 _GLIBC = range(17, 40)
 _ABIS = ("abi3", "none")
 

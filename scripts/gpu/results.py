@@ -26,13 +26,13 @@ class Outcome(StrEnum):
 
     PASSED = "passed"
     FAILED = "failed"
-    """It ran to its end, and a check failed."""
+    """The stage ran to its end, and a check failed."""
     CRASHED = "crashed"
     DEADLINE = "deadline"
-    """It ran past its deadline and was killed."""
+    """The stage ran past its deadline and was killed."""
     INTERRUPTED = "interrupted"
     LEFT_OUT = "left out"
-    """It didn't fit what was left of the budget."""
+    """The stage didn't fit what was left of the budget."""
 
 
 class ResultFile:

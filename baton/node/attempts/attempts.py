@@ -130,7 +130,7 @@ class Attempt:
         self.timings: StageTimings | None = None
         """The timings that were reported last."""
         self.prompt_timings: StageTimings | None = None
-        """Those of the node that computed the prompt; see RequestDelta."""
+        """The timings of the node that computed the prompt; see RequestDelta."""
         self._machine = Machine(f"attempt {key}", AttemptState.RUNNING, ATTEMPT_TABLE)
         self._sequences: dict[int, _Sequence] = {}
         self._prompt_logprobs = LogprobRows.of(())

@@ -70,7 +70,7 @@ class HiddenAndLogits(NamedTuple):
     logits: npt.NDArray[np.float32]
     """The output of the head for all of these rows, or the first ones: [rows, vocabulary]."""
     queries: npt.NDArray[np.float32] | None = None
-    """Of a model that aligns transcripts: the scaled queries of the heads that do, [rows, heads, size]."""
+    """The scaled queries of the heads that align a transcript, [rows, heads, size]; None where no head does."""
 
 
 class _Widths(NamedTuple):

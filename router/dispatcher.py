@@ -161,7 +161,7 @@ class Dispatcher:
             self.requests.start(active)
             if active.finish is not None or not active.flight.is_over:
                 name = unscoped(request.request_id)
-                yield Accepted(name, request.sampling_params.seed, request.num_prompt_tokens)
+                yield Accepted(name, request.sampling_params.seed, request.num_prompt_tokens, (request.context_tokens,))
             while (event := await queue.get()) is not None:
                 self.requests.stop_stall_timer_if_read(active)
                 if isinstance(event, Finished):
@@ -346,7 +346,7 @@ class Dispatcher:
         limits = self._limits
         args = (
             *(raw, self._card(), encode, self._rng, encode_part),
-            *(limits.prompt_embeds_bytes, self._image_rules),
+            *(limits.prompt_embeds_bytes, self._image_rules, None if codec is None else codec.context_of),
         )
         # The ids of a vector's input are only compared with bounds. A call has up to 2,048 inputs: were each long one
         # checked in a thread, there would be more of them than the threads of a tenant take.

@@ -122,6 +122,8 @@ class Accepted:
     seed: int
     prompt_tokens: int
     """The length of the prompt in tokens."""
+    contexts: Sequence[Sequence[int]] = ((),)
+    """For each prompt of the call, the last tokens of it that its outputs' texts depend on. Not sent to clients."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,6 +239,7 @@ class LLM:
                 self._rng,
                 encode_part=codec.encode_rendered,
                 max_prompt_embeds=sys.maxsize,
+                context_of=codec.context_of,
             )
             if (constraint := valid.sampling_params.constraint) is not None:
                 self._constraints.check(*constraint)

@@ -1,12 +1,14 @@
 """Incremental detokenizers: text from a stream of tokens, piece by piece.
 
 Both detokenizers keep one rule: a piece is returned only when no later token can change it, and all pieces together are
-exactly what decoding all tokens at once gives. A character that spans several tokens is returned with its last one.
+exactly what decoding all tokens at once gives, behind those of the prompt. A character that spans several tokens is
+returned with its last one.
 """
 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from typing import Protocol
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -68,10 +70,10 @@ class ByteLevelDetokenizer:
 class WindowDetokenizer:
     """For all other vocabularies: decodes a window of tokens and returns the text behind the window's settled part.
 
-    The settled tokens at the window's start, whose text was returned before, are context: decoders treat the first
-    token differently (no leading space), so a token must not be decoded as the first one unless it is. Raw-byte tokens
-    are held back until the end of their run, because a run that is no valid UTF-8 becomes replacement characters as a
-    whole.
+    The settled tokens at the window's start, which are the prompt's last ones and then those whose text was returned
+    before, are context: decoders treat the first token differently (no leading space), so a token must not be decoded
+    as the first one unless it is. Raw-byte tokens are held back until the end of their run, because a run that is no
+    valid UTF-8 becomes replacement characters as a whole.
     """
 
     CONTEXT_TOKENS = 4
@@ -79,18 +81,42 @@ class WindowDetokenizer:
     """A character has at most four bytes (RFC 3629) and a visible token at least one, so no more than these can belong
     to a character that is not finished: a text that ends in U+FFFD before them means that character itself."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, context: Sequence[int] = ()) -> None:
+        """`context`: what `context_of` gives of the prompt."""
         self._vocabulary = vocabulary
-        self._settled: list[int] = []
-        self._settled_text = ""
+        self._settled = list(context)
+        self._settled_text = vocabulary.decode_visible(self._settled) if context else ""
         self._held: list[int] = []
+
+    @classmethod
+    def context_of(cls, vocabulary: Vocabulary, prompt: Sequence[int], first: int = 0) -> tuple[int, ...]:
+        """The last tokens of a prompt, at most CONTEXT_TOKENS, that the text behind it continues.
+
+        A text begins anew behind a token that is not visible. `first`: the tokens before this position have no text.
+        """
+        context: list[int] = []
+        for token in reversed(prompt[max(first, len(prompt) - cls.CONTEXT_TOKENS) :]):
+            if not vocabulary.is_visible(token):
+                break
+            context.insert(0, token)
+        # The text of a character that the prompt does not finish would change with the next token.
+        while (
+            context
+            and not vocabulary.is_byte_fallback(context[-1])
+            and vocabulary.decode_visible(context).endswith("\ufffd")
+        ):
+            context.pop()
+        return tuple(context)
 
     def push(self, token_id: int) -> str:
         if not self._vocabulary.is_visible(token_id):
             return ""
-        self._held.append(token_id)
         if self._vocabulary.is_byte_fallback(token_id):
+            if not self._held:
+                self._end_run_of_prompt()
+            self._held.append(token_id)
             return ""
+        self._held.append(token_id)
         window = self._settled + self._held
         text = self._vocabulary.decode_visible(window)
         if not text.startswith(self._settled_text):
@@ -117,6 +143,16 @@ class WindowDetokenizer:
         piece = self._vocabulary.decode_visible(window)[len(self._settled_text) :]
         self._settle(window)
         return piece
+
+    def _end_run_of_prompt(self) -> None:
+        """Let a run of raw bytes at the prompt's end, of which the context may have a part, end there.
+
+        Only a prompt leaves the settled tokens with such an end while no token is held.
+        """
+        if self._settled and self._vocabulary.is_byte_fallback(self._settled[-1]):
+            while self._settled and self._vocabulary.is_byte_fallback(self._settled[-1]):
+                self._settled.pop()
+            self._settled_text = self._vocabulary.decode_visible(self._settled)
 
     def _settle(self, window: list[int]) -> None:
         context = window[-self.CONTEXT_TOKENS :]

@@ -148,14 +148,22 @@ class Tokenizer:
         """The text of `token_ids`; special tokens and ids without a token are skipped."""
         return self.decode_visible([token for token in token_ids if self.is_visible(token)])
 
-    def detokenizer(self, shown_tokens: Sequence[int] = ()) -> Detokenizer:
+    def context_of(self, prompt: Sequence[int], first: int = 0) -> tuple[int, ...]:
+        """The last few tokens of a prompt on which the text behind it depends; none for a byte-level vocabulary.
+
+        `first`: the tokens before this position have no text.
+        """
+        return () if self._byte_level else WindowDetokenizer.context_of(self, prompt, first)
+
+    def detokenizer(self, shown_tokens: Sequence[int] = (), context: Sequence[int] = ()) -> Detokenizer:
         """A fresh incremental detokenizer for one stream of tokens.
 
-        `shown_tokens`: special tokens that have a text in this stream, which others have not.
+        `shown_tokens`: special tokens that have a text in this stream, which others have not. `context`: what
+        `context_of` gives of the prompt; its text is never returned.
         """
         if shown_tokens:
-            return self._that_shows(tuple(shown_tokens)).detokenizer()
-        return ByteLevelDetokenizer(self) if self._byte_level else WindowDetokenizer(self)
+            return self._that_shows(tuple(shown_tokens)).detokenizer((), context)
+        return ByteLevelDetokenizer(self) if self._byte_level else WindowDetokenizer(self, context)
 
     def _that_shows(self, tokens: tuple[int, ...]) -> Tokenizer:
         found = self._showing.get(tokens)

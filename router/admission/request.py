@@ -44,6 +44,8 @@ class ValidRequest:
     """Number of tokens of the prompt, if the prompt itself is missing; see `without_prompt`."""
     shown_tokens: _TokenIds = ()
     """Special tokens whose texts are part of the text."""
+    context_tokens: _TokenIds = ()
+    """The last few tokens of the prompt, if the text of the output depends on them; see `Tokenizer.context_of`."""
     is_parsed: bool = False
     """Whether a resumed stream begins with `KnownText`."""
     reasoning: ReasoningBegin = "none"

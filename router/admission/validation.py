@@ -76,6 +76,7 @@ def validate(
     encode_part: Callable[[str], list[int]] | None = None,
     max_prompt_embeds: int = 0,
     image_rules: ImageRules | None = None,
+    context_of: Callable[[Sequence[int], int], tuple[int, ...]] | None = None,
 ) -> ValidRequest:
     """The request within all bounds and with every default filled in; raises InvalidRequest or UnknownModel.
 
@@ -83,8 +84,9 @@ def validate(
 
     `encode` tokenizes; without it only token ids are accepted. `encode_part` tokenizes a part of a text, without
     special tokens; None: `encode` does. `max_prompt_embeds`: most bytes of rows in place of tokens; 0: none are taken.
-    `image_rules`: None: the model takes no images. May be run in a thread, as tokenizing a long text takes a while. The
-    JSON schema is checked elsewhere, since that takes longer (see schemas.py).
+    `image_rules`: None: the model takes no images. `context_of`: as in `Tokenizer`; None: no text is made. May
+    be run in a thread, as tokenizing a long text takes a while. The JSON schema is checked elsewhere, since that takes
+    longer (see schemas.py).
     """
     request_id = _request_id(raw.request_id, rng)
     check_model(raw.model, card)
@@ -127,6 +129,7 @@ def validate(
         stop=stop,
         keeps_stop=bool(raw.include_stop_str_in_output),
         shown_tokens=tuple(raw.shown_tokens),
+        context_tokens=() if context_of is None else context_of(prompt, spans[-1].stop if spans else 0),
         is_parsed=raw.is_parsed,
         reasoning=raw.reasoning,
         priority=raw.priority,

@@ -92,6 +92,7 @@ class Answer:
                     params.min_tokens,
                     keeps_stop=request.keeps_stop,
                     shown_tokens=request.shown_tokens,
+                    context=request.context_tokens,
                     reasoning=request.reasoning,
                 )
             )

@@ -1,8 +1,8 @@
 """The record of a flight, with which another router can continue it: the request without its prompt, and the nodes of
 its running attempt.
 
-Nothing in it changes with a token or grows with the prompt, which the nodes have. It is JSON with a version; a record
-that is not valid counts as missing.
+Nothing in it changes with a token or grows with the prompt, which the nodes have: it has at most the few last tokens on
+which the text depends. It is JSON with a version; a record that is not valid counts as missing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from baton.messages.adapters import is_adapter_digest
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.request_limits import MAX_IMAGE_SPANS, MAX_IMAGES, MAX_SPANS
+from baton.text.detokenizer import WindowDetokenizer
 from router.admission.request import ValidRequest
 from router.placement.placement import Origin
 
@@ -55,7 +56,9 @@ class FlightRecord:
 
     def to_json(self) -> bytes:
         """The record as it is stored; `read_record` reads it."""
-        return _ADAPTER.dump_json(self)
+        # Routers that do not know the field write records without it, and read no record with it.
+        without = None if self.request.context_tokens else {"request": {"context_tokens"}}
+        return _ADAPTER.dump_json(self, exclude=without)
 
 
 _ADAPTER = TypeAdapter(FlightRecord)
@@ -83,6 +86,8 @@ def read_record(data: bytes, request_id: str, card: ModelCard) -> FlightRecord |
         and (not request.adapter or is_adapter_digest(request.adapter))
         and len(request.spans) <= MAX_SPANS + MAX_IMAGE_SPANS
         and len(request.contents) <= MAX_IMAGES
+        and len(request.context_tokens) <= WindowDetokenizer.CONTEXT_TOKENS
+        and all(0 <= token < card.vocab_size for token in request.context_tokens)
     )
     if not fits:
         return None
@@ -91,6 +96,7 @@ def read_record(data: bytes, request_id: str, card: ModelCard) -> FlightRecord |
         prompt_token_ids=(),
         stop=tuple(request.stop),
         shown_tokens=tuple(request.shown_tokens),
+        context_tokens=tuple(request.context_tokens),
         spans=tuple([span.without_rows() for span in request.spans]),
         contents=tuple([content.without_data() for content in request.contents]),
     )

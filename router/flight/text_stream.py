@@ -38,8 +38,14 @@ class TextCodec(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
-    def detokenizer(self, shown_tokens: Sequence[int] = ()) -> Detokenizer:
-        """A detokenizer for one stream. `shown_tokens`: special tokens that have a text in it, too."""
+    def context_of(self, prompt: Sequence[int], first: int = 0) -> tuple[int, ...]:
+        """The last few tokens of a prompt on which the text behind it depends. Those before `first` have no text."""
+        ...
+
+    def detokenizer(self, shown_tokens: Sequence[int] = (), context: Sequence[int] = ()) -> Detokenizer:
+        """A detokenizer for one stream. `shown_tokens`: special tokens that have a text in it, too. `context`: what
+        `context_of` gives of the prompt.
+        """
         ...
 
 
@@ -56,12 +62,14 @@ class TextStream:
         *,
         keeps_stop: bool = False,
         shown_tokens: Sequence[int] = (),
+        context: Sequence[int] = (),
         reasoning: ReasoningBegin = "none",
     ) -> None:
         """`keeps_stop`: the text ends with the stop string or the stop token's text, instead of before it.
-        `shown_tokens`: special tokens that have a text here. `reasoning`: where the text may begin with reasoning.
+        `shown_tokens`: special tokens that have a text here. `context`: the prompt's tokens that the text continues.
+        `reasoning`: where the text may begin with reasoning.
         """
-        self._detokenizer = codec.detokenizer(shown_tokens) if codec is not None else None
+        self._detokenizer = codec.detokenizer(shown_tokens, context) if codec is not None else None
         self._keeps_stop = keeps_stop
         self._search = StopStrings(stop, keeps_found=keeps_stop)
         self._answer = AnswerFinder(is_open=reasoning == "open") if reasoning != "none" else None

@@ -210,6 +210,7 @@ class Collected:
     ) -> Pieces:
         """The log-probabilities of a sequence, behind those of an echoed prompt, as one object in JSON."""
         num_echoed = len(self.prompt_logprobs) + 1 if echo is not None and echo.token_ids else 0
+        texts = replace(texts, context=self.accepted.contexts[0])
         writer = answer_format.logprobs(texts, num_echoed, 0 if echo is None else len(echo.text))
         brace = "{"
         for name, entries in writer.lists.items():

@@ -308,9 +308,10 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
     can_resume = True
 
     def _writer(self, parsed: OptionsRequest, accepted: Accepted, positions: Sequence[int]) -> StreamWriter:
-        label, texts = self._label(accepted.request_id, parsed, self._model.card.fingerprint), self._texts(parsed)
+        label = self._label(accepted.request_id, parsed, self._model.card.fingerprint)
         is_new = not any(positions)
         each = parsed.num_sequences
+        texts = [self._texts(parsed, context) for context in accepted.contexts for _ in range(each)]
         given = enumerate(parsed.prompts if parsed.options.token_ids and is_new else ())
         prompts = {place * each: token_ids for place, token_ids in given if token_ids}
         parsing = parsed.parsing
@@ -335,10 +336,10 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
         ):
             yield piece.encode()
 
-    def _texts(self, parsed: OptionsRequest) -> TokenTexts:
+    def _texts(self, parsed: OptionsRequest, context: Sequence[int] = ()) -> TokenTexts:
         model = self._model
         spelling = as_token_id if parsed.options.tokens_as_ids else model.spelling
-        return TokenTexts(spelling, model.spelling, model.detokenizer)
+        return TokenTexts(spelling, model.spelling, model.detokenizer, context)
 
     def _label(self, request_id: str, parsed: OptionsRequest, fingerprint: str) -> Label:
         card, model = self._model.card, parsed.requests[0].model

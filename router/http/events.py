@@ -95,11 +95,12 @@ class EventWriter:
         options: AnswerOptions,
         positions: Sequence[int],
         prompt_tokens: int,
-        texts: TokenTexts,
+        texts: Sequence[TokenTexts],
         prompts: Mapping[int, Sequence[int]] = NO_PROMPTS,
         echoes: Sequence[str] = (),
     ) -> None:
-        """`positions`: where each sequence of the stream begins, not 0 for one that the client continues.
+        """`positions`: where each sequence of the stream begins, not 0 for one that the client continues. `texts`: how
+        the tokens of each are shown.
         `prompts`: the token ids of prompts, which the stream returns once, by the first sequence of each; empty if it
         returns none. `echoes`: the text with which each sequence begins; empty: with none.
         """
@@ -118,7 +119,7 @@ class EventWriter:
             f'{answer_format.text_tail},"logprobs":null,"finish_reason":null}}{self._plain_after_choices}'
         )
         self._is_plain = not (options.logprobs or options.token_ids or options.usage_in_all)
-        self._logprobs = [answer_format.logprobs(texts, 0, 0) for _ in positions]
+        self._logprobs = [answer_format.logprobs(one, 0, 0) for one in texts] if options.logprobs else []
         self._held_texts = [""] * len(positions)
         """Text without tokens, which is sent with the event that ends its sequence."""
         self._prompt_ids = {

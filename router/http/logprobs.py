@@ -27,17 +27,20 @@ class TokenTexts:
     """How a token is shown."""
     bytes_of: Spelling
     """The bytes that it stands for."""
-    detokenizer: Callable[[], Detokenizer | None]
-    """Makes the detokenizer of a text; None: the model is served without a tokenizer, and its text is empty."""
+    detokenizer: Callable[[Sequence[int]], Detokenizer | None]
+    """Makes the detokenizer of a text behind tokens; None: the model is served without a tokenizer, and its text is
+    empty."""
+    context: Sequence[int] = ()
+    """The prompt's tokens that the text continues."""
 
 
 class TextOffsets:
     """Where each token begins in the text, in characters; one that continues a character begins where that does."""
 
-    def __init__(self, texts: TokenTexts, begin: int = 0) -> None:
-        """`begin`: where the first token begins."""
+    def __init__(self, texts: TokenTexts, begin: int = 0, context: Sequence[int] = ()) -> None:
+        """`begin`: where the first token begins. `context`: the tokens that the text continues."""
         self._texts = texts
-        self._detokenizer = texts.detokenizer()
+        self._detokenizer = texts.detokenizer(context)
         self._begin = begin
         """The length of the text so far, without what its detokenizer holds back."""
         self._held = b""
@@ -49,8 +52,9 @@ class TextOffsets:
         if piece:
             self._begin += len(piece)
             self._held = b""
-        elif len(raw := self._texts.bytes_of(token_id)) == 1:
-            # Tokens of one byte may be held back until the end of their run, with characters that are whole.
+        elif len(raw := self._texts.bytes_of(token_id)) == 1 and raw != b" ":
+            # Tokens of one byte may be held back until the end of their run, with characters that are whole. A blank is
+            # not: one without a text is that with which the text would begin.
             self._held += raw
         return offset
 
@@ -89,7 +93,7 @@ class CompletionLogprobs:
         self._texts = texts
         self._spelling = texts.spelling
         self._num_echoed, self._echoed_chars = num_echoed, echoed_chars
-        self._offsets = TextOffsets(texts)
+        self._offsets = TextOffsets(texts, context=() if num_echoed else texts.context)
         self.lists: Mapping[str, ListWriter] = {
             "tokens": lambda positions: [_text(self._spelling(position.token_id)) for position in positions],
             "token_logprobs": lambda positions: [
@@ -112,8 +116,8 @@ class CompletionLogprobs:
         offset = min(self._offsets.next(token_id), self._echoed_chars)
         self._num_echoed -= 1
         if self._num_echoed == 0:
-            # The output's text is made by itself.
-            self._offsets = TextOffsets(self._texts, self._echoed_chars)
+            # The echoed text may be the client's, and not that of the tokens.
+            self._offsets = TextOffsets(self._texts, self._echoed_chars, self._texts.context)
         return offset
 
     def _top(self, position: TokenLogprobs) -> dict[str, float]:

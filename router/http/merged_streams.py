@@ -23,7 +23,8 @@ async def merged(request_id: str, streams: Sequence[Events], num_sequences: int)
         for events in streams:
             await stack.enter_async_context(aclosing(events))
         accepted = await gather_all([accepted_of(events) for events in streams])
-        yield Accepted(request_id, accepted[0].seed, sum(one.prompt_tokens for one in accepted))
+        contexts = [context for one in accepted for context in one.contexts]
+        yield Accepted(request_id, accepted[0].seed, sum(one.prompt_tokens for one in accepted), contexts)
         queue: asyncio.Queue[tuple[int, GenerateEvent | Exception]] = asyncio.Queue(1)
         pumps = [asyncio.create_task(_pump(place, events, queue)) for place, events in enumerate(streams)]
         stack.push_async_callback(_cancelled, pumps)

@@ -45,7 +45,7 @@ class Vocabulary(Protocol):
 
     def spelling(self, token_id: int) -> bytes: ...
 
-    def detokenizer(self) -> Detokenizer: ...
+    def detokenizer(self, shown_tokens: Sequence[int] = (), context: Sequence[int] = ()) -> Detokenizer: ...
 
     def special_ids(self, texts: Iterable[str]) -> list[int]: ...
 
@@ -123,9 +123,9 @@ class ServedModel:
             return as_token_id(token_id)
         return self._vocabulary.spelling(token_id)
 
-    def detokenizer(self) -> Detokenizer | None:
-        """A fresh detokenizer for one text; None: the model is served without a tokenizer."""
-        return None if self._vocabulary is None else self._vocabulary.detokenizer()
+    def detokenizer(self, context: Sequence[int]) -> Detokenizer | None:
+        """A fresh detokenizer for a text behind tokens; None: the model is served without a tokenizer."""
+        return None if self._vocabulary is None else self._vocabulary.detokenizer((), context)
 
     def encode(self, text: str, *, special: bool, field: str = "prompt") -> list[int]:
         """The token ids of a text; raises InvalidRequest. May be called in a thread.

@@ -30,7 +30,7 @@ class ParsedEventWriter(EventWriter):
         options: AnswerOptions,
         positions: Sequence[int],
         prompt_tokens: int,
-        texts: TokenTexts,
+        texts: Sequence[TokenTexts],
         prompts: Mapping[int, Sequence[int]] = NO_PROMPTS,
     ) -> None:
         super().__init__(CHAT, label, options, positions, prompt_tokens, texts, prompts)

@@ -80,7 +80,11 @@ class RouterRig:
     """The dispatcher, its nodes by name, and its clock."""
 
     def __init__(
-        self, limits: DispatchLimits | None, placer: Placer | None = None, spans: RequestSpans | None = None
+        self,
+        limits: DispatchLimits | None,
+        placer: Placer | None = None,
+        spans: RequestSpans | None = None,
+        codec: FakeTokenizer | None = None,
     ) -> None:
         self.timers = FakeTimers()
         self.view = ClusterView()
@@ -91,7 +95,7 @@ class RouterRig:
         self.dispatcher = Dispatcher(
             self.view,
             self.links,
-            FakeTokenizer(),
+            codec or FakeTokenizer(),
             lambda: self.card,
             self.timers,
             Random(7),
@@ -192,10 +196,11 @@ async def router_rig(
     limits: DispatchLimits | None = None,
     placer: Placer | None = None,
     spans: RequestSpans | None = None,
+    codec: FakeTokenizer | None = None,
 ) -> AsyncIterator[RouterRig]:
     """Yield a rig with these nodes attached; checks at the end that no request, timer, task or client is left."""
     before = asyncio.all_tasks()
-    rig = RouterRig(limits, placer, spans)
+    rig = RouterRig(limits, placer, spans, codec)
     rig.register(*descriptions)
     await rig.wait_until_attached(len(descriptions))
     try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -345,6 +347,22 @@ def test_prompts_may_be_dictionaries_as_of_other_engines(shared: LLM) -> None:
         with pytest.raises(InvalidRequest) as refusal:
             shared.generate(["good", wrong], SHORT)
         assert refusal.value.field == "prompts[1]", wrong
+
+
+def test_a_text_continues_its_prompt(tmp_path: Path) -> None:
+    """Of a tokenizer whose decoder leaves out the blank with which a text begins."""
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], {"type": "Fuse"}, strip]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with LLM(tmp_path, dtype="float32", threads=1) as llm:
+        blank = llm._codec.encode_rendered(" ")
+        params = SamplingParams(max_tokens=2, allowed_token_ids=blank)
+        (special,) = llm._codec.special_ids([tokenizer["added_tokens"][0]["content"]])
+        prompts: list[str | list[int]] = ["def", [*blank, special]]
+        found = llm.generate(prompts, params)
+        assert [one.outputs[0].text for one in found] == ["  ", " "]
 
 
 def test_rows_of_numbers_may_stand_in_place_of_tokens(shared: LLM) -> None:

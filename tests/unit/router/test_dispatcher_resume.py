@@ -32,6 +32,7 @@ from baton.messages.node import Adopt, Leg, NodeDescription, Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.registry.flights import ENDED_S
 from baton.testing.fake_flight_records import LIFETIME_S
+from baton.testing.fake_tokenizer import FakeTokenizer
 from router.admission.request import ValidRequest
 from router.flight.flight_journal import READS_PER_TURN
 from router.placement.placement import Placement
@@ -207,6 +208,51 @@ async def test_an_attempt_of_a_lost_router_is_adopted_from_its_nodes() -> None:
         (told,) = rig.dispatcher.requests.placer.explain("r", 0.0)
         assert (told.decision.attempt, told.decision.decode) == (2, "d1")
         assert told.decision.measured is not None
+
+
+@pytest.mark.parametrize("way", ["whole", "another node", "taken over", "adopted", "computed again"])
+@pytest.mark.parametrize(("prompt", "text"), [("hello", " wo"), ("", "wo")])
+async def test_a_text_continues_its_prompt_however_its_stream_goes_on(way: str, prompt: str, text: str) -> None:
+    """The text of a tokenizer that leaves out the blank with which a text begins."""
+    asked: dict[str, Any] = {"prompt": [0, *map(ord, prompt)], "seed": 5, "max_tokens": 3}
+    async with router_rig(prefill(), decode("d1"), decode("d2"), codec=FakeTokenizer(drops_blank=True)) as rig:
+        readers = [rig.ask(request_id="r", **asked)]
+
+        async def next_attempt() -> tuple[str, AttemptKey]:
+            """Return the decode node of the next attempt, and the attempt."""
+            attempt = (await rig.next_submit("p1")).attempt
+            (name,) = [name for name, node in rig.nodes.items() if not node.inbox.empty()]
+            assert (await rig.next_submit(name)).attempt == attempt
+            return name, attempt
+
+        name, attempt = await next_attempt()
+        rig.report("p1", attempt, 0, " ")
+        await readers[0].wait_for_tokens(1)
+        if way == "another node":
+            rig.nodes.pop(name).die()
+            await rig.next_abort("p1")
+            name, attempt = await next_attempt()
+        elif way == "taken over":
+            readers.append(rig.resume("r", 0))
+            await readers[1].wait_for_tokens(1)
+        rig.report(name, attempt, 1, "wo", Outcome.LENGTH)
+        await readers[-1].finished()
+        await rig.next_abort("p1")
+        if way in ("adopted", "computed again"):
+            # What the router has forgotten it finds in the record that it has written, as another router does.
+            readers.append(rig.resume("r", 0, **asked))
+            assert await rig.next_adopt("p1") == await rig.next_adopt(name) == attempt
+            rig.report("p1", attempt, outcome=Outcome.UNKNOWN)
+            if way == "computed again":
+                rig.report(name, attempt, outcome=Outcome.UNKNOWN)
+                name, attempt = await next_attempt()
+            rig.report(name, attempt, 0, " wo", Outcome.LENGTH)
+            await readers[-1].finished()
+        assert readers[-1].text == text
+        assert readers[-1].accepted.contexts == (tuple(map(ord, prompt[-2:])),)
+        if way == "taken over":
+            with pytest.raises(Cancelled):
+                await readers[0].finished()
 
 
 @pytest.mark.parametrize("first", ["p1", "d1"])

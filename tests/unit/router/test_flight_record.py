@@ -35,6 +35,7 @@ PARAMS = SamplingParams(
 REQUEST = ValidRequest(
     "r", "m", (), PARAMS, ("a\n", "é"), -3, "salt", 2, wants_logprobs=True, prompt_length=2, shown_tokens=(7,)
 )
+WITH_CONTEXT = replace(REQUEST, context_tokens=(7, 299))
 ORIGIN = Origin("0123456789ab", "d.1")
 RECORD = FlightRecord(REQUEST, 2**64 - 1, 2, "p.1", "d.1", 3, "r.1", 1e9, f"00-{'a' * 32}-{'b' * 16}-01", ORIGIN)
 
@@ -58,6 +59,15 @@ def test_a_record_names_the_input_of_an_encoder_with_its_kind() -> None:
     found = read_record(record.to_json(), "r", replace(CARD, max_model_len=128))
     assert found == record
     assert found.request.needs == {Capability.TRANSCRIBE}
+
+
+def test_a_record_without_a_context_is_that_of_routers_that_know_of_none() -> None:
+    record = replace(RECORD, request=WITH_CONTEXT)
+    assert read_record(record.to_json(), "r", CARD) == record
+    found = json.loads(record.to_json())
+    assert found["request"].pop("context_tokens") == [7, 299]
+    assert read_record(json.dumps(found).encode(), "r", CARD) == RECORD
+    assert json.loads(RECORD.to_json()) == found
 
 
 @given(
@@ -101,6 +111,9 @@ def test_a_record_with_a_missing_or_changed_key_is_not_read(path: tuple[str, ...
         replace(REQUEST, prompt_length=-1),
         replace(REQUEST, prompt_length=45),
         replace(REQUEST, num_returned=4),
+        replace(REQUEST, context_tokens=(1, 2, 3, 4, 5)),
+        replace(REQUEST, context_tokens=(300,)),
+        replace(REQUEST, context_tokens=(-1,)),
         replace(REQUEST, sampling_params=replace(PARAMS, max_tokens=0)),
     ],
 )

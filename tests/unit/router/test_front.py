@@ -32,6 +32,7 @@ class SlowCodec(FakeTokenizer):
     """A tokenizer that waits until the event loop releases it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.may_go_on = threading.Event()
 
     def _wait(self) -> None:
@@ -49,7 +50,7 @@ class SlowCodec(FakeTokenizer):
         self._wait()
         return str(list(token_ids))
 
-    def detokenizer(self, shown_tokens: Sequence[int] = ()) -> FakeDetokenizer:
+    def detokenizer(self, shown_tokens: Sequence[int] = (), context: Sequence[int] = ()) -> FakeDetokenizer:
         raise NotImplementedError
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton.errors import TransferCause
 from baton.messages.node import Outcome, RequestDelta
-from baton.messages.sampling import Constraint
+from baton.messages.sampling import Constraint, TokenLogprobs
 from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.front import GenerationHandler
@@ -26,12 +26,16 @@ PROMPT = {"prompt": "hello", "max_tokens": 4}
 
 @asynccontextmanager
 async def rigs(
-    limits: DispatchLimits | None = None, chat_template: str = DEFAULT_TEMPLATE, num_blocks: int = 64
+    limits: DispatchLimits | None = None,
+    chat_template: str = DEFAULT_TEMPLATE,
+    num_blocks: int = 64,
+    codec: FakeTokenizer | None = None,
 ) -> AsyncIterator[tuple[RouterRig, AsgiClient]]:
     nodes = [node(num_blocks=num_blocks) for node in (prefill, decode)]
-    async with router_rig(*nodes, limits=limits) as rig:
-        handler = GenerationHandler(rig.dispatcher, FakeTokenizer(), lambda: CARD)
-        yield rig, AsgiClient(HttpRig().front(handler, 1000.0, chat_template))
+    codec = codec or FakeTokenizer()
+    async with router_rig(*nodes, limits=limits, codec=codec) as rig:
+        handler = GenerationHandler(rig.dispatcher, codec, lambda: CARD)
+        yield rig, AsgiClient(HttpRig(vocabulary=codec).front(handler, 1000.0, chat_template))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -81,6 +85,35 @@ async def test_a_stop_string_is_removed_and_reported() -> None:
         assert (events[-1].choice["finish_reason"], events[-1].choice["stop_reason"]) == ("stop", "cd")
         assert done.is_done
         await rig.next_abort("d1")
+
+
+@pytest.mark.parametrize("how", ["whole", "stream", "echo"])
+async def test_texts_and_offsets_of_completions_continue_their_prompts(how: str) -> None:
+    """Those of a tokenizer that leaves out the blank with which a text begins, as behind the special token 0."""
+    prompts = [[32, 97, 98], [99, 0]]
+    body = {"prompt": prompts, "n": 2, "max_tokens": 2, "logprobs": 0}
+    more = {"whole": {}, "stream": {"stream": True}, "echo": {"echo": True}}[how]
+    async with rigs(codec=FakeTokenizer(drops_blank=True)) as (rig, client):
+        exchange = client.post(COMPLETIONS, body | more)
+        for prompt in prompts:
+            attempt = (await rig.next_submit("p1")).attempt
+            await rig.next_submit("d1")
+            of_prompt = [TokenLogprobs(token, -1.0, 1, ()) for token in prompt[1:]] if how == "echo" else []
+            rig.report("p1", attempt, 0, " ", Outcome.HANDED_OFF, logprob=-1.0, prompt_logprobs=of_prompt)
+            for index in range(2):
+                rig.report("d1", attempt, 0, " x", Outcome.LENGTH, logprob=-1.0, sequence_index=index)
+        await exchange.end()
+    choices = [event.choice for event in exchange.events[:-1]] if how == "stream" else exchange.json["choices"]
+    texts, offsets = ["", "", "", ""], [list[int](), [], [], []]
+    for choice in choices:
+        texts[choice["index"]] += choice["text"]
+        offsets[choice["index"]] += choice["logprobs"]["text_offset"] if choice["logprobs"] is not None else []
+    if how == "echo":
+        assert texts == ["ab x"] * 2 + ["c\0x"] * 2
+        assert offsets == [[0, 0, 1, 2, 3]] * 2 + [[0, 1, 2, 2]] * 2
+    else:
+        assert texts == [" x"] * 2 + ["x"] * 2
+        assert offsets == [[0, 1]] * 2 + [[0, 0]] * 2
 
 
 async def test_a_client_that_reads_nothing_is_given_up_and_frees_the_nodes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -16,6 +17,8 @@ from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.generation import GenerateRequest, ModelCard, PromptEmbeds
 from baton.messages.prompt_rows import UnsoundRows, read_rows
 from baton.messages.spans import Span, digest_of_rows
+from baton.model_formats.encoder_decoders import EncoderDecoder
+from baton.testing.fake_tokenizer import FakeTokenizer
 from router.admission.request import ValidRequest
 from router.admission.validation import validate
 from router.flight.flight_record import FlightRecord, read_record
@@ -67,6 +70,27 @@ def test_rows_come_before_the_prompt_or_at_places_of_token_ids() -> None:
     assert valid.spans == (span_of(two, 1), span_of(ROWS, 4))
     one, other = (check([7, *[stood] * 5], embeds(start=1)) for stood in (50, 60))
     assert one == other, "the ids that stood there are ignored"
+
+
+def test_rows_are_no_context_of_a_text() -> None:
+    tokenizer = FakeTokenizer(drops_blank=True)
+
+    def context(raw: GenerateRequest, card: ModelCard = CARD) -> Sequence[int]:
+        found = validate(raw, card, None, Random(3), None, MOST, None, tokenizer.context_of)
+        assert found.without_prompt().context_tokens == found.context_tokens
+        return found.context_tokens
+
+    ids = list(range(1, 11))
+    for start, expected in ((0, (9, 10)), (4, (10,)), (5, ())):
+        assert context(GenerateRequest(ids, prompt_embeds=[embeds(start=start)])) == expected
+    assert context(GenerateRequest(ids)) == (9, 10)
+    # Of a model with an encoder the decoder's tokens are the beginning of the text.
+    card = replace(CARD, max_model_len=200)
+    text = replace(card, source=EncoderDecoder("text", 50, 100, (7,)))
+    speech = replace(card, source=EncoderDecoder("speech", 50, 100, (7,)))
+    assert context(GenerateRequest(ids), text) == (7,)
+    assert context(GenerateRequest(None, audio=b"12"), speech) == (7,)
+    assert context(GenerateRequest(ids, audio=b"12"), speech) == (9, 10)
 
 
 def test_header_and_metadata_change_no_span() -> None:

@@ -45,7 +45,7 @@ class PairDetokenizer(FakeDetokenizer):
 
 
 class PairCodec(FakeTokenizer):
-    def detokenizer(self, shown_tokens: Sequence[int] = ()) -> PairDetokenizer:
+    def detokenizer(self, shown_tokens: Sequence[int] = (), context: Sequence[int] = ()) -> PairDetokenizer:
         return PairDetokenizer()
 
 

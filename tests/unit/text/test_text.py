@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,13 @@ def byte_fallback() -> tokenizers.Tokenizer:
     return backend
 
 
+def metaspace(prepend_scheme: str) -> tokenizers.Tokenizer:
+    """Return a tokenizer whose decoder takes the blanks of the first token for those that its encoder prepends."""
+    backend = byte_fallback()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=prepend_scheme)])
+    return backend
+
+
 def byte_level_in_sequence() -> tokenizers.Tokenizer:
     """Return a byte-level tokenizer that is not recognised as one, since its decoder is a sequence."""
     backend = byte_level()
@@ -74,6 +82,9 @@ MAKERS = {
     "byte_level": byte_level,
     "byte_level_in_sequence": byte_level_in_sequence,
     "byte_fallback": byte_fallback,
+    "metaspace_always": lambda: metaspace("always"),
+    "metaspace_first": lambda: metaspace("first"),
+    "metaspace_never": lambda: metaspace("never"),
     "wordpiece": wordpiece,
 }
 TOKENIZERS = {name: Tokenizer(make()) for name, make in MAKERS.items()}
@@ -94,6 +105,85 @@ def test_the_pieces_add_up_to_the_whole_text_and_none_is_revised(kind: str, data
     assert so_far + detokenizer.finish() == tokenizer.decode(ids)
     assert detokenizer.finish() == ""
     assert tokenizer.decode(ids) == library_decode(kind, ids)
+
+
+CHINESE = ["<0xE4>", "<0xB8>", "<0xAD>"]
+
+
+@pytest.mark.parametrize("kind", ["byte_fallback", "metaspace_always", "metaspace_first", "metaspace_never"])
+@pytest.mark.parametrize(
+    ("prompt", "output", "text"),
+    [
+        ([], ["▁a"], "a"),
+        (["<s>"], ["▁a"], "a"),
+        (["<s>", "▁the"], ["▁a", "▁"], " a "),
+        (["x"], ["</s>", "▁a", "x"], " ax"),
+        (["▁"], ["▁a"], " a"),
+        (["x", "x", "x", "▁the", "▁", "▁"], ["▁", "▁a"], "  a"),
+        # A text begins anew behind a special token, as that of a chat's answer does.
+        (["▁the", "</s>"], ["▁a"], "a"),
+        (["▁the", "</s>", "x"], ["▁a"], " a"),
+        # Characters of raw bytes, of which the context has a part.
+        (CHINESE * 3, ["▁a"], " a"),
+        (["x", *CHINESE], [*CHINESE, "▁a"], "中 a"),
+        (CHINESE * 3, [*CHINESE, "▁a"], "中 a"),
+        # A character that the prompt's end cuts is none.
+        (["▁the", *CHINESE[:2]], ["▁a"], " a"),
+        (["▁the", *CHINESE[:2]], [CHINESE[2], "▁a"], "\ufffd a"),
+        (["▁the", "\ufffd"], ["▁a"], " a"),
+    ],
+)
+def test_the_text_behind_a_prompt_keeps_its_first_blank(
+    kind: str, prompt: list[str], output: list[str], text: str
+) -> None:
+    tokenizer = TOKENIZERS[kind]
+    ids = {token: token_id for token_id, token in tokenizer.tokens().items()}
+    for shown in ((), (ids["<unk>"],)):
+        context = tokenizer.context_of([ids[token] for token in prompt])
+        detokenizer = tokenizer.detokenizer(shown, context)
+        found = "".join(detokenizer.push(ids[token]) for token in output) + detokenizer.finish()
+        is_first = not prompt or prompt[-1] in ("<s>", "</s>")
+        assert found == (" " * (is_first and kind == "metaspace_never") + text)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_level_in_sequence"])
+def test_a_prompt_that_cuts_a_character_holds_no_text_back(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    ids = {tokenizer.spelling(token): token for token in tokenizer.tokens()}
+    cut = [ids[bytes([value])] for value in "x中".encode()]
+    detokenizer = tokenizer.detokenizer((), tokenizer.context_of(cut[:-1]))
+    assert "".join(map(detokenizer.push, [cut[-1], *[ids[b"x"]] * 9])) == "\ufffd" + "x" * 9
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+@settings(max_examples=300)
+@given(data=st.data())
+def test_the_text_behind_a_prompt_is_the_rest_of_the_whole_text(kind: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[kind]
+    ids = st.lists(st.integers(0, tokenizer.vocab_size + 2).filter(lambda token: token != BYTE_BLANK), max_size=12)
+    prompt, output, first = data.draw(ids), data.draw(ids), data.draw(st.integers(0, 3))
+    context = tokenizer.context_of(prompt, first)
+    assert len(context) <= WindowDetokenizer.CONTEXT_TOKENS
+    if kind == "byte_level":
+        assert not context
+        return
+    counting = Counting(tokenizer)
+    detokenizer = WindowDetokenizer(counting, context)  # type: ignore[arg-type]
+    text = "".join(map(detokenizer.push, output)) + detokenizer.finish()
+    shown = [token for token in output if tokenizer.is_visible(token)]
+    runs = [list(run) for is_byte, run in itertools.groupby(shown, tokenizer.is_byte_fallback) if is_byte]
+    # The window may have a run of raw bytes as its context, and another one.
+    longest_run = max(map(len, runs), default=0) + 1
+    assert (
+        counting.longest <= WindowDetokenizer.CONTEXT_TOKENS + WindowDetokenizer.MAX_UNFINISHED_TOKENS + 2 * longest_run
+    )
+    before = list(itertools.takewhile(tokenizer.is_visible, reversed(prompt[first:])))[::-1]
+    if shown and tokenizer.is_byte_fallback(shown[0]):
+        while before and tokenizer.is_byte_fallback(before[-1]):
+            before.pop()
+    # What the next token may still change is no context, so behind it a text may lose its blank.
+    if not tokenizer.decode(before).endswith("\ufffd"):
+        assert text == tokenizer.decode([*before, *output])[len(tokenizer.decode(before)) :]
 
 
 @settings(max_examples=200)
@@ -148,6 +238,7 @@ class Counting:
         return self._tokenizer.decode_visible(token_ids)
 
 
+BYTE_BLANK = 3 + ord(" ")
 LITERAL = TOKENIZERS["byte_fallback"].vocab_size - 1
 BYTE_A = 3 + ord("A")
 
@@ -296,7 +387,7 @@ def test_special_tokens_have_a_text_where_they_are_asked_for(make: Callable[[], 
 
 
 def encoded(kind: str, text: str) -> list[int]:
-    return TOKENIZERS[kind].encode_rendered(text.replace(" ", "▁") if kind == "byte_fallback" else text)
+    return TOKENIZERS[kind].encode_rendered(text if kind.startswith("byte_level") else text.replace(" ", "▁"))
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_level_in_sequence", "byte_fallback"])
@@ -306,16 +397,18 @@ def test_the_spellings_of_tokens_are_the_bytes_of_their_text(kind: str) -> None:
     assert spelled.decode() == text
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "byte_level_in_sequence", "byte_fallback"])
+@pytest.mark.parametrize("kind", ["byte_level", "byte_level_in_sequence", "byte_fallback", "metaspace_always"])
 @pytest.mark.parametrize("as_ids", [True, False])
 def test_offsets_are_the_places_of_tokens_in_the_text(kind: str, as_ids: bool) -> None:
     tokenizer = TOKENIZERS[kind]
     special = tokenizer.special_ids(["<s>"])
     prompt = [*special, *encoded(kind, "é 😀中x 字")]
-    output = [*encoded(kind, "a😀 the"), *special]
-    texts = TokenTexts(as_token_id if as_ids else tokenizer.spelling, tokenizer.spelling, tokenizer.detokenizer)
+    output = [*encoded(kind, " a😀 the"), *special]
+    spelling = as_token_id if as_ids else tokenizer.spelling
+    context = tokenizer.context_of(prompt)
+    texts = TokenTexts(spelling, tokenizer.spelling, partial(tokenizer.detokenizer, ()), context)
     echoed = tokenizer.decode(prompt)
-    text = echoed + tokenizer.decode(output)
+    text = tokenizer.decode([*prompt, *output])
     writer = CompletionLogprobs(texts, len(prompt), len(echoed))
     found = [writer.take([unknown(token)])["text_offset"][0] for token in (*prompt, *output)]
     assert found == writer_of_all(CompletionLogprobs(texts, len(prompt), len(echoed)), [*prompt, *output])

@@ -592,7 +592,7 @@ class LiveRequests:
         elif self._is_behind(active):
             until = self._timers.monotonic() + self._limits.stall_s
             active.stall_timer = self._timers.call_at(until, lambda: self._on_stall(active))
-        if active.reservation.bytes_each and (error := self._no_logprob_memory(active)) is not None:
+        if active.may_reserve_more and (error := self._no_logprob_memory(active)) is not None:
             return active.flight.handle(GiveUp(error))
         found = active.answer.stop_string_found(sequence_index) if active.answer.has_stop_strings else None
         return () if found is None else active.flight.handle(StopStringFound(found, sequence_index))

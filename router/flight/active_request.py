@@ -23,6 +23,43 @@ from router.timers import TimerHandle
 class ActiveRequest:
     """The router's state of one request while its client is served."""
 
+    __slots__ = (
+        "admitted_at",
+        "adopting_node",
+        "answer",
+        "counts_as_placed",
+        "deadline_at",
+        "deadline_timer",
+        "delivery",
+        "finish",
+        "first_token_at",
+        "first_token_timings",
+        "flight",
+        "has_record",
+        "is_adopted",
+        "last_tokens_at",
+        "logprobs",
+        "may_reserve_more",
+        "num_replayed",
+        "num_row_bytes",
+        "placed_at",
+        "placed_last_at",
+        "prompt_logprobs",
+        "queue",
+        "request",
+        "reservation",
+        "span",
+        "stall_timer",
+        "start_flight",
+        "started",
+        "ticket",
+        "traceparent",
+        "wait_timer",
+        "waiting_since",
+        "wanted",
+        "why_waiting",
+    )
+
     def __init__(
         self,
         request: ValidRequest,
@@ -76,6 +113,8 @@ class ActiveRequest:
         self.start_flight: Callable[[], Sequence[FlightEffect]] | None = self.flight.start
         """Returns the flight's first effects; None once it was called."""
         self.reservation = reservation or LogprobReservation()
+        self.may_reserve_more = self.reservation.bytes_each > 0
+        """Whether its log-probabilities may need more memory. It is asked with each token."""
         self.delivery = delivery
         self.num_row_bytes = request.num_row_bytes
         """How many bytes of rows and images count for it among those of all requests."""

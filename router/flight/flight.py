@@ -111,6 +111,31 @@ other request of the same kind may have broken."""
 class Flight:
     """The state of one request; the rules are in the module's docstring."""
 
+    __slots__ = (
+        "_attempt",
+        "_budget",
+        "_checked_source",
+        "_decode_has_sent_tokens",
+        "_embedding",
+        "_given",
+        "_has_given_prompt_logprobs",
+        "_is_adopting",
+        "_key",
+        "_lacks_prompt_logprobs",
+        "_legs",
+        "_machine",
+        "_max_tokens",
+        "_num_given",
+        "_origin",
+        "_placement",
+        "_sequences",
+        "_why_prefill_unknown",
+        "flight_id",
+        "num_stale_events",
+        "request",
+        "takeover",
+    )
+
     def __init__(self, request: ValidRequest, flight_id: int = 0, takeover: int = 0) -> None:
         """`flight_id` (64 bits) tells this flight's attempts from those of any other flight of the same request id;
         `takeover` is the number of the client's call that it serves, see `baton.messages.node.Adopt`.

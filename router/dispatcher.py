@@ -367,25 +367,35 @@ class Dispatcher:
     async def _check(self, constraint: Constraint, field: str, tenant: str) -> None:
         """Check that a constraint can be served; raises InvalidRequest that names the client's field."""
         try:
-            await self._queued(self._bounded_work.check(constraint, tenant))
+            with self._in_a_queue():
+                await self._bounded_work.check(constraint, tenant)
         except InvalidRequest as error:
             raise InvalidRequest(field, error.reason) from None
 
     async def in_thread(self, tenant: str, work: Callable[..., T], *args: object) -> T:
         """Do long work in a thread, beside the event loop; raises QueueFull if too much of it waits."""
-        return await self._queued(asyncio.get_running_loop().run_in_executor(self._texts.of(tenant), work, *args))
+        with self._in_a_queue():
+            return await asyncio.get_running_loop().run_in_executor(self._texts.of(tenant), work, *args)
 
     async def in_waiting_thread(self, tenant: str, work: Callable[..., T], *args: object) -> T:
         """Do work that waits for a child process; raises QueueFull if too much of it waits."""
-        return await self._queued(self._bounded_work.run(tenant, work, *args))
+        with self._in_a_queue():
+            return await self._bounded_work.run(tenant, work, *args)
 
     async def in_chat_thread(self, tenant: str, work: Callable[..., T], *args: object, is_long: bool) -> T:
         """Do work that renders a chat with the model's template; raises QueueFull if too much of it waits."""
-        return await self._queued(self._bounded_work.render(tenant, work, *args, is_long=is_long))
+        with self._in_a_queue():
+            return await self._bounded_work.render(tenant, work, *args, is_long=is_long)
 
-    async def _queued(self, result: Awaitable[T]) -> T:
+    @contextmanager
+    def _in_a_queue(self) -> Iterator[None]:
+        """Let QueueFull say when to try again.
+
+        What is awaited inside must not be a variable: a future has its error, which has the frames that it has passed,
+        so one with that variable would be a cycle. It would keep the request's body until the next full collection.
+        """
         try:
-            return await result
+            yield
         except QueueFull as error:
             error.retry_after_s = self._rng.uniform(0.75, 1.25)
             raise

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Never
 
+import numpy as np
 from starlette.types import Receive, Scope
 
 from baton.errors import BatonError, InvalidRequest, QueueFull
@@ -254,10 +255,13 @@ def parse_json(body: bytes) -> dict[str, Any]:
 def _check_counts(body: bytes) -> None:
     """Check the numbers of values before parsing: a megabyte of brackets becomes 350,000 lists, for which Python needs
     a third of a second and runs nothing else meanwhile.
+
+    No object is made for a string: a collection of garbage, which holds the event loop, would look at each of them.
     """
-    outside = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    _check_count("strings", outside.count(b'"') // 2, MAX_BODY_STRINGS)
-    outside = b"".join(outside.split(b'"')[::2])
+    letters = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
+    is_quote = letters == ord('"')
+    _check_count("strings", int(is_quote.sum()) // 2, MAX_BODY_STRINGS)
+    outside = letters[~np.logical_xor.accumulate(is_quote)].tobytes()
     _check_count("objects and arrays", outside.count(b"[") + outside.count(b"{"), MAX_BODY_CONTAINERS)
     _check_count("values", outside.count(b","), MAX_BODY_VALUES)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import queue
 import threading
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from random import Random
 
 import pytest
@@ -26,6 +29,7 @@ from router.placement.view import ClusterView
 from tests.support.router_parts import MODEL
 
 LONG_S = 30.0
+CARD = ModelCard(MODEL, 64, 300)
 
 
 class SlowCodec(FakeTokenizer):
@@ -54,12 +58,14 @@ class SlowCodec(FakeTokenizer):
         raise NotImplementedError
 
 
-def handler(codec: TextCodec | None, limits: DispatchLimits | None = None) -> GenerationHandler:
-    timers, view, card = FakeTimers(), ClusterView(), ModelCard(MODEL, 64, 300)
+def dispatcher(codec: TextCodec | None, limits: DispatchLimits | None = None) -> Dispatcher:
+    timers, view = FakeTimers(), ClusterView()
     links = NodeLinks(FakeNodes().connect, "router-1", timers, Random(1))
-    return GenerationHandler(
-        Dispatcher(view, links, codec, lambda: card, timers, Random(1), limits), codec, lambda: card
-    )
+    return Dispatcher(view, links, codec, lambda: CARD, timers, Random(1), limits)
+
+
+def handler(codec: TextCodec | None, limits: DispatchLimits | None = None) -> GenerationHandler:
+    return GenerationHandler(dispatcher(codec, limits), codec, lambda: CARD)
 
 
 async def test_a_long_text_delays_no_other_request() -> None:
@@ -96,6 +102,30 @@ async def test_texts_share_few_threads_and_tenants_take_turns() -> None:
     codec.may_go_on.set()
     assert await other == "b0"
     assert await asyncio.gather(*flood) == ["a0", "a1", "a2"]
+
+
+async def test_what_is_refused_in_a_thread_is_freed_without_the_collector(request: pytest.FixtureRequest) -> None:
+    """Else each refused body stays until the next full collection, which holds the event loop to free them all."""
+
+    class Body:
+        pass
+
+    def refuse(body: Body) -> None:
+        raise InvalidRequest("prompt", "is wrong")
+
+    async def refused(served: Dispatcher) -> weakref.ref[Body]:
+        body = Body()
+        with suppress(InvalidRequest):
+            await served.in_thread("", refuse, body)
+        return weakref.ref(body)
+
+    request.addfinalizer(gc.enable)
+    gc.disable()
+    served = dispatcher(SlowCodec())
+    gone = await refused(served)
+    served.close()  # its threads have ended, so none of them has the body
+    await asyncio.sleep(0)  # nor has the call with which the loop continued this task
+    assert gone() is None
 
 
 async def test_more_tokens_than_the_model_takes_are_not_detokenized() -> None:

@@ -82,6 +82,9 @@ class AudioBodies:
             # The client is gone, but not the thread, so it still counts.
             decoding.add_done_callback(lambda task: task.cancelled() or task.exception())
             raise
+        finally:
+            # A task has its error, which has this frame: with the variable it would be a cycle that keeps the file.
+            del decoding
 
     @contextmanager
     def holding(self, num_samples: int) -> Iterator[None]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import struct
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,13 @@ from baton.errors import EngineFault, VersionGone
 from baton.messages.capabilities import Capability
 from baton.messages.generation import Chunk, Finished
 from baton.messages.sampling import TokenLogprobs
-from baton.model_formats.audio import AudioLimits, decode_audio, pcm_of, windows
+from baton.model_formats.audio import AudioLimits, UnusableAudio, decode_audio, pcm_of, windows
 from baton.model_formats.limits import AUDIO_RATE
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
-from baton.testing.fake_handler import FakeCall
+from baton.testing.fake_handler import FakeCall, FakeHandler
+from router.http.audio.endpoint import AudioBodies, SpeechRules
 from router.http.audio.formats import Segment, Transcript, written
 from router.http.json_body import MAX_BODY_BYTES, MAX_LARGE_BODIES
 from tests.support.audio_files import encoded, tone
@@ -68,6 +72,26 @@ async def test_a_short_recording_is_one_request() -> None:
     assert request.logit_bias == {1: -100.0, 2: -100.0}
     assert request.request_id == "r"
     assert call.timeout_s == pytest.approx(5.0, abs=4.9)
+
+
+async def test_what_a_refused_file_holds_is_freed_without_the_collector(request: pytest.FixtureRequest) -> None:
+    """A file of many megabytes in a cycle would stay until the next full collection."""
+
+    class RefusingHandler(FakeHandler):
+        async def in_waiting_thread(self, work: Callable[..., Any], *args: object) -> Any:
+            raise UnusableAudio("is no recording")
+
+    async def refused() -> weakref.ref[RefusingHandler]:
+        handler = RefusingHandler()
+        with suppress(UnusableAudio):
+            await AudioBodies(None).decode(b"", SpeechRules(PROMPTS, LIMITS), handler)
+        return weakref.ref(handler)
+
+    request.addfinalizer(gc.enable)
+    gc.disable()
+    gone = await refused()
+    await asyncio.sleep(0)  # the loop forgets the call with which it continued this task
+    assert gone() is None
 
 
 async def test_the_language_is_found_out_by_the_first_part() -> None:

@@ -100,9 +100,9 @@ class EventWriter:
         echoes: Sequence[str] = (),
     ) -> None:
         """`positions`: where each sequence of the stream begins, not 0 for one that the client continues. `texts`: how
-        the tokens of each are shown.
-        `prompts`: the token ids of prompts, which the stream returns once, by the first sequence of each; empty if it
-        returns none. `echoes`: the text with which each sequence begins; empty: with none.
+        the tokens of each are shown. `prompts`: the token ids of prompts, which the stream returns once, by the first
+        sequence of each; empty if it returns none. `echoes`: the text with which each sequence begins; empty: with
+        none.
         """
         self._format = answer_format
         self._options = options

@@ -350,7 +350,7 @@ def test_prompts_may_be_dictionaries_as_of_other_engines(shared: LLM) -> None:
 
 
 def test_a_text_continues_its_prompt(tmp_path: Path) -> None:
-    """Of a tokenizer whose decoder leaves out the blank with which a text begins."""
+    """The model's tokenizer has a decoder that leaves out the blank with which a text begins."""
     shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}

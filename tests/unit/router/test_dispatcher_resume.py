@@ -213,7 +213,7 @@ async def test_an_attempt_of_a_lost_router_is_adopted_from_its_nodes() -> None:
 @pytest.mark.parametrize("way", ["whole", "another node", "taken over", "adopted", "computed again"])
 @pytest.mark.parametrize(("prompt", "text"), [("hello", " wo"), ("", "wo")])
 async def test_a_text_continues_its_prompt_however_its_stream_goes_on(way: str, prompt: str, text: str) -> None:
-    """The text of a tokenizer that leaves out the blank with which a text begins."""
+    """The tokenizer leaves out the blank with which a text begins."""
     asked: dict[str, Any] = {"prompt": [0, *map(ord, prompt)], "seed": 5, "max_tokens": 3}
     async with router_rig(prefill(), decode("d1"), decode("d2"), codec=FakeTokenizer(drops_blank=True)) as rig:
         readers = [rig.ask(request_id="r", **asked)]

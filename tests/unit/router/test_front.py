@@ -105,7 +105,7 @@ async def test_texts_share_few_threads_and_tenants_take_turns() -> None:
 
 
 async def test_what_is_refused_in_a_thread_is_freed_without_the_collector(request: pytest.FixtureRequest) -> None:
-    """Else each refused body stays until the next full collection, which holds the event loop to free them all."""
+    """A body in a cycle would stay until the next full collection, which holds the event loop to free them all."""
 
     class Body:
         pass

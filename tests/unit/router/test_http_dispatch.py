@@ -89,7 +89,7 @@ async def test_a_stop_string_is_removed_and_reported() -> None:
 
 @pytest.mark.parametrize("how", ["whole", "stream", "echo"])
 async def test_texts_and_offsets_of_completions_continue_their_prompts(how: str) -> None:
-    """Those of a tokenizer that leaves out the blank with which a text begins, as behind the special token 0."""
+    """The tokenizer leaves out the blank with which a text begins, and token 0 is special: a text begins behind it."""
     prompts = [[32, 97, 98], [99, 0]]
     body = {"prompt": prompts, "n": 2, "max_tokens": 2, "logprobs": 0}
     more = {"whole": {}, "stream": {"stream": True}, "echo": {"echo": True}}[how]

@@ -84,7 +84,7 @@ def test_rows_are_no_context_of_a_text() -> None:
     for start, expected in ((0, (9, 10)), (4, (10,)), (5, ())):
         assert context(GenerateRequest(ids, prompt_embeds=[embeds(start=start)])) == expected
     assert context(GenerateRequest(ids)) == (9, 10)
-    # Of a model with an encoder the decoder's tokens are the beginning of the text.
+    # A model with an encoder continues the tokens of its decoder, and not those of its input.
     card = replace(CARD, max_model_len=200)
     text = replace(card, source=EncoderDecoder("text", 50, 100, (7,)))
     speech = replace(card, source=EncoderDecoder("speech", 50, 100, (7,)))

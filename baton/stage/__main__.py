@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from baton.errors import BatonError
+from baton.runner.lean_imports import import_transformers
 
 _GONE = 0
 
@@ -25,6 +26,7 @@ def main(text: str) -> int:
     what = json.loads(text)
     down, up, moves = (socket.socket(fileno=descriptor) for descriptor in what["descriptors"])
     # Imported only now, since torch and transformers take seconds.
+    import_transformers()
     from baton.runner.backends.cpu.kernels.errors import RankLost
     from baton.runner.remote_stages.stage_links import StageLinks
     from baton.runner.remote_stages.stage_worker import StageWorker

@@ -16,6 +16,7 @@ from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
 from baton.config import Loaded, NodeConfig, RouterConfig
 from baton.errors import BatonError, ConfigError
 from baton.models.resolve import with_model_directory
+from baton.runner.lean_imports import import_transformers
 from baton.runner.rare_collections import rare_collections
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def _node(
 
             # This check is fast and importing torch is slow, so a wrong path is reported first.
             check_model_dir(resolved.model)
+            with rare_collections():
+                import_transformers()
         if resolved.host_rank > 0:
             with rare_collections():
                 from baton.stage.host import run_stage_host

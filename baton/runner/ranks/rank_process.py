@@ -10,6 +10,7 @@ import socket
 import sys
 
 from baton.errors import BatonError
+from baton.runner.lean_imports import import_transformers
 from baton.runner.ranks.heartbeats import Heartbeats
 from baton.runner.ranks.rank_spec import RankSpec
 from baton.runner.rare_collections import rare_collections
@@ -27,6 +28,7 @@ def main(arguments: list[str]) -> int:
     heartbeats = Heartbeats(channel)
     # Imported only now, since torch and transformers take seconds.
     with rare_collections():
+        import_transformers()
         from baton.runner.backends.cpu.kernels.errors import RankLost
         from baton.runner.ranks.following_rank import FollowingRank
         from baton.runner.ranks.group_files import RankFiles

@@ -8,22 +8,19 @@ supervisor holds, and on Linux the kernel kills the children of a dead parent (P
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from baton.cli.cluster.supervisor.plan import ChildSpec
+from baton.cli.cluster.supervisor.fork_server import ForkedProcess, ForkServer
+from baton.cli.cluster.supervisor.parent import die_with_parent
+from baton.cli.cluster.supervisor.plan import ChildSpec, words_of
 from baton.observe.ready import AnnouncementReader, Failed, Ready
 from baton.registry.embedded import READY_WORDS
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class DeathPipe:
@@ -47,7 +44,7 @@ class ChildRun:
         self._on_exit = on_exit
         self._death_pipe = death_pipe
         self._loop = asyncio.get_running_loop()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._read_announcements: Callable[[], None] = _do_nothing
 
     @property
@@ -55,25 +52,15 @@ class ChildRun:
         """The process id; 0 after the end of the process."""
         return self._process.pid if self._process is not None and self._process.returncode is None else 0
 
-    def start(self, spec: ChildSpec, command: Sequence[str], log: Path) -> None:
-        """Start the process. Raises OSError if there is no such program."""
+    def start(self, spec: ChildSpec, command: Sequence[str], log: Path, fork_server: ForkServer | None = None) -> None:
+        """Start the process: by the fork server if it can, and else as a program. Raises OSError if there is none."""
         read_end, write_end = os.pipe()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        words, passed = list(command), []
-        if spec.announces:
-            words += ["--notify-fd", str(write_end), "--parent-fd", str(self._death_pipe.read_end)]
-            passed = [write_end, self._death_pipe.read_end]
         try:
-            self._process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=output if spec.announces else write_end,
-                stderr=output,
-                env={**os.environ, **spec.environment},
-                pass_fds=passed,
-                start_new_session=True,
-                preexec_fn=_die_with_parent if _LIBC is not None else None,
-            )
+            if fork_server is not None:
+                self._process = fork_server.fork(words_of(command), output, write_end, self._death_pipe.read_end)
+            if self._process is None:
+                self._process = self._program(spec, command, output, write_end)
         except OSError:
             os.close(read_end)
             os.close(output)
@@ -82,6 +69,22 @@ class ChildRun:
             os.close(write_end)
         self._listen(read_end, output, None if spec.announces else _RedisOutput())
         self._watch(self._process)
+
+    def _program(self, spec: ChildSpec, command: Sequence[str], output: int, write_end: int) -> subprocess.Popen[bytes]:
+        words, passed = list(command), []
+        if spec.announces:
+            words += ["--notify-fd", str(write_end), "--parent-fd", str(self._death_pipe.read_end)]
+            passed = [write_end, self._death_pipe.read_end]
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=output if spec.announces else write_end,
+            stderr=output,
+            env={**os.environ, **spec.environment},
+            pass_fds=passed,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal if the process still runs."""
@@ -113,7 +116,7 @@ class ChildRun:
         self._read_announcements = readable
         self._loop.add_reader(pipe, readable)
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, process: subprocess.Popen[bytes] | ForkedProcess) -> None:
         def ended() -> None:
             code = process.wait()
             # The last announcement, which says why the process ended, may not have been read yet.
@@ -163,9 +166,3 @@ def describe_exit(code: int) -> str:
     with suppress(ValueError):
         return signal.Signals(-code).name
     return f"signal {-code}"
-
-
-def _die_with_parent() -> None:
-    # This runs between fork and exec, where no lock may be taken and little memory allocated.
-    assert _LIBC is not None
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 import threading
 
 from baton.errors import ExitCode
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def die_with_parent() -> None:
+    """On Linux, have the kernel kill this process when its parent ends. May be called between fork and exec."""
+    # No lock may be taken there, and little memory allocated.
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_with_parent(descriptor: int) -> None:

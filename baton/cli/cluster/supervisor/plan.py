@@ -39,12 +39,17 @@ class ChildSpec:
     """Flags whose ports a process keeps when it is started again, because clients know them."""
     first_run: Mapping[str, str] = field(default_factory=dict)
     """Flags that are given at the first start only."""
+    is_forked: bool = False
+    """Whether a process that has imported what this one needs may fork it. All such processes have one environment."""
 
 
-def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -> list[ChildSpec]:
+def plan_nodes(
+    config: UpConfig, registry: str, cores: int, file: Path | None, *, forks: bool = False
+) -> list[ChildSpec]:
     """The nodes and the routers of a cluster, in the order in which they are shown.
 
-    Each gets the settings that `config` has for its kind of process, and those that are its own.
+    Each gets the settings that `config` has for its kind of process, and those that are its own. `forks`: whether nodes
+    may be forked.
     """
     names = [("prefill", index) for index in range(config.prefill)] + [("decode", n) for n in range(config.decode)]
     threads = str(config.threads_per_node(cores))
@@ -58,6 +63,7 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
             command=_command("node", every_node | _node_flags(config, role, index, number)),
             environment={"OMP_NUM_THREADS": threads} | variables,
             announces=True,
+            is_forked=forks,
         )
         for number, (role, index) in enumerate(names)
     ]
@@ -135,9 +141,14 @@ def with_flags(command: Sequence[str], flags: Mapping[str, str]) -> list[str]:
     return words
 
 
+def words_of(command: Sequence[str]) -> Sequence[str]:
+    """What follows `baton` in the command of a planned process."""
+    return command[command.index(_MAIN) + 1 :]
+
+
 def command_and_flags(command: Sequence[str]) -> tuple[str, dict[str, str]]:
     """The subcommand of a planned process, `node` or `router`, and its flags; "" for a flag that takes no value."""
-    name, *words = command[command.index(_MAIN) + 1 :]
+    name, *words = words_of(command)
     return name, parse_flags(words)
 
 

@@ -19,6 +19,8 @@ from baton.clock import SystemClock
 from baton.config import UpConfig
 from baton.registry.embedded import EmbeddedRedis, embedded_redis
 
+_GPU = Path("/dev/nvidiactl")
+
 
 def run_cluster(
     config: UpConfig, file: Path | None, directory: RunDir, on_ready: Callable[[ClusterState], None], *, detach: bool
@@ -68,12 +70,21 @@ def _plan(config: UpConfig, redis: EmbeddedRedis | None, file: Path | None) -> C
         model=config.served_model_name,
         dtype=config.dtype,
         first=[plan_redis(redis.command)] if redis is not None else [],
-        others=plan_nodes(config, registry, cores, file),
+        others=plan_nodes(config, registry, cores, file, forks=_may_fork(config)),
         start_timeout_s=config.start_timeout_s,
         drain_s=config.drain_s,
         certs=config.certs.absolute() if config.certs is not None else None,
         needs_key=config.api_keys is not None,
     )
+
+
+def _may_fork(config: UpConfig) -> bool:
+    """Whether nodes may be forked from a process that has imported torch.
+
+    Not where there is a GPU: what has asked torch for devices can't use them any more once it is forked.
+    """
+    computes_on_cpu = config.runner == "torch" and config.device in {"auto", "cpu"} and not _GPU.exists()
+    return computes_on_cpu and sys.platform == "linux"
 
 
 class PhaseNotes:

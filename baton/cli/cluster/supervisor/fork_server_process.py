@@ -1,0 +1,115 @@
+"""The process of the fork server: `python -m baton.cli.cluster.supervisor.fork_server_process DESCRIPTOR ROOM`.
+
+Only `ForkServer` starts it. ROOM is a text as long as the longest command line that a forked process shows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.cli.cluster.supervisor.fork_server import LOADED
+from baton.cli.cluster.supervisor.parent import die_with_parent
+from baton.runner.lean_imports import import_transformers
+from baton.runner.rare_collections import rare_collections
+
+_MAIN = "baton.cli.main"
+_PRELOADED = (
+    _MAIN,
+    "baton.cli.commands.processes",
+    "baton.node.process",
+    "baton.runner.loading",
+    "decode_node.app",
+    "prefill_node.app",
+)
+_MAX_REQUEST = 1 << 17
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Import, then fork on request until the supervisor is gone; returns the exit code, in a forked process that of
+    its command."""
+    supervisor = os.getppid()
+    channel = socket.socket(fileno=int(arguments[0]))
+    show_command(["baton", "fork-server"])
+    with rare_collections():
+        import_transformers()
+        for name in _PRELOADED:
+            importlib.import_module(name)
+    # A collection would write to each object, and so copy pages that forked processes share.
+    gc.collect()
+    gc.freeze()
+    channel.send(LOADED)
+    while True:
+        request, descriptors, _flags, _address = socket.recv_fds(channel, _MAX_REQUEST, 3)
+        if not request:
+            return 0
+        words = json.loads(request)
+        pid = _fork(supervisor)
+        if pid == 0:
+            channel.close()
+            return _run(words, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        channel.send(str(pid).encode())
+
+
+def _fork(supervisor: int) -> int:
+    """Start a process whose parent is the supervisor; returns its process id, and in the process itself 0."""
+    pid_read, pid_write = os.pipe()
+    go_read, go_write = os.pipe()
+    between = os.fork()
+    if between == 0:
+        pid = os.fork()
+        if pid != 0:
+            os.write(pid_write, str(pid).encode())
+            os._exit(0)
+        for descriptor in (pid_read, pid_write, go_write):
+            os.close(descriptor)
+        # The kernel kills this process with its parent, so the parent has to be the supervisor by now.
+        told = os.read(go_read, 1)
+        die_with_parent()
+        if not told or os.getppid() != supervisor:
+            os._exit(1)
+        os.close(go_read)
+        os.setsid()
+        return 0
+    pid = int(os.read(pid_read, 20))
+    os.waitpid(between, 0)
+    os.write(go_write, b".")
+    for descriptor in (pid_read, pid_write, go_read, go_write):
+        os.close(descriptor)
+    return pid
+
+
+def _run(words: Sequence[str], output: int, notify: int, parent: int) -> int:
+    """Run `baton WORDS` in this process, as if it had been started as a program; returns the exit code."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    words = [*words, "--notify-fd", str(notify), "--parent-fd", str(parent)]
+    show_command([sys.executable, "-P", "-m", _MAIN, *words])
+    sys.argv = [_MAIN, *words]
+    code: int = importlib.import_module(_MAIN).main(words)
+    return code
+
+
+def show_command(words: Sequence[str]) -> None:
+    """Let `ps` show another command line, cut to the length of the one with which the process was started.
+
+    The kernel reads it from the process's memory, whose addresses /proc/self/stat has (proc(5), arg_start, arg_end).
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    text = b"\0".join(word.encode() for word in words)[: end - start - 1]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""Nodes are forked by a process that has imported torch, and look and end as programs do; without it they start too."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests.support.process_cluster import ProcessCluster, process_cluster, wait_until_ended
+
+
+def children(pid: int) -> dict[int, tuple[str, str]]:
+    """The state (proc(5), Z is a zombie) and the command line of each child of a process."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid:
+                found[int(process.name)] = state, (process / "cmdline").read_text().replace("\0", " ").strip()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def fork_server(cluster: ProcessCluster) -> int:
+    named = [pid for pid, (_, command) in children(cluster.state.pid).items() if command == "baton fork-server"]
+    return named[0]
+
+
+async def test_forked_nodes_are_the_supervisors_children_and_start_without_the_fork_server(
+    model: Path, tmp_path: Path
+) -> None:
+    with process_cluster(tmp_path / "run", model, "--threads", "1") as cluster:
+        preloaded = fork_server(cluster)
+        # A fork takes no other thread along.
+        assert len(os.listdir(f"/proc/{preloaded}/task")) == 1
+        ours = children(cluster.state.pid)
+        for name in ("prefill-0", "decode-0"):
+            _, command = ours[cluster.process(name).pid]
+            assert f"-m baton.cli.main node --host 127.0.0.1 --cluster default --model {model} " in command
+            assert f"--node-id {name} " in command
+        router = cluster.process("router-0")
+        wait_until_ended([router.pid], lambda: os.kill(router.pid, signal.SIGKILL))
+        async with cluster.session() as session:
+            await session.wait_until_replaced(router)
+            await session.wait_until_replaced(cluster.signal("decode-0", signal.SIGKILL))
+            # The router's own child had no parent any more.
+            assert [command for state, command in children(cluster.state.pid).values() if state == "Z"] == []
+            assert fork_server(cluster) == preloaded
+
+            wait_until_ended([preloaded], lambda: os.kill(preloaded, signal.SIGKILL))
+            await session.wait_until_replaced(cluster.signal("decode-0", signal.SIGKILL))
+            assert preloaded not in children(cluster.state.pid)
+        log = (cluster.run_dir / "logs/supervisor.log").read_text()
+        assert log.count("the fork server has ended") == 1
+
+
+def test_all_ends_with_a_killed_supervisor(model: Path, tmp_path: Path) -> None:
+    with process_cluster(tmp_path / "run", model, "--threads", "1") as cluster:
+        state = cluster.state
+        started = list(children(state.pid))
+        # This one can't see by itself that its supervisor is gone.
+        os.kill(cluster.process("decode-0").pid, signal.SIGSTOP)
+        wait_until_ended(started, lambda: os.kill(state.pid, signal.SIGKILL))

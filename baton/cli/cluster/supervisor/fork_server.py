@@ -21,8 +21,8 @@ from pathlib import Path
 
 PROCESS = "baton.cli.cluster.supervisor.fork_server_process"
 LOADED = b"loaded"
-_ANSWER_S = 5.0
-"""How long a fork may take. It takes milliseconds, unless the machine swaps."""
+_ANSWER_S = 2.0
+"""How long a fork may take, during which the supervisor does nothing else. It takes milliseconds."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 

@@ -248,6 +248,7 @@ class ClusterSupervisor:
         if self._fork_server is not None and self._fork_server.has_ended():
             log = str(self._run_dir.log("fork-server"))
             _log.warning("the fork server has ended: nodes start as programs, which takes longer", log=log)
+            self._fork_server.close()
             self._fork_server = None
         own = {child.run.pid for child in self._children if child.run is not None}
         if self._fork_server is not None:

@@ -117,7 +117,17 @@ def _make_environment(copy: Path) -> None:
 
 def run_tests(copy: Path, tests: Sequence[str], *more: str) -> tuple[int, str]:
     """Run tests of the copy; returns pytest's exit status and output. Raises Unusable if they don't end."""
-    command = [copy / ".venv/bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *more, *tests]
+    command = [
+        str(copy / ".venv/bin/python"),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--no-header",
+        *more,
+        *tests,
+    ]
     # Ctrl-C reaches pytest as well, which ends what its tests have started.
     with subprocess.Popen(command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
@@ -131,7 +141,7 @@ def run_tests(copy: Path, tests: Sequence[str], *more: str) -> tuple[int, str]:
 
 def build_kernels(copy: Path) -> None:
     """Compile the copy's C kernels. Raises Unusable if they are wrong C."""
-    command = [copy / ".venv/bin/python", "setup.py", "--quiet", "build_ext", "--inplace"]
+    command = [str(copy / ".venv/bin/python"), "setup.py", "--quiet", "build_ext", "--inplace"]
     built = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
     if built.returncode:
         raise Unusable(f"the kernels do not compile: {built.stderr[-2000:]}")

@@ -7,6 +7,7 @@ A test compares what it sees with its file. With BATON_OUTSIDE=write in the envi
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,7 +41,14 @@ def assert_as_frozen(name: str, text: str) -> None:
         pytest.fail(f"users see a change; scripts/outside writes it down if it is meant\n{changed}", pytrace=False)
 
 
-def shape(value: Any) -> str:
+def assert_result_as_frozen(result: Mapping[str, Any]) -> None:
+    """Compares the keys and types of a benchmark's result, as JSON has them, with the file of its kind."""
+    written: dict[str, Any] = json.loads(json.dumps(result, allow_nan=False))
+    # Which packages are there depends on the machine.
+    assert_as_frozen(f"results/{written['kind']}.txt", _outline(written | {"versions": {}}))
+
+
+def _outline(value: object) -> str:
     """A line for each path of keys in a JSON document, with the JSON types of what is there; `[]`: in each element."""
     kinds: dict[str, set[str]] = {}
     for path, kind in _kinds(value, ""):
@@ -48,13 +56,13 @@ def shape(value: Any) -> str:
     return "".join(f"{path or '.'}: {' or '.join(sorted(found))}\n" for path, found in sorted(kinds.items()))
 
 
-def _kinds(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def _kinds(value: object, path: str) -> Iterator[tuple[str, str]]:
     match value:
-        case Mapping():
+        case dict():
             yield path, "object"
             for key, inner in value.items():
                 yield from _kinds(inner, f"{path}.{key}")
-        case list() | tuple():
+        case list():
             yield path, "array"
             for inner in value:
                 yield from _kinds(inner, f"{path}[]")

@@ -140,6 +140,8 @@ def test_a_reference_of_commands_that_is_out_of_date_is_noticed(
 def test_a_change_that_users_see_is_shown(shell: Shell, copy: Path) -> None:
     shutil.copytree(ROOT / "tests/outside", copy / "tests/outside")
     (copy / "tests/support").mkdir()
+    shutil.rmtree(copy / "baton")
+    (copy / "baton").symlink_to(ROOT / "baton")
     shutil.copy(ROOT / "tests/support/outside.py", copy / "tests/support")
     assert shell.run([str(copy / "scripts/outside"), "--check"]).returncode == 0
     replace(copy / "tests/outside/help.txt", "Print the version.", "Print a version.")

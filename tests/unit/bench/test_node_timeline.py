@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from baton.v1.node_pb2.pyi import LoadReport
 
 from baton.bench.load.endpoint import Target
 from baton.bench.load.load import GeneratorLoad
@@ -16,7 +15,7 @@ from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.results.slo import Slo
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.messages.ids import AttemptKey
-from baton.messages.node import StepFigures
+from baton.messages.node import LoadReport, StepFigures
 from baton.messages.node_report import HandoffReport, NodeReport, NodeTrace, TraceEvent, TraceStep
 from tests.support.node_rig import DESCRIPTION
 from tests.support.outside import assert_result_as_frozen

@@ -41,11 +41,11 @@ def assert_as_frozen(name: str, text: str) -> None:
         pytest.fail(f"users see a change; scripts/outside writes it down if it is meant\n{changed}", pytrace=False)
 
 
-def assert_result_as_frozen(result: Mapping[str, Any]) -> None:
-    """Compares the keys and types of a benchmark's result, as JSON has them, with the file of its kind."""
+def assert_result_as_frozen(result: Mapping[str, Any], name: str = "") -> None:
+    """Compares the keys and types of a benchmark's result, as JSON has them, with the file `name`, or of its kind."""
     written: dict[str, Any] = json.loads(json.dumps(result, allow_nan=False))
     # Which packages are there depends on the machine.
-    assert_as_frozen(f"results/{written['kind']}.txt", _outline(written | {"versions": {}}))
+    assert_as_frozen(f"results/{name or written['kind']}.txt", _outline(written | {"versions": {}}))
 
 
 def _outline(value: object) -> str:

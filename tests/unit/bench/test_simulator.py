@@ -358,6 +358,7 @@ def test_the_result_file_has_the_schema_of_live_benchmarks(tmp_path: Path, capsy
     assert main(["simulate", *words, "--result-filename", str(path)]) == 0
     assert "colocated:2" in capsys.readouterr().out
     result = json.loads(path.read_text())
+    assert (result["schema"], result["kind"]) == ("baton.bench/1", "simulate")
     assert_result_as_frozen(result)
     colocated, disaggregated = result["arrangements"]
     assert [colocated["name"], disaggregated["name"]] == ["colocated:2", "1p1d"]

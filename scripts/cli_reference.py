@@ -17,7 +17,7 @@ from router.http.errors import kind_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 SETTINGS = frozenset({"up", "node", "router"})
-"""Commands whose options are settings of a process; docs/configuration.md lists those."""
+"""Commands that have settings of a process as options; docs/configuration.md lists those."""
 HEAD_OF_OPTIONS = ("option", "meaning")
 SHARED_BY = 10
 """An option that at least this many commands have, with the same help, is listed once for all of them."""
@@ -34,9 +34,10 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
 
 
 def rows(command: Any) -> list[Row]:
-    """Arguments and options of a command as its help shows them, without `--help`."""
+    """Arguments and options of a command as its help shows them, without `--help` and settings."""
     context = command.make_context("baton", [], resilient_parsing=True)
-    records = (parameter.get_help_record(context) for parameter in command.params)
+    shown = [each for each in command.params if getattr(each, "rich_help_panel", None) is None]
+    records = (parameter.get_help_record(context) for parameter in shown)
     return [(names, " ".join(text.split())) for names, text in filter(None, records)]
 
 
@@ -74,8 +75,7 @@ def reference(found: Mapping[str, Any]) -> dict[str, str]:
         words = " ".join(command.collect_usage_pieces(command.make_context("baton", [], resilient_parsing=True)))
         texts[name] = f"{' '.join(command.help.split())}\n\n```text\nbaton {name} {words}\n```\n"
         if name in SETTINGS:
-            texts[name] += "\nIts options are settings.\n"
-            continue
+            texts[name] += "\nIts options are settings, and these:\n"
         own = [row for row in all_rows[name] if row not in shared]
         if own:
             texts[name] += f"\n{table(HEAD_OF_OPTIONS, own)}"

@@ -137,6 +137,20 @@ def test_a_reference_of_commands_that_is_out_of_date_is_noticed(
         assert page.read_text() == good
 
 
+def test_a_change_that_users_see_is_shown(shell: Shell, copy: Path) -> None:
+    shutil.copytree(ROOT / "tests/outside", copy / "tests/outside")
+    (copy / "tests/support").mkdir()
+    shutil.rmtree(copy / "baton")
+    (copy / "baton").symlink_to(ROOT / "baton")
+    shutil.copy(ROOT / "tests/support/outside.py", copy / "tests/support")
+    assert shell.run([str(copy / "scripts/outside"), "--check"]).returncode == 0
+    replace(copy / "tests/outside/help.txt", "Print the version.", "Print a version.")
+    checked = shell.run([str(copy / "scripts/outside"), "--check"])
+    assert (checked.returncode, checked.stdout) == (1, "")
+    assert "\n-  version     Print a version.\n+  version     Print the version.\n" in checked.stderr
+    assert checked.stderr.endswith("scripts/outside: users see a change; if it is meant, run scripts/outside\n")
+
+
 def test_setup_names_what_is_missing(shell: Shell, copy: Path) -> None:
     for part in ("pyproject.toml", "constraints.txt", "setup.py"):
         shutil.copy(ROOT / part, copy)

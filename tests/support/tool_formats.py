@@ -18,6 +18,10 @@ MARKERS = {
     "mistral": "[TOOL_CALLS] [",
     "mistral-args": "[TOOL_CALLS][ARGS]",
 }
+THINKING = (
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+)
+"""The end of a template of a model that thinks unless it is told not to."""
 Call = tuple[str, object]
 
 

@@ -23,6 +23,7 @@ from baton.bench.results.summary import summarize
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import InvalidRequest
 from baton.models.resolve import FoundModel
+from tests.support.outside import assert_result_as_frozen
 
 
 def searched(search: GoodputSearch, limit: float) -> list[float]:
@@ -107,6 +108,7 @@ def rate_run(repeat: int, rate: float, gap_s: float, requests: int = 12) -> Rate
     return RateRun(repeat, rate, summary, NodesRun(run, {}, {}, 0))
 
 
+@pytest.mark.outside
 def test_a_comparison_has_ratios_with_their_spread() -> None:
     arrangements = chosen(["colocated", "1p1d"], 2)
     measured = [
@@ -122,6 +124,7 @@ def test_a_comparison_has_ratios_with_their_spread() -> None:
     config = CompareConfig(arrangements, FoundModel(Path("model"), "model"), "auto", WorkloadSpec(), None)
     comparison = Comparison(Slo(tpot_ms=50), summarize(Outcomes(), 1.0), measured)
     result = compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
+    assert_result_as_frozen(result)
     assert result["goodput"] == {"colocated:2": 2, "1p1d": 8}
     assert result["goodput_ratio"] == 3
     assert result["goodput_ratio_spread"] == {"median": 3, "p10": 2, "p90": 4}

@@ -43,6 +43,7 @@ from baton.messages.sampling import SamplingParams
 from baton.models.resolve import FoundModel
 from baton.testing.fake_clock import FakeClock
 from tests.support.node_rig import DESCRIPTION
+from tests.support.outside import assert_result_as_frozen
 
 TRUTH = FormulaTimes(4.0, 0.8, 0.0, 12.0, 0.0, 1.5)
 PAIR = Arrangement(1, 1)
@@ -152,6 +153,7 @@ def undisturbed() -> tuple[FormulaCluster, Validated]:
     return cluster, validated(cluster)
 
 
+@pytest.mark.outside
 def test_a_cluster_with_the_formulas_step_times_is_predicted_exactly(
     undisturbed: tuple[FormulaCluster, Validated],
 ) -> None:
@@ -165,6 +167,7 @@ def test_a_cluster_with_the_formulas_step_times_is_predicted_exactly(
         assert pair.overheads.message_s == pytest.approx(MESSAGE_S, rel=0.05)
         assert pair.overheads.handoff_s == pytest.approx(HANDOFF_S, rel=0.15)
     result = validation_result([found], 0, "2026-01-01T00:00:00+00:00")
+    assert_result_as_frozen(result)
     assert result["models"][0]["shapes"] == {"prefill": "tp1", "decode": "tp1"}
     for load in result["models"][0]["loads"]:
         for name in ("ttft_ms", "tpot_ms"):

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from baton.bench.load.endpoint import Target
+from baton.bench.load.load import GeneratorLoad
+from baton.bench.load.report import serve_result
+from baton.bench.load.run import LoadPlan, LoadRun
+from baton.bench.nodes.run import NodesRun, nodes_result
+from baton.bench.nodes.samples import NodeSamples
 from baton.bench.nodes.timeline import Interval, NodeTimeline, merge_decode_steps, reads_of
+from baton.bench.results.outcome import Outcome, Outcomes
+from baton.bench.results.slo import Slo
+from baton.bench.workloads.spec import WorkloadSpec
 from baton.messages.ids import AttemptKey
-from baton.messages.node import StepFigures
-from baton.messages.node_report import NodeTrace, TraceEvent, TraceStep
+from baton.messages.node import LoadReport, StepFigures
+from baton.messages.node_report import HandoffReport, NodeReport, NodeTrace, TraceEvent, TraceStep
+from tests.support.node_rig import DESCRIPTION
+from tests.support.outside import assert_result_as_frozen
 
 KEY, OTHER = AttemptKey("a", 1, 1), AttemptKey("b", 1, 1)
 NODE_S = 5000.0
@@ -76,3 +87,18 @@ def test_decode_steps_that_follow_each_other_are_merged() -> None:
         *(Interval(0.0, 0.0495, "decode", 10), Interval(0.05, 0.06, "mixed", 9)),
         *(Interval(0.06, 0.07, "decode", 2), Interval(0.5, 0.6, "decode", 1)),
     ]
+
+
+@pytest.mark.outside
+def test_the_results_of_a_load_have_their_keys_and_types() -> None:
+    outcomes = Outcomes()
+    outcomes.append(Outcome(0, 0.0, 0.1, 0.2, 0.4, 8, 2, [0.2], queue_s=0.01, prefill_s=0.02))
+    outcomes.append(Outcome(1, 0.0, 0.1, None, 0.4, 8, 0, error="refused"))
+    timeline, samples = NodeTimeline(), NodeSamples("decode")
+    timeline.add(0.5, answer(0.5, step(1, 0.3, 10, 0, 1)))
+    samples.add(0.5, NodeReport(DESCRIPTION, LoadReport(running=1), {}, HandoffReport()))
+    run = LoadRun(outcomes, 1.0, 2, GeneratorLoad(1, 0.1, 0.1, 0.1), was_interrupted=False, is_unreachable=False)
+    plan, slo = LoadPlan(Target("baton", "here:1", model="tiny"), WorkloadSpec(request_rate=2.0)), Slo(tpot_ms=50)
+    assert_result_as_frozen(serve_result(plan, run, slo, (50, 99), "", "2026-01-01T00:00:00+00:00"))
+    ran = NodesRun(run, {"decode-0": samples}, {"decode-0": timeline}, 0)
+    assert_result_as_frozen(nodes_result(plan, ran, slo, (50, 99), "", "2026-01-01T00:00:00+00:00"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -18,6 +19,7 @@ from baton.cli.main import main
 from baton.errors import InvalidRequest
 from baton.messages.node import Role
 from baton.messages.node_shape import ONE_RANK, NodeShape
+from tests.support.outside import assert_result_as_frozen
 
 FORMULA = FormulaTimes()
 TABLE = TableTimes([(64, 0.02), (512, 0.1)], [(1, 0.02), (8, 0.03), (32, 0.08)], 512, 1e-7)
@@ -180,13 +182,16 @@ def test_runs_of_steps_take_as_long_as_single_steps() -> None:
     assert runs.finished_s.tolist() == pytest.approx(steps.finished_s.tolist())
 
 
-def test_shapes_are_in_the_result_and_goodput_counts_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.outside
+def test_shapes_are_in_the_result_and_goodput_counts_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "--arrangement", "1p2d", "--num-prompts", "20", "--random-input-len", "100"]
     words += ["--random-output-len", "5", "--tp", "2", "--prefill-pp", "2", "--decode-tp", "1"]
     assert main([*words, "-o", "json"]) == 0
     (one,) = json.loads(capsys.readouterr().out)["arrangements"]
     assert (one["gpus"], one["shapes"]) == (6, {"prefill": "tp2 pp2", "decode": "tp1"})
-    assert main([*words, "--find-goodput", "--goodput", "ttft:500"]) == 0
+    path = tmp_path / "result.json"
+    assert main([*words, "--find-goodput", "--goodput", "ttft:500", "--result-filename", str(path)]) == 0
+    assert_result_as_frozen(json.loads(path.read_text()), "simulate_find_goodput")
     shown = capsys.readouterr().out
     assert "1p2d: 6 ranks (prefill tp2 pp2, decode tp1)" in shown
     goodput, per_gpu = (float(word) for word in shown.splitlines()[-1].split()[-2:])

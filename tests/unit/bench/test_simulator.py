@@ -24,6 +24,7 @@ from baton.bench.workloads import Piece, WorkloadRequest
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.cli.main import main
 from baton.errors import InvalidRequest
+from tests.support.outside import assert_result_as_frozen
 
 TIMES = FormulaTimes()
 
@@ -349,6 +350,7 @@ def test_usage_errors_name_the_wrong_argument(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.outside
 def test_the_result_file_has_the_schema_of_live_benchmarks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     words = ["--splits", "2", "--num-prompts", "40", "--request-rate", "3", "--random-input-len", "300"]
@@ -357,6 +359,7 @@ def test_the_result_file_has_the_schema_of_live_benchmarks(tmp_path: Path, capsy
     assert "colocated:2" in capsys.readouterr().out
     result = json.loads(path.read_text())
     assert (result["schema"], result["kind"]) == ("baton.bench/1", "simulate")
+    assert_result_as_frozen(result)
     colocated, disaggregated = result["arrangements"]
     assert [colocated["name"], disaggregated["name"]] == ["colocated:2", "1p1d"]
     summary = disaggregated["rates"][0]["summary"]

@@ -18,7 +18,7 @@ from baton.text.schema_compiling import check_constraint
 from tests.support.byte_matching import takes
 from tests.support.http_client import Event, Exchange
 from tests.support.http_rig import CARD, HttpRig, chunk, finished
-from tests.support.tool_formats import MARKERS, template, written
+from tests.support.tool_formats import MARKERS, THINKING, template, written
 
 CHATS = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -28,9 +28,6 @@ F = {"type": "function", "function": STRICT}
 G = {"type": "function", "function": {"name": "g"}}
 NAMED = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-THINKING = (
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
-)
 
 
 def chat(**fields: Any) -> dict[str, Any]:

@@ -11,6 +11,9 @@ without any fault. Exits with 0 if all faults were noticed, and with 1 otherwise
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -19,13 +22,14 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "tests/planted"
 PRODUCT = ("baton", "router", "prefill_node", "decode_node", "kv_transfer")
+_MARK = "BATON_PLANTED"
 KERNELS = Path("baton/runner/backends/cpu/kernels")
 BOUND_S = 900.0
 """The longest run of a fault's tests. One that hangs has its own time limit in pytest, which is much shorter."""
@@ -128,15 +132,30 @@ def run_tests(copy: Path, tests: Sequence[str], *more: str) -> tuple[int, str]:
         *more,
         *tests,
     ]
+    mark = f"{_MARK}={secrets.token_hex(8)}"
+    environment = os.environ | dict([mark.split("=")])
     # Ctrl-C reaches pytest as well, which ends what its tests have started.
-    with subprocess.Popen(command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            output, _ = process.communicate(timeout=BOUND_S)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            process.communicate()
-            raise Unusable(f"{' '.join(tests)}: not over after {BOUND_S:g} s") from None
+    try:
+        with subprocess.Popen(
+            command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=BOUND_S)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+                process.communicate()
+                raise Unusable(f"{' '.join(tests)}: not over after {BOUND_S:g} s") from None
+    finally:
+        _end_marked(mark)
     return process.returncode, output
+
+
+def _end_marked(mark: str) -> None:
+    """Kill the processes that have this variable: a fault may keep its tests from ending what they start."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark.encode() in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def build_kernels(copy: Path) -> None:
@@ -147,8 +166,8 @@ def build_kernels(copy: Path) -> None:
         raise Unusable(f"the kernels do not compile: {built.stderr[-2000:]}")
 
 
-def noticed(copy: Path, fault: Fault, texts: dict[Path, str]) -> bool:
-    """Plant one fault, run its tests, and take it out again. Returns whether a test failed."""
+def noticed(copy: Path, fault: Fault, texts: dict[Path, str]) -> str:
+    """Plant one fault, run its tests, and take it out again. Returns the first test that failed; empty if none did."""
     place = place_of(fault, texts)
     is_kernel = place.is_relative_to(KERNELS / "csrc")
     try:
@@ -163,7 +182,8 @@ def noticed(copy: Path, fault: Fault, texts: dict[Path, str]) -> bool:
                 shutil.copy2(library, copy / KERNELS)
     if status not in {FAILED, PASSED}:
         raise Unusable(f"{fault.name}: pytest exits with {status}:\n{output[-2000:]}")
-    return status == FAILED
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return failed[1] if failed and status == FAILED else ""
 
 
 def main() -> int:
@@ -196,12 +216,13 @@ def _run(faults: Sequence[Fault], texts: dict[Path, str]) -> int:
             began = time.monotonic()
             try:
                 found = noticed(copy, fault, texts)
+                took = time.monotonic() - began
                 print(
-                    f"{'noticed' if found else 'MISSED '} {time.monotonic() - began:6.1f} s  {fault.name}", flush=True
+                    f"noticed {took:6.1f} s  {fault.name}: {found}" if found else f"MISSED   {fault.name}", flush=True
                 )
             except Unusable as error:
-                found = False
-                print(f"UNUSABLE           {error}", flush=True)
+                found = ""
+                print(f"UNUSABLE {error}", flush=True)
             if not found:
                 missed.append(fault.name)
     print(f"{len(faults) - len(missed)} of {len(faults)} faults were noticed")

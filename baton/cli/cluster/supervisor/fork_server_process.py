@@ -28,6 +28,9 @@ _PRELOADED = (
     "baton.runner.loading",
     "decode_node.app",
     "prefill_node.app",
+    # What the modules of most models import, and what torch does where it computes without memory.
+    "torch.fx.experimental.symbolic_shapes",
+    "transformers.models.llama.modeling_llama",
 )
 _MAX_REQUEST = 1 << 17
 

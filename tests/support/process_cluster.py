@@ -62,9 +62,9 @@ class ProcessCluster:
         """Return the first traceback in the log of each process; a fault outside a process must cause none."""
         found = {}
         for log in sorted((self._run_dir.path / "logs").glob("*.log")):
-            bad = [line for line in log.read_text(errors="replace").splitlines() if "Traceback" in line]
-            if bad:
-                found[log.stem] = bad[0][:2000]
+            before, traceback, after = log.read_text(errors="replace").partition("Traceback")
+            if traceback:
+                found[log.stem] = before.rpartition("\n")[2] + traceback + after[:3000]
         return found
 
     def process(self, name: str) -> ProcessState:
@@ -241,7 +241,8 @@ def process_cluster(
     finally:
         stopped = cluster.baton("down", "--timeout", "60", "--force")
         assert stopped.returncode == 0, stopped.stderr
-    assert cluster.tracebacks() == {}
+    found = cluster.tracebacks()
+    assert not found, "\n\n".join(f"{name}: {text}" for name, text in found.items())
 
 
 def wait_until_ended(pids: Sequence[int], act: Callable[[], None]) -> None:

@@ -21,7 +21,10 @@ class RequestedFault:
         self._stops = action.startswith("stop")
         self.struck: int | None = None
         """The id of the process that it struck; None: it struck none, or the `with` block is not over."""
-        self._request.write_text(action)
+        # A process may look at any moment, and must not see an empty file.
+        written = directory / f"{failpoint}.wanted"
+        written.write_text(action)
+        written.rename(self._request)
 
     def __enter__(self) -> RequestedFault:
         return self

@@ -31,6 +31,7 @@ from baton.registry import Membership, NodeRecord, require
 from baton.registry.registry import Registry, with_authority
 from baton.runner import load
 from baton.runner.backends.cpu import kernel_file
+from baton.runner.lean_imports import import_transformers
 from baton.runner.rare_collections import rare_collections
 from baton.security.binds import check_bind, is_loopback
 from baton.security.matrix import CallerRole
@@ -71,6 +72,8 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
     # Before the model is loaded, which may take minutes.
     role = asyncio.run(_wanted_role(config))
     with rare_collections():
+        if config.runner == "torch":
+            import_transformers()
         runner = load(runner_spec(config), _other_hosts(config))
     log_slow_paths(runner.model)
     # What is loaded by now stays: a full garbage collection of it would stop event loop and engine for 100 ms.

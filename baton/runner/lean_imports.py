@@ -31,7 +31,7 @@ def import_transformers() -> None:
         sys.modules[_COMPILER] = torch._dynamo = _CompilerOnDemand(Path(torch.__file__).parent)
     is_available, torch.distributed.is_available = torch.distributed.is_available, lambda: False
     try:
-        # It asks once, and remembers the answer.
+        # transformers asks once, and remembers the answer.
         import transformers.modeling_utils  # noqa: F401
     finally:
         torch.distributed.is_available = is_available

@@ -61,10 +61,9 @@ def _node(
 
             # This check is fast and importing torch is slow, so a wrong path is reported first.
             check_model_dir(resolved.model)
-            with rare_collections():
-                import_transformers()
         if resolved.host_rank > 0:
             with rare_collections():
+                import_transformers()
                 from baton.stage.host import run_stage_host
 
             return run_stage_host(resolved)

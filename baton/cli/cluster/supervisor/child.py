@@ -18,7 +18,7 @@ from pathlib import Path
 
 from baton.cli.cluster.supervisor.fork_server import ForkedProcess, ForkServer
 from baton.cli.cluster.supervisor.parent import die_with_parent
-from baton.cli.cluster.supervisor.plan import ChildSpec, words_of
+from baton.cli.cluster.supervisor.plan import ChildSpec, flags_of_descriptors
 from baton.observe.ready import AnnouncementReader, Failed, Ready
 from baton.registry.embedded import READY_WORDS
 
@@ -58,7 +58,7 @@ class ChildRun:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             if fork_server is not None:
-                self._process = fork_server.fork(words_of(command), output, write_end, self._death_pipe.read_end)
+                self._process = fork_server.fork(command, output, write_end, self._death_pipe.read_end)
             if self._process is None:
                 self._process = self._program(spec, command, output, write_end)
         except OSError:
@@ -73,7 +73,7 @@ class ChildRun:
     def _program(self, spec: ChildSpec, command: Sequence[str], output: int, write_end: int) -> subprocess.Popen[bytes]:
         words, passed = list(command), []
         if spec.announces:
-            words += ["--notify-fd", str(write_end), "--parent-fd", str(self._death_pipe.read_end)]
+            words += flags_of_descriptors(write_end, self._death_pipe.read_end)
             passed = [write_end, self._death_pipe.read_end]
         return subprocess.Popen(
             words,

@@ -22,7 +22,6 @@ from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
 from baton.cli.cluster.supervisor.child import ChildRun, DeathPipe, describe_exit
 from baton.cli.cluster.supervisor.fork_server import ForkServer, reap_adopted
-from baton.cli.cluster.supervisor.parent import die_with_parent
 from baton.cli.cluster.supervisor.plan import ChildSpec, with_flags
 from baton.cli.cluster.supervisor.restart import ChildLife, ChildState, RetryIn
 from baton.clock import Clock
@@ -201,7 +200,7 @@ class ClusterSupervisor:
         deadline = self._loop.time() + self._plan.start_timeout_s
         first = self._children[: len(self._plan.first)]
         others = self._children[len(first) :]
-        # It imports while the others start.
+        # The fork server imports while the others start.
         self._start_fork_server()
         for child in first:
             self._spawn(child)
@@ -224,7 +223,7 @@ class ClusterSupervisor:
         longest = max(sum(len(word.encode()) + 1 for word in spec.command) for spec in forked) + _ROOM_FOR_FLAGS
         log = self._run_dir.log("fork-server")
         try:
-            self._fork_server = ForkServer(forked[0].environment, longest, log, die_with_parent)
+            self._fork_server = ForkServer(forked[0].environment, longest, log)
         except OSError as error:
             _log.warning("nodes start more slowly: no process can be forked", reason=str(error))
             return
@@ -238,9 +237,11 @@ class ClusterSupervisor:
         loaded = asyncio.create_task(self._fork_server.loaded())
         stop = asyncio.create_task(self._stop.wait())
         timeout = max(0.0, deadline - self._loop.time())
-        await asyncio.wait((loaded, stop), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        for task in (loaded, stop):
-            task.cancel()
+        try:
+            await asyncio.wait((loaded, stop), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (loaded, stop):
+                task.cancel()
 
     def _reap_adopted(self) -> None:
         if not self._adopts:

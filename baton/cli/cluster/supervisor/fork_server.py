@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from baton.cli.cluster.supervisor.parent import die_with_parent
+
 PROCESS = "baton.cli.cluster.supervisor.fork_server_process"
 LOADED = b"loaded"
 _ANSWER_S = 2.0
@@ -47,17 +49,12 @@ class ForkedProcess:
 class ForkServer:
     """The supervisor's side. Belongs to the event loop of whoever starts it."""
 
-    def __init__(
-        self, environment: Mapping[str, str], longest_title: int, log: Path, before: Callable[[], None]
-    ) -> None:
+    def __init__(self, environment: Mapping[str, str], longest_title: int, log: Path) -> None:
         """Start the process, which then imports for seconds. Raises OSError.
 
         `environment`: variables of all processes to be forked, in addition to this one's. `longest_title`: the bytes of
-        their longest command line. `before`: called in the new process before it becomes the program.
+        their longest command line.
         """
-        # From now on a process whose parent has ended becomes a child of this one.
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._is_usable = False
         command = [sys.executable, "-P", "-m", PROCESS, str(theirs.fileno()), "-" * longest_title]
@@ -71,7 +68,7 @@ class ForkServer:
                     env={**os.environ, **environment},
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
-                    preexec_fn=before,
+                    preexec_fn=die_with_parent,
                 )
         except BaseException:
             self._channel.close()
@@ -79,6 +76,10 @@ class ForkServer:
         finally:
             theirs.close()
         self._channel.setblocking(False)
+        # From now on a process whose parent has ended becomes a child of this one.
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1) != 0:
+            self.close()
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
     @property
     def pid(self) -> int:
@@ -94,8 +95,8 @@ class ForkServer:
         with suppress(OSError):
             self._is_usable = await asyncio.get_running_loop().sock_recv(self._channel, 64) == LOADED
 
-    def fork(self, words: Sequence[str], output: int, notify: int, parent: int) -> ForkedProcess | None:
-        """Start `baton WORDS`, and wait for its process id; returns None if the fork server is of no use any more.
+    def fork(self, command: Sequence[str], output: int, notify: int, parent: int) -> ForkedProcess | None:
+        """Start a planned command, and wait for its process id; returns None if the fork server can't start it.
 
         `output` becomes the standard output and error. `notify` and `parent` are the descriptors of `--notify-fd` and
         `--parent-fd`.
@@ -104,7 +105,7 @@ class ForkServer:
             return None
         self._channel.settimeout(_ANSWER_S)
         try:
-            socket.send_fds(self._channel, [json.dumps(list(words)).encode()], [output, notify, parent])
+            socket.send_fds(self._channel, [json.dumps(list(command)).encode()], [output, notify, parent])
             if answer := self._channel.recv(64):
                 return ForkedProcess(int(answer))
         except OSError:

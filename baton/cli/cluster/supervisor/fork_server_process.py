@@ -12,17 +12,17 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from baton.cli.cluster.supervisor.fork_server import LOADED
 from baton.cli.cluster.supervisor.parent import die_with_parent
+from baton.cli.cluster.supervisor.plan import flags_of_descriptors, words_of
+from baton.cli.main import main as run_command
 from baton.runner.lean_imports import import_transformers
 from baton.runner.rare_collections import rare_collections
 
-_MAIN = "baton.cli.main"
 _PRELOADED = (
-    _MAIN,
     "baton.cli.commands.processes",
     "baton.node.process",
     "baton.runner.loading",
@@ -36,8 +36,9 @@ _MAX_REQUEST = 1 << 17
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Import, then fork on request until the supervisor is gone; returns the exit code, in a forked process that of
-    its command."""
+    """Import, then fork on request until the supervisor is gone. Returns the exit code: in a forked process that of its
+    command.
+    """
     supervisor = os.getppid()
     channel = socket.socket(fileno=int(arguments[0]))
     show_command(["baton", "fork-server"])
@@ -53,18 +54,19 @@ def main(arguments: Sequence[str]) -> int:
         request, descriptors, _flags, _address = socket.recv_fds(channel, _MAX_REQUEST, 3)
         if not request:
             return 0
-        words = json.loads(request)
-        pid = _fork(supervisor)
-        if pid == 0:
+        command = json.loads(request)
+        if _fork(supervisor, lambda pid: channel.send(str(pid).encode())):
             channel.close()
-            return _run(words, *descriptors)
+            return _run(command, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        channel.send(str(pid).encode())
 
 
-def _fork(supervisor: int) -> int:
-    """Start a process whose parent is the supervisor; returns its process id, and in the process itself 0."""
+def _fork(supervisor: int, tell: Callable[[int], object]) -> bool:
+    """Start a process whose parent is the supervisor, and `tell` its id; returns whether this is the new process.
+
+    It goes on only once its id was told, so none runs of which the supervisor does not know.
+    """
     pid_read, pid_write = os.pipe()
     go_read, go_write = os.pipe()
     between = os.fork()
@@ -82,25 +84,26 @@ def _fork(supervisor: int) -> int:
             os._exit(1)
         os.close(go_read)
         os.setsid()
-        return 0
+        return True
+    # If the process between can't fork, the pipe has to end.
+    os.close(pid_write)
     pid = int(os.read(pid_read, 20))
     os.waitpid(between, 0)
+    tell(pid)
     os.write(go_write, b".")
-    for descriptor in (pid_read, pid_write, go_read, go_write):
+    for descriptor in (pid_read, go_read, go_write):
         os.close(descriptor)
-    return pid
+    return False
 
 
-def _run(words: Sequence[str], output: int, notify: int, parent: int) -> int:
-    """Run `baton WORDS` in this process, as if it had been started as a program; returns the exit code."""
+def _run(command: Sequence[str], output: int, notify: int, parent: int) -> int:
+    """Run a planned command in this process, as if it had been started as a program; returns the exit code."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    words = [*words, "--notify-fd", str(notify), "--parent-fd", str(parent)]
-    show_command([sys.executable, "-P", "-m", _MAIN, *words])
-    sys.argv = [_MAIN, *words]
-    code: int = importlib.import_module(_MAIN).main(words)
-    return code
+    command = [*command, *flags_of_descriptors(notify, parent)]
+    show_command(command)
+    return run_command(words_of(command))
 
 
 def show_command(words: Sequence[str]) -> None:

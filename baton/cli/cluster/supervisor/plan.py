@@ -141,6 +141,11 @@ def with_flags(command: Sequence[str], flags: Mapping[str, str]) -> list[str]:
     return words
 
 
+def flags_of_descriptors(notify: int, parent: int) -> list[str]:
+    """The flags of a process that announces: where it does, and the pipe that ends with its supervisor."""
+    return ["--notify-fd", str(notify), "--parent-fd", str(parent)]
+
+
 def words_of(command: Sequence[str]) -> Sequence[str]:
     """What follows `baton` in the command of a planned process."""
     return command[command.index(_MAIN) + 1 :]

@@ -29,8 +29,8 @@ from baton.wire.clients.node_client import NodeClient
 _ANY_PROMPT = str(1 << 30)
 _UP = """
 import runpy, sys
-from baton.bounded_process import end_with
-end_with(int(sys.argv.pop(1)))
+from baton.processes.parent import die_with
+die_with(int(sys.argv.pop(1)))
 runpy.run_module("baton.cli.main", run_name="__main__", alter_sys=True)
 """
 _DRAIN_S = 60.0

@@ -19,9 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
-from baton.bounded_process import end_with, limit_memory, limit_powers
 from baton.errors import ConfigError, InvalidRequest
 from baton.messages.sampling import ConstraintKind
+from baton.processes.bounded_process import limit_memory, limit_powers
+from baton.processes.parent import die_with
 from baton.text.schema_compiling import JSON_OBJECT, check_constraint
 from baton.text.template_work import TemplateWork, load_all
 
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> None:
     parent, cpu_s, memory_bytes = int(arguments[0]), float(arguments[1]), int(arguments[2])
     # Ctrl-C in a terminal is for the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with(parent)
+    die_with(parent)
     # One-time initialisation must not count against the limits of the first work, and it opens files.
     check_constraint(JSON_OBJECT)
     with suppress(InvalidRequest):

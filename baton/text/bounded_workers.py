@@ -23,9 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from baton.bounded_process import child_environment
 from baton.errors import Overloaded
 from baton.messages.sampling import ConstraintKind
+from baton.processes.bounded_process import child_environment
 from baton.text.bounded_child import Outcome, out_of_memory, parse_answer, receive, send
 
 Job = ConstraintKind | Literal["chat_template", "template_traits"]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.processes.fork_server import give_fork_server
+from tests.support.forked_commands import fork_server
 from tests.support.mini_cluster import simulated_model_dir
 from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
 from tests.support.slow_model import FLAGS, MAX_MODEL_LEN, STEP_TIMES, VOCAB_SIZE
@@ -23,6 +25,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[P
     sizes = ("--prefill", "2", "--decode", "2", "--routers", "2")
     with process_cluster(run_dir, model, *FLAGS, *sizes, environment=STEP_TIMES) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Meanwhile the processes of ranks and stages that this process starts are forked."""
+    give_fork_server(fork_server())
+    yield
+    give_fork_server(None)
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,9 @@ sys.stdin.read()
 """
 
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.support.forked_commands import BatonProcess, run_baton
+
 BATON = Path(sys.executable).with_name("baton")
 ROOT = Path(__file__).parents[2]
 BOUND_S = 100.0
@@ -47,29 +49,33 @@ class Shell:
         self, *words: object, environment: Mapping[str, str] | None = None, **settings: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run the command to its end; `settings` as for subprocess.run."""
-        return self.run([str(BATON), *map(str, words)], environment=environment, **settings)
+        given = self.environment | dict(environment or {})
+        return run_baton([str(word) for word in words], given, stderr=subprocess.PIPE, **self._defaults(settings))
 
     def run(
         self, command: list[str], environment: Mapping[str, str] | None = None, **settings: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run any command to its end."""
-        defaults: dict[str, Any] = {"stdout": subprocess.PIPE, "timeout": BOUND_S, "cwd": self.home}
-        if "input" not in settings:
-            defaults["stdin"] = subprocess.DEVNULL
         done: subprocess.CompletedProcess[str] = subprocess.run(
             command,
             env=self.environment | dict(environment or {}),
             stderr=subprocess.PIPE,
             text=True,
             check=False,
-            **defaults | settings,
+            **self._defaults(settings),
         )
         return done
+
+    def _defaults(self, settings: dict[str, Any]) -> dict[str, Any]:
+        defaults: dict[str, Any] = {"stdout": subprocess.PIPE, "timeout": BOUND_S, "cwd": self.home}
+        if "input" not in settings:
+            defaults["stdin"] = subprocess.DEVNULL
+        return defaults | settings
 
     def start(self, *words: object, **settings: Any) -> subprocess.Popen[bytes]:
         """Start the command; `settings` as for subprocess.Popen."""
         settings.setdefault("stdin", subprocess.DEVNULL)
-        return subprocess.Popen([str(BATON), *map(str, words)], env=self.environment, cwd=self.home, **settings)
+        return BatonProcess([str(word) for word in words], self.environment, cwd=self.home, **settings)
 
     def remaining_processes(self) -> dict[int, str]:
         """Return the command lines of all processes that were started here and still run, by process id."""

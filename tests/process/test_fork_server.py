@@ -30,7 +30,7 @@ def fork_server(cluster: ProcessCluster) -> int:
 async def test_forked_nodes_are_the_supervisors_children_and_start_without_the_fork_server(
     model: Path, tmp_path: Path
 ) -> None:
-    with process_cluster(tmp_path / "run", model, "--threads", "1") as cluster:
+    with process_cluster(tmp_path / "run", model, "--threads", "1", as_program=True) as cluster:
         preloaded = fork_server(cluster)
         # A fork takes no other thread along.
         assert len(os.listdir(f"/proc/{preloaded}/task")) == 1
@@ -52,12 +52,12 @@ async def test_forked_nodes_are_the_supervisors_children_and_start_without_the_f
             os.kill(preloaded, signal.SIGSTOP)
             await session.wait_until_replaced(cluster.signal("decode-0", signal.SIGKILL))
             assert preloaded not in children(cluster.state.pid)
-        log = (cluster.run_dir / "logs/supervisor.log").read_text()
-        assert log.count("the fork server has ended") == 1
+        log = cluster.log.read_text()
+        assert log.count("the fork server is lost") == 1
 
 
 def test_all_ends_with_a_killed_supervisor(model: Path, tmp_path: Path) -> None:
-    with process_cluster(tmp_path / "run", model, "--threads", "1") as cluster:
+    with process_cluster(tmp_path / "run", model, "--threads", "1", as_program=True) as cluster:
         state = cluster.state
         started = list(children(state.pid))
         # This one can't see by itself that its supervisor is gone.

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -24,6 +25,7 @@ from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.codec.operator import CLUSTER_STATUS
 from tests.support.caller import Caller
+from tests.support.forked_commands import BatonProcess, run_baton
 from tests.support.reports import QueuedReports
 
 BOUND_S = 100.0
@@ -42,14 +44,39 @@ class ProcessCluster:
 
     def baton(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run the command on this cluster."""
-        command = [sys.executable, "-P", "-m", "baton.cli.main", *words, "--run-dir", str(self._run_dir.path)]
-        return subprocess.run(
-            command, env=self._environment, capture_output=True, text=True, timeout=BOUND_S, check=False
-        )
+        place = ["--run-dir", str(self._run_dir.path)]
+        pipe = subprocess.PIPE
+        return run_baton([*words, *place], self._environment, stdout=pipe, stderr=pipe, timeout=BOUND_S)
+
+    @contextmanager
+    def running(self, *flags: str, as_program: bool = False) -> Iterator[None]:
+        """Run `baton up` for the time of the `with` block; as a program, its fork server is its own, too."""
+        words = ["up", *flags, "-o", "json", "--run-dir", str(self._run_dir.path)]
+        settings: dict[str, Any] = {"env": self._environment, "stdout": subprocess.PIPE}
+        with self.log.open("wb") as stderr:
+            if as_program:
+                command = [sys.executable, "-P", "-m", "baton.cli.main", *words]
+                supervisor = subprocess.Popen(command, stderr=stderr, start_new_session=True, **settings)
+            else:
+                supervisor = BatonProcess(words, stderr=stderr, **settings)
+        with supervisor:
+            assert supervisor.stdout is not None
+            started = supervisor.stdout.readline()
+            assert started, self.log.read_text()
+            try:
+                yield
+            finally:
+                stopped = self.baton("down", "--timeout", "60", "--force")
+                assert stopped.returncode == 0, stopped.stderr
 
     @property
     def run_dir(self) -> Path:
         return self._run_dir.path
+
+    @property
+    def log(self) -> Path:
+        """What the supervisor prints."""
+        return self._run_dir.path.with_name(f"{self._run_dir.path.name}.log")
 
     @property
     def state(self) -> ClusterState:
@@ -61,7 +88,7 @@ class ProcessCluster:
     def tracebacks(self) -> dict[str, str]:
         """Return the first traceback in the log of each process; a fault outside a process must cause none."""
         found = {}
-        for log in sorted((self._run_dir.path / "logs").glob("*.log")):
+        for log in (self.log, *sorted((self._run_dir.path / "logs").glob("*.log"))):
             before, traceback, after = log.read_text(errors="replace").partition("Traceback")
             if traceback:
                 found[log.stem] = before.rpartition("\n")[2] + traceback + after[:3000]
@@ -229,18 +256,17 @@ def is_idle(load: LoadReport) -> bool:
 
 @contextmanager
 def process_cluster(
-    run_dir: Path, model: Path, *flags: str, environment: Mapping[str, str] | None = None
+    run_dir: Path,
+    model: Path,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    as_program: bool = False,
 ) -> Iterator[ProcessCluster]:
-    """Run `baton up --detach` with these flags; on exit stop everything and check that no log has a traceback."""
+    """Run `baton up` with these flags; on exit stop everything and check that no log has a traceback."""
     cluster = ProcessCluster(run_dir, environment or {})
-    words = ("up", "--detach", "--grpc-port", "0", "--http-port", "0", "--model", str(model), *flags, "-o", "json")
-    started = cluster.baton(*words)
-    assert started.returncode == 0, started.stderr
-    try:
+    words = ("--grpc-port", "0", "--http-port", "0", "--model", str(model), *flags)
+    with cluster.running(*words, as_program=as_program):
         yield cluster
-    finally:
-        stopped = cluster.baton("down", "--timeout", "60", "--force")
-        assert stopped.returncode == 0, stopped.stderr
     found = cluster.tracebacks()
     assert not found, "\n\n".join(f"{name}: {text}" for name, text in found.items())
 

@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 
-from baton.cli.cluster.supervisor.parent import end_with_parent
 from baton.observe.ready import Failed, Ready, announce
+from baton.processes.parent import end_with_parent
 
 
 def main() -> int:

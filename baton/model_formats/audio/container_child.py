@@ -23,10 +23,11 @@ import numpy as np
 import soxr  # noqa: F401
 from numpy.typing import NDArray
 
-from baton.bounded_process import end_with, limit_memory, limit_powers
 from baton.model_formats.audio.containers import REFUSED, Container
 from baton.model_formats.audio.limits import AudioLimits, UnusableAudio
 from baton.model_formats.audio.mono import MonoSamples
+from baton.processes.bounded_process import limit_memory, limit_powers
+from baton.processes.parent import die_with
 
 _MEMORY_BYTES = 256 << 20
 """Memory for decoding beside the file, of which 25 minutes of AAC take 3 MiB: the index of the packets, above all."""
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
     limits = AudioLimits(int(arguments[2]), int(arguments[3]))
     # Ctrl-C in a terminal is for the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with(parent)
+    die_with(parent)
     data = sys.stdin.buffer.read(limits.most_bytes)
     # What is imported on first use is imported now.
     MonoSamples(limits, 2, 44_100).convert(np.zeros((8, 2), np.float32), is_last=True)

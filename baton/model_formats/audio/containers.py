@@ -22,10 +22,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from baton.bounded_process import child_environment
 from baton.errors import Overloaded
 from baton.model_formats.audio.limits import AudioLimits, UnusableAudio
 from baton.model_formats.limits import AUDIO_RATE
+from baton.processes.bounded_process import child_environment
 
 DECODER = "baton.model_formats.audio.container_child"
 """The module that the child runs."""

@@ -19,11 +19,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.runner.process_end import how_it_ended
+from baton.processes.fork_server import ForkedProcess, start_process
+from baton.processes.process_end import how_it_ended
 from baton.runner.ranks.group_files import GroupFiles, RankFiles
 from baton.runner.ranks.heartbeats import INTERVAL_S, LOADED, LOADING
 from baton.runner.ranks.rank_spec import RankSpec
 
+RANK_PROGRAM = "baton.runner.ranks.rank_process"
 _MISSED_HEARTBEATS = 10
 """A rank is lost after so many intervals without a heartbeat. They are counted and not timed, since this process may
 have been stopped itself."""
@@ -38,7 +40,7 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class _Process:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     channel: socket.socket
     heartbeats_left: int = _LOADING_HEARTBEATS
     """How many more intervals it may be silent."""
@@ -184,19 +186,9 @@ def _end_of(one: _Process) -> str:
 def _start(spec: RankSpec, rank: int, files: RankFiles) -> _Process:
     ours, theirs = socket.socketpair()
     try:
-        process = subprocess.Popen(  # the interpreter that runs this, and arguments of our own
-            [
-                sys.executable,
-                "-m",
-                "baton.runner.ranks.rank_process",
-                str(rank),
-                ",".join(map(str, files.descriptors)),
-                str(theirs.fileno()),
-                spec.to_json(),
-            ],
-            pass_fds=(*files.descriptors, theirs.fileno()),
-            stdin=subprocess.DEVNULL,
-        )
+        descriptors = ",".join(map(str, files.descriptors))
+        words = [str(rank), descriptors, str(theirs.fileno()), spec.to_json()]
+        process = start_process([sys.executable, "-m", RANK_PROGRAM, *words], [*files.descriptors, theirs.fileno()])
     except BaseException:
         ours.close()
         raise

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from baton.errors import ConfigError
-from baton.runner.process_end import how_it_ended
+from baton.processes.fork_server import start_process
+from baton.processes.process_end import how_it_ended
 from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stage_links import StageLinks
 
@@ -20,7 +21,7 @@ StartStages = Callable[[Path, int, int, torch.device], StageLeader]
 """Starts the stages before the last one: directory of the model, number of all stages, threads of all stages together,
 device of the last stage."""
 
-STAGE_PROGRAM = "baton.stage"
+STAGE_PROGRAM = "baton.stage.process"
 """The module of a stage's process. It stands above this folder, since it also moves blocks."""
 _END_S = 10.0
 _WAIT_S = 1.0
@@ -64,9 +65,9 @@ class LocalStage:
         """`links`: the stage's end of the connections, of which its process gets copies."""
         descriptors = [connection.fileno() for connection in links.sockets]
         what = {"model_dir": str(model_dir), "num_threads": num_threads, "device": device, "descriptors": descriptors}
-        command = [sys.executable, "-m", STAGE_PROGRAM, json.dumps(what)]  # this interpreter, and arguments of our own
+        command = [sys.executable, "-m", STAGE_PROGRAM, json.dumps(what)]
         try:
-            self._process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+            self._process = start_process(command, descriptors)
         except OSError as error:
             raise ConfigError(f"the process of a stage can't be started: {error}") from error
 

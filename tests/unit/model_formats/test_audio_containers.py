@@ -11,11 +11,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from baton.bounded_process import child_environment
 from baton.model_formats.audio import AudioLimits, UnusableAudio, decode_audio
 from baton.model_formats.audio.container_child import decode
 from baton.model_formats.audio.containers import Container, run_decoder
 from baton.model_formats.limits import AUDIO_RATE
+from baton.processes.bounded_process import child_environment
 from tests.support.container_files import recorded
 
 LIMITS = AudioLimits(25 << 20, 60)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from baton.cli.cluster.supervisor.fork_server import ForkedProcess, ForkServer
-from baton.cli.cluster.supervisor.parent import die_with_parent
 from baton.cli.cluster.supervisor.plan import ChildSpec, flags_of_descriptors
 from baton.observe.ready import AnnouncementReader, Failed, Ready
+from baton.processes.fork_server import ForkedProcess, ForkServer
+from baton.processes.parent import die_with_parent
 from baton.registry.embedded import READY_WORDS
 
 
@@ -58,7 +58,7 @@ class ChildRun:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             if fork_server is not None:
-                self._process = fork_server.fork(command, output, write_end, self._death_pipe.read_end)
+                self._process = self._forked(fork_server, spec, command, output, write_end)
             if self._process is None:
                 self._process = self._program(spec, command, output, write_end)
         except OSError:
@@ -69,6 +69,14 @@ class ChildRun:
             os.close(write_end)
         self._listen(read_end, output, None if spec.announces else _RedisOutput())
         self._watch(self._process)
+
+    def _forked(
+        self, fork_server: ForkServer, spec: ChildSpec, command: Sequence[str], output: int, write_end: int
+    ) -> ForkedProcess | None:
+        passed = [write_end, self._death_pipe.read_end]
+        words = [*command, *flags_of_descriptors(*passed)]
+        descriptors = {1: output, 2: output} | {one: one for one in passed}
+        return fork_server.fork(words, descriptors, spec.environment, has_fork_server=spec.has_ranks)
 
     def _program(self, spec: ChildSpec, command: Sequence[str], output: int, write_end: int) -> subprocess.Popen[bytes]:
         words, passed = list(command), []

@@ -21,12 +21,12 @@ from baton.cli.cluster.log_rotation import CHECK_INTERVAL_S, LogRotation
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
 from baton.cli.cluster.supervisor.child import ChildRun, DeathPipe, describe_exit
-from baton.cli.cluster.supervisor.fork_server import ForkServer, reap_adopted
 from baton.cli.cluster.supervisor.plan import ChildSpec, with_flags
 from baton.cli.cluster.supervisor.restart import ChildLife, ChildState, RetryIn
 from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, ExitCode
 from baton.observe.ready import Failed, Ready
+from baton.processes.fork_server import ForkServer, own_fork_server
 
 _log = structlog.get_logger(__name__)
 
@@ -34,6 +34,7 @@ _WRITE_AGAIN_S = 2.0
 """Seconds after which a state that could not be written is written again."""
 _ROOM_FOR_FLAGS = 64
 """Bytes for the flags of descriptors, which a command line has once it is known which they are."""
+_NODE_IMPORTS = "baton.cli.cluster.supervisor.node_imports"
 _STOP_GRACE_S = 5.0
 """Seconds in addition to the drain time after which a process that has not ended is killed."""
 
@@ -120,8 +121,6 @@ class ClusterSupervisor:
         self._loop = asyncio.get_running_loop()
         self._death_pipe = DeathPipe()
         self._fork_server: ForkServer | None = None
-        self._adopts = False
-        """Whether what the children's children leave behind becomes this process's child."""
         self._children = [_Child(spec, run_dir.log(spec.name)) for spec in (*plan.first, *plan.others)]
         self._phase = "starting"
         self._has_served = False
@@ -155,8 +154,6 @@ class ClusterSupervisor:
             self._phase = "draining"
             self._write()
             await self._stop_all()
-            if self._adopts:
-                self._loop.remove_signal_handler(signal.SIGCHLD)
             if self._fork_server is not None:
                 self._fork_server.close()
             self._death_pipe.close()
@@ -218,21 +215,24 @@ class ClusterSupervisor:
 
     def _start_fork_server(self) -> None:
         forked = [spec for spec in self._plan.others if spec.is_forked]
-        if not forked:
+        self._fork_server = own_fork_server()
+        if self._fork_server is not None or not forked:
             return
         longest = max(sum(len(word.encode()) + 1 for word in spec.command) for spec in forked) + _ROOM_FOR_FLAGS
         log = self._run_dir.log("fork-server")
         try:
-            self._fork_server = ForkServer(forked[0].environment, longest, log)
+            self._fork_server = ForkServer.start(_NODE_IMPORTS, forked[0].environment, longest, log)
         except OSError as error:
             _log.warning("nodes start more slowly: no process can be forked", reason=str(error))
-            return
-        self._adopts = True
-        self._loop.add_signal_handler(signal.SIGCHLD, self._reap_adopted)
+
+    def _forks(self, spec: ChildSpec) -> ForkServer | None:
+        """The fork server that starts this process. One that this process was given starts all but Redis."""
+        is_own = self._fork_server is not None and self._fork_server is own_fork_server()
+        return self._fork_server if spec.is_forked or (is_own and spec.announces) else None
 
     async def _until_forks(self, deadline: float) -> None:
         """Wait until nodes can be forked, or can't, or the cluster is to stop."""
-        if self._fork_server is None:
+        if self._fork_server is None or self._fork_server.is_usable:
             return
         loaded = asyncio.create_task(self._fork_server.loaded())
         stop = asyncio.create_task(self._stop.wait())
@@ -242,19 +242,6 @@ class ClusterSupervisor:
         finally:
             for task in (loaded, stop):
                 task.cancel()
-
-    def _reap_adopted(self) -> None:
-        if not self._adopts:
-            return
-        if self._fork_server is not None and self._fork_server.has_ended():
-            log = str(self._run_dir.log("fork-server"))
-            _log.warning("the fork server has ended: nodes start as programs, which takes longer", log=log)
-            self._fork_server.close()
-            self._fork_server = None
-        own = {child.run.pid for child in self._children if child.run is not None}
-        if self._fork_server is not None:
-            own.add(self._fork_server.pid)
-        reap_adopted(own.__contains__)
 
     async def _until_ready(self, wave: Sequence[_Child], deadline: float) -> None:
         while not self._stop.is_set():
@@ -281,8 +268,12 @@ class ClusterSupervisor:
         )
         try:
             flags = child.pinned if child.life.restarts else child.spec.first_run
-            fork_server = self._fork_server if child.spec.is_forked else None
+            fork_server = self._forks(child.spec)
             child.run.start(child.spec, with_flags(child.spec.command, flags), child.log, fork_server)
+            if fork_server is not None and not fork_server.is_usable:
+                log = str(self._run_dir.log("fork-server"))
+                _log.warning("the fork server is lost: nodes start as programs, which takes longer", log=log)
+                self._fork_server = None
         except OSError as error:
             self._loop.call_soon(self._on_exit, child, 127)
             child.refusal = Failed(f"{child.spec.command[0]}: {error.strerror}", ExitCode.BAD_CONFIG)
@@ -321,7 +312,6 @@ class ClusterSupervisor:
             child.retry = self._loop.call_later(effect.seconds, self._retry, child)
         if child.life.state is ChildState.STOPPED:
             child.stopped.set()
-        self._reap_adopted()
         self._write()
 
     def _retry(self, child: _Child) -> None:

@@ -41,6 +41,8 @@ class ChildSpec:
     """Flags that are given at the first start only."""
     is_forked: bool = False
     """Whether a process that has imported what this one needs may fork it. All such processes have one environment."""
+    has_ranks: bool = False
+    """Whether it starts processes that need what it has imported."""
 
 
 def plan_nodes(
@@ -56,16 +58,18 @@ def plan_nodes(
     variables = {REGISTRY: registry} | ({"BATON_INSECURE": "true"} if config.insecure else {})
     every_node = _shared_flags(config, NodeSettings, file) | {"--threads": threads}
     every_router = _shared_flags(config, RouterSettings, file)
+    flags_of_nodes = [every_node | _node_flags(config, role, index, n) for n, (role, index) in enumerate(names)]
     nodes = [
         ChildSpec(
             name=f"{role}-{index}",
             role=role,
-            command=_command("node", every_node | _node_flags(config, role, index, number)),
+            command=_command("node", flags),
             environment={"OMP_NUM_THREADS": threads} | variables,
             announces=True,
             is_forked=forks,
+            has_ranks=any(flags.get(flag, "1") != "1" for flag in ("--tp", "--pp")),
         )
-        for number, (role, index) in enumerate(names)
+        for (role, index), flags in zip(names, flags_of_nodes, strict=True)
     ]
     routers = [
         ChildSpec(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
-import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
 _KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """Environment variables that children inherit. The others may hold secrets, and the work needs none of them."""
 
@@ -17,18 +14,6 @@ def child_environment() -> dict[str, str]:
     """The environment of a child process, which imports what its parent can."""
     kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
     return {**kept, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-
-
-def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, also while it works and reads nothing.
-
-    On other systems than Linux the CPU time limit ends it.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(1)
 
 
 def limit_memory(more_bytes: int, stack_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The process of a stage on its node's own host: `python -m baton.stage JSON`.
+"""The process of a stage on its node's own host: `python -m baton.stage.process JSON`.
 
 Only `LocalStage` (`baton/runner/remote_stages/stages_here.py`) starts it, with the connections that it shares.
 """
@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from baton.errors import BatonError
@@ -18,12 +19,12 @@ from baton.runner.lean_imports import import_transformers
 _GONE = 0
 
 
-def main(text: str) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the stage; returns the exit code."""
     # What ends a whole group of processes lets the leader drain: this one computes for it until it is gone.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
-    what = json.loads(text)
+    what = json.loads(arguments[0])
     down, up, moves = (socket.socket(fileno=descriptor) for descriptor in what["descriptors"])
     # Imported only now, since torch and transformers take seconds.
     import_transformers()
@@ -48,4 +49,4 @@ def main(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Ends a child process when its supervisor has ended, whatever the reason."""
+"""Ends a child process when its parent has ended, whatever the reason."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ def die_with_parent() -> None:
     # No lock may be taken there, and little memory allocated.
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def die_with(parent: int) -> None:
+    """Do as `die_with_parent`, and end at once if the parent is another one already, because this one has ended."""
+    die_with_parent()
+    if os.getppid() != parent:
+        sys.exit(ExitCode.FAILED)
 
 
 def end_with_parent(descriptor: int) -> None:

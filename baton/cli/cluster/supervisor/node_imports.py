@@ -1,0 +1,26 @@
+"""Imports what the processes of nodes need, and those of their ranks: a fork server imports this module."""
+
+from __future__ import annotations
+
+import importlib
+
+from baton.runner.lean_imports import import_transformers
+from baton.runner.rare_collections import rare_collections
+
+_MODULES = (
+    "baton.cli.main",
+    "baton.cli.commands.processes",
+    "baton.node.process",
+    "baton.runner.loading",
+    "baton.runner.ranks.rank_process",
+    "decode_node.app",
+    "prefill_node.app",
+    # What the modules of most models import, and what torch does where it computes without memory.
+    "torch.fx.experimental.symbolic_shapes",
+    "transformers.models.llama.modeling_llama",
+)
+
+with rare_collections():
+    import_transformers()
+    for name in _MODULES:
+        importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Ends a child process when its parent has ended, whatever the reason."""
+"""Has the kernel end a process when its parent has ended, whatever the reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 
 from baton.errors import ExitCode
 
@@ -26,14 +25,3 @@ def die_with(parent: int) -> None:
     die_with_parent()
     if os.getppid() != parent:
         sys.exit(ExitCode.FAILED)
-
-
-def end_with_parent(descriptor: int) -> None:
-    """Watch the supervisor's pipe in a thread, and end this process at once when the pipe ends."""
-
-    def watch() -> None:
-        while os.read(descriptor, 1):
-            pass
-        os._exit(ExitCode.FAILED)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

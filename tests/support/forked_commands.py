@@ -56,7 +56,8 @@ class BatonProcess(subprocess.Popen[Any]):
         given = dict(zip(names + pipes, arguments, strict=False))
         server = fork_server()
         if server is None or given["preexec_fn"] is not None or _is_read_at_import(given["env"]):
-            return super()._execute_child(*arguments)  # type: ignore[misc]
+            super()._execute_child(*arguments)  # type: ignore[misc]
+            return
         streams = {number: given[name] for number, name in enumerate(("stdin", "stdout", "stderr"))}
         descriptors = {number: number if own == -1 else own for number, own in streams.items()}
         descriptors |= {one: one for one in given["pass_fds"]}
@@ -68,7 +69,6 @@ class BatonProcess(subprocess.Popen[Any]):
         self.pid = forked.pid
         self._child_created = True
         self._close_pipe_fds(*(given[name] for name in pipes[1:]))  # type: ignore[attr-defined]
-        return None
 
 
 def run_baton(words: Sequence[str], env: Mapping[str, str], **settings: Any) -> subprocess.CompletedProcess[str]:

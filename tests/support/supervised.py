@@ -12,7 +12,7 @@ import signal
 import sys
 
 from baton.observe.ready import Failed, Ready, announce
-from baton.processes.parent import end_with_parent
+from baton.processes.death_pipe import end_with_pipe
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     if mode != "deaf":
-        end_with_parent(int(flags["--parent-fd"]))
+        end_with_pipe(int(flags["--parent-fd"]))
     write(f"started {os.environ.get('OMP_NUM_THREADS', '')} {flags.get('--port', '')}".rstrip())
     if mode == "refuse":
         announce(notify_fd, Failed("no model: name one with --model", 78))

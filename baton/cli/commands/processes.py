@@ -15,7 +15,7 @@ from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
 from baton.config import Loaded, NodeConfig, RouterConfig
 from baton.errors import BatonError, ConfigError
 from baton.models.resolve import with_model_directory
-from baton.processes.parent import end_with_parent
+from baton.processes.death_pipe import end_with_pipe
 from baton.runner.lean_imports import import_transformers
 from baton.runner.rare_collections import rare_collections
 
@@ -131,7 +131,7 @@ def _run_process(
     from baton.observe.ready import Failed, announce
 
     if parent_fd is not None:
-        end_with_parent(parent_fd)
+        end_with_pipe(parent_fd)
     level, form = logs.log_level(verbose, os.environ, "info"), logs.log_format(log_format, os.environ)
     logs.configure_logging(level, environ=os.environ, form=form, node=name)
     # gRPC's core would print errors that reach Baton as exceptions, too.

@@ -18,20 +18,10 @@ from pathlib import Path
 
 from baton.cli.cluster.supervisor.plan import ChildSpec, flags_of_descriptors
 from baton.observe.ready import AnnouncementReader, Failed, Ready
+from baton.processes.death_pipe import DeathPipe
 from baton.processes.fork_server import ForkedProcess, ForkServer
 from baton.processes.parent import die_with_parent
 from baton.registry.embedded import READY_WORDS
-
-
-class DeathPipe:
-    """A pipe whose readers see its end when the process that made it has ended."""
-
-    def __init__(self) -> None:
-        self.read_end, self._write_end = os.pipe()
-
-    def close(self) -> None:
-        os.close(self.read_end)
-        os.close(self._write_end)
 
 
 class ChildRun:

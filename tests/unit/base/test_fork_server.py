@@ -1,0 +1,97 @@
+"""What a fork server starts is a child of its owner, has what its command says, and needs the fork server no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.processes.fork_server import ForkServer
+from tests.support.forked_witness import VARIABLE
+
+WITNESS = [sys.executable, "-m", "tests.support.forked_witness"]
+BOUND_S = 60.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ForkServer]:
+    place = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    opened = ForkServer.start("tests.support.forked_witness", place, 200, tmp_path / "log")
+    opened.wait_until_loaded()
+    assert opened.is_usable, (tmp_path / "log").read_text()
+    yield opened
+    opened.close()
+
+
+def run(server: ForkServer, *words: str, number: int = 17, **settings: Any) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code of a witness, and what it and those that it started told on the descriptor `number`."""
+    read_end, write_end = os.pipe()
+    forked = server.fork([*WITNESS, str(number), *words], {number: write_end}, {VARIABLE: "told"}, **settings)
+    os.close(write_end)
+    assert forked is not None
+    with open(read_end) as told:
+        found = [json.loads(line) for line in told]
+    code = forked.wait(BOUND_S)
+    assert found[0]["pid"] == forked.pid
+    assert (forked.poll(), forked.wait()) == (code, code)
+    return code, found
+
+
+def test_a_forked_process_is_a_child_of_the_owner_and_what_its_command_says(server: ForkServer) -> None:
+    for number in (3, 17):
+        code, (told,) = run(server, "5", number=number)
+        assert code == 5
+        assert told["parent"] == os.getpid()
+        assert told["environment"] == "told"
+        assert told["command"] == [*WITNESS, str(number), "5"]
+        assert not told["has_fork_server"]
+
+
+def test_a_forked_process_may_have_a_fork_server_of_its_own(server: ForkServer) -> None:
+    code, (first, second) = run(server, "7", "its child", has_fork_server=True)
+    assert (code, first["has_fork_server"]) == (7, True)
+    assert (second["parent"], second["has_fork_server"]) == (first["pid"], False)
+
+
+def test_a_wait_ends_and_a_signal_is_an_exit_code(server: ForkServer) -> None:
+    read_end, write_end = os.pipe()
+    # It waits for a reader: the pipe is full.
+    os.set_blocking(write_end, False)
+    while True:
+        try:
+            os.write(write_end, b"\n" * 4096)
+        except BlockingIOError:
+            break
+    os.set_blocking(write_end, True)
+    forked = server.fork([*WITNESS, "9", "0"], {9: write_end}, {})
+    assert forked is not None
+    with pytest.raises(subprocess.TimeoutExpired):
+        forked.wait(0.0)
+    assert forked.poll() is None
+    forked.kill()
+    assert forked.wait(BOUND_S) == -signal.SIGKILL
+    forked.kill()
+    for end in (read_end, write_end):
+        os.close(end)
+
+
+def test_a_fork_server_that_is_gone_starts_nothing(server: ForkServer) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    assert server.fork([*WITNESS, "1", "0"], {}, {}) is None
+    assert not server.is_usable
+    server.close()
+
+
+def test_a_child_of_the_owner_does_not_use_its_fork_server(server: ForkServer) -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if server.fork([*WITNESS, "1", "0"], {}, {}) is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert run(server, "0")[0] == 0

@@ -145,7 +145,7 @@ def show_command(words: Sequence[str]) -> None:
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
-    text = b"\0".join(word.encode() for word in words)[: end - start - 1]
+    text = b"\0".join(map(os.fsencode, words))[: end - start - 1]
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 

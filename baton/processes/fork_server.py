@@ -155,14 +155,19 @@ class ForkServer:
         `descriptors`: those that the process gets, and which of this process they are copies of. `environment`:
         variables in addition to those of the fork server. `has_fork_server`: whether the process has one of its own.
         """
+        if not self._is_usable or not self.is_owned:
+            return None
+        try:
+            directory = os.getcwd()
+        except FileNotFoundError:  # it was removed, and no process can go there any more
+            return None
         request = {
             "command": list(command),
+            "directory": directory,
             "descriptors": list(descriptors),
             "environment": dict(environment),
             "has_fork_server": has_fork_server,
         }
-        if not self._is_usable or not self.is_owned:
-            return None
         with self._lock, _adopting():
             self._channel.settimeout(_ANSWER_S)
             try:

@@ -31,6 +31,7 @@ class _Request:
     """A command to run, with the descriptors that came with it, by the numbers that they are to have."""
 
     command: Sequence[str]
+    directory: str
     descriptors: Mapping[int, int]
     environment: Mapping[str, str]
     has_fork_server: bool
@@ -63,7 +64,7 @@ def _serve(channel: socket.socket, parent: int) -> _Request | None:
             channel.close()
             asked = json.loads(text)
             numbers = dict(zip(asked["descriptors"], received, strict=True))
-            return _Request(asked["command"], numbers, asked["environment"], asked["has_fork_server"])
+            return _Request(**asked | {"descriptors": numbers})
         for descriptor in received:
             os.close(descriptor)
 
@@ -132,6 +133,7 @@ def _run(request: _Request) -> int:
     for number, got in moved.items():
         os.dup2(got, number)
         os.close(got)
+    os.chdir(request.directory)
     os.environ.update(request.environment)
     module = request.command.index("-m") + 1
     show_command(request.command)

@@ -26,9 +26,6 @@ class Terminal:
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            start_new_session=True,
-            # Without a controlling terminal Ctrl-C would be an ordinary character.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(theirs)
         self.screen = ""

@@ -44,12 +44,15 @@ def run(server: ForkServer, *words: str, number: int = 17, **settings: Any) -> t
     return code, found
 
 
-def test_a_forked_process_is_a_child_of_the_owner_and_what_its_command_says(server: ForkServer) -> None:
+def test_a_forked_process_is_a_child_of_the_owner_and_what_its_command_says(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for number in (3, 17):
         code, (told,) = run(server, "5", number=number)
         assert code == 5
         assert told["parent"] == os.getpid()
-        assert told["environment"] == "told"
+        assert (told["environment"], told["directory"]) == ("told", str(tmp_path))
         assert told["command"] == [*WITNESS, str(number), "5"]
         assert not told["has_fork_server"]
 
@@ -94,4 +97,15 @@ def test_a_child_of_the_owner_does_not_use_its_fork_server(server: ForkServer) -
     if child == 0:
         os._exit(0 if server.fork([*WITNESS, "1", "0"], {}, {}) is None else 1)
     assert os.waitpid(child, 0)[1] == 0
+    assert run(server, "0")[0] == 0
+
+
+def test_nothing_is_forked_into_a_directory_that_was_removed(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    assert server.fork([*WITNESS, "1", "0"], {}, {}) is None
+    monkeypatch.chdir(tmp_path)
     assert run(server, "0")[0] == 0

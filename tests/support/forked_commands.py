@@ -50,9 +50,12 @@ class BatonProcess(subprocess.Popen[Any]):
     The command leads a session of its own, whose terminal is its standard input if that is one.
     """
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], **settings: Any) -> None:
-        """`words`: what follows `baton`."""
+    def __init__(
+        self, words: Sequence[str], env: Mapping[str, str], *, as_program: bool = False, **settings: Any
+    ) -> None:
+        """`words`: what follows `baton`. `as_program`: fork nothing, and so start its processes as users do."""
         self._words = list(map(str, words))
+        self._as_program = as_program
         command = [sys.executable, "-P", "-m", _MODULE, *self._words]
         super().__init__(command, env=dict(env), start_new_session=True, preexec_fn=_take_terminal, **settings)
 
@@ -60,7 +63,7 @@ class BatonProcess(subprocess.Popen[Any]):
         names = ("args", "executable", "preexec_fn", "close_fds", "pass_fds", "cwd", "env", "startupinfo", "flags")
         pipes = ("shell", "stdin", "to_stdin", "from_stdout", "stdout", "from_stderr", "stderr")
         given = dict(zip(names + pipes, arguments, strict=False))
-        server = fork_server()
+        server = fork_server() if not self._as_program else None
         if server is None or _is_read_at_import(given["env"]):
             super()._execute_child(*arguments)  # type: ignore[misc]
             return

@@ -58,9 +58,10 @@ def test_a_forked_process_is_a_child_of_the_owner_and_what_its_command_says(
 
 
 def test_a_forked_process_may_have_a_fork_server_of_its_own(server: ForkServer) -> None:
-    code, (first, second) = run(server, "7", "its child", has_fork_server=True)
-    assert (code, first["has_fork_server"]) == (7, True)
-    assert (second["parent"], second["has_fork_server"]) == (first["pid"], False)
+    for number in range(3, 12):
+        code, (first, second) = run(server, "7", "its child", number=number, has_fork_server=True)
+        assert (code, first["has_fork_server"]) == (7, True)
+        assert (second["parent"], second["has_fork_server"]) == (first["pid"], False)
 
 
 def test_a_wait_ends_and_a_signal_is_an_exit_code(server: ForkServer) -> None:

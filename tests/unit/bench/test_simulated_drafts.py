@@ -160,6 +160,9 @@ def test_the_share_of_right_drafts_is_the_one_that_was_asked_for() -> None:
     totals = totals_of(simulated(CHAT, "1p1d", SimulatedSpeculation(0.6, 1, adapts=False)))
     assert totals.num_drafts > 1500
     assert totals.num_accepted_tokens / totals.num_draft_tokens == pytest.approx(0.6, abs=0.03)
+    longer = totals_of(simulated(CHAT, "1p1d", SimulatedSpeculation(0.6, 4, adapts=False)))
+    of_four = 0.6 + 0.6**2 + 0.6**3 + 0.6**4  # a token is right only behind right ones
+    assert longer.num_accepted_tokens / longer.num_drafts == pytest.approx(of_four, abs=0.1)
     sparse = totals_of(simulated(CHAT, "1p1d", SimulatedSpeculation(0.6, 1, coverage=0.25, adapts=False)))
     assert sparse.num_drafts / sparse.num_decodes == pytest.approx(0.25, abs=0.03)
 

@@ -71,16 +71,15 @@ async def answers_of_pair(
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "name"),
+    ("transport", "prefill", "decode", "name"),
     [
-        (16, 32, "llama"),
-        (32, 16, "qwen3"),
-        (16, 32, "gemma3_text"),
-        (32, 16, "gemma3_text"),
-        (4, 32, "gpt_oss"),
-        (32, 4, "gpt_oss"),
-        (16, 48, "deepseek_v3"),
+        ("tcp", 16, 32, "llama"),
+        ("default", 32, 16, "gemma3_text"),
+        ("default", 4, 32, "gpt_oss"),
+        ("tcp", 32, 4, "gpt_oss"),
+        ("default", 16, 48, "deepseek_v3"),
     ],
+    indirect=["transport"],
 )
 async def test_tokens_are_generates(tmp_path: Path, prefill: int, decode: int, name: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
@@ -90,8 +89,11 @@ async def test_tokens_are_generates(tmp_path: Path, prefill: int, decode: int, n
     assert await answers_of_pair(tmp_path, sizes, prompts) == expected
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(16, 32), (32, 16)])
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("transport", "prefill", "decode", "dtype"),
+    [("default", 16, 32, "int8"), ("tcp", 32, 16, "int8"), ("default", 32, 16, "fp8")],
+    indirect=["transport"],
+)
 async def test_a_cache_in_8_bits_has_its_scales_at_their_places(
     tmp_path: Path, prefill: int, decode: int, dtype: str
 ) -> None:
@@ -125,6 +127,7 @@ async def events(cluster: MiniCluster, node_id: str, name: str, key: str) -> lis
     return [e.value for e in await cluster.trace(node_id) if e.name == name and e.attempt.request_id == key]
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize(("prefill", "decode"), [(16, 32), (32, 16), (32, 8)])
 async def test_of_a_prefix_that_is_here_nothing_is_read(tmp_path: Path, prefill: int, decode: int) -> None:
     simulated_model_dir(tmp_path, 256, 1024)
@@ -147,8 +150,14 @@ async def test_of_a_prefix_that_is_here_nothing_is_read(tmp_path: Path, prefill:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "name", "window"),
-    [(4, 32, "gemma3_text", 16), (8, 32, "mistral", 24), (16, 32, "gemma3_text", 24), (32, 16, "gemma3_text", 24)],
+    ("transport", "prefill", "decode", "name", "window"),
+    [
+        ("default", 4, 32, "gemma3_text", 16),
+        ("tcp", 8, 32, "mistral", 24),
+        ("default", 16, 32, "gemma3_text", 24),
+        ("default", 32, 16, "gemma3_text", 24),
+    ],
+    indirect=["transport"],
 )
 async def test_a_hit_behind_a_block_that_a_window_cuts_reads_nothing_old(
     tmp_path: Path, prefill: int, decode: int, name: str, window: int
@@ -164,7 +173,9 @@ async def test_a_hit_behind_a_block_that_a_window_cuts_reads_nothing_old(
     assert await answers_of_pair(tmp_path, sizes, prompts, in_turn=True) == expected
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(16, 32), (32, 16)])
+@pytest.mark.parametrize(
+    ("transport", "prefill", "decode"), [("default", 16, 32), ("tcp", 32, 16)], indirect=["transport"]
+)
 async def test_blocks_are_read_while_the_rest_is_computed(tmp_path: Path, prefill: int, decode: int) -> None:
     simulated_model_dir(tmp_path, 256, 1024)
     chunk, num_chunks = 80, 6
@@ -191,7 +202,9 @@ async def test_blocks_are_read_while_the_rest_is_computed(tmp_path: Path, prefil
     assert answer.end.kv_bytes == -(-len(prompt) // step) * step * token_bytes
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(16, 32), (32, 16)])
+@pytest.mark.parametrize(
+    ("transport", "prefill", "decode"), [("tcp", 16, 32), ("default", 32, 16)], indirect=["transport"]
+)
 async def test_wrong_bytes_are_noticed(
     tmp_path: Path, prefill: int, decode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +233,7 @@ async def test_wrong_bytes_are_noticed(
     assert backends[0].counters["corrupt"] >= len(prompts)
 
 
+@pytest.mark.one_transport
 async def test_sizes_that_dont_fit_make_no_pair(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 1024)
     prompts = {f"r{number}": random_prompt(Random(number), 60, 256) for number in range(8)}

@@ -18,6 +18,8 @@ from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 
+pytestmark = pytest.mark.one_transport
+
 SPEC = SimulatedSpec(num_blocks=64, vocab_size=256, max_model_len=512)
 PROMPT = [7] * 70
 

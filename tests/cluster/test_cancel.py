@@ -56,7 +56,9 @@ async def _still_serves(cluster: MiniCluster) -> None:
     assert all(node.num_blocks_in_use == 0 for node in cluster.nodes.values())
 
 
-@pytest.mark.parametrize("step", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("transport", "step"), [("default", 1), ("default", 2), ("tcp", 2), ("tcp", 4)], indirect=["transport"]
+)
 async def test_a_client_that_leaves_while_its_prompt_is_computed_frees_both_nodes(tmp_path: Path, step: int) -> None:
     """Step 1: nothing offered yet. 2: one chunk offered, maybe being read. 4: the last chunk."""
     prefill, decode = StepGate(allowed=step - 1), StepGate()
@@ -68,7 +70,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_computed_frees_both_node
         await _still_serves(cluster)
 
 
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize(("transport", "step"), [("tcp", 1), ("default", 3)], indirect=["transport"])
 async def test_a_client_that_leaves_while_tokens_are_generated_frees_both_nodes(tmp_path: Path, step: int) -> None:
     """Step 1: the KV has arrived, the first token was sent by the prefill node. 3: in the middle."""
     prefill, decode = StepGate(), StepGate(allowed=step - 1)
@@ -80,6 +82,7 @@ async def test_a_client_that_leaves_while_tokens_are_generated_frees_both_nodes(
         await _still_serves(cluster)
 
 
+@pytest.mark.one_transport
 async def test_a_client_that_leaves_the_queue_disturbs_no_other_request(tmp_path: Path) -> None:
     prefill, decode = StepGate(allowed=0), StepGate()
     async with gated_cluster(tmp_path, prefill, decode) as cluster:
@@ -96,6 +99,7 @@ async def test_a_client_that_leaves_the_queue_disturbs_no_other_request(tmp_path
         await _still_serves(cluster)
 
 
+@pytest.mark.one_transport
 async def test_a_cancel_by_another_call_ends_the_stream(tmp_path: Path) -> None:
     prefill, decode = StepGate(), StepGate(allowed=2)
     async with gated_cluster(tmp_path, prefill, decode) as cluster:
@@ -111,6 +115,7 @@ async def test_a_cancel_by_another_call_ends_the_stream(tmp_path: Path) -> None:
         await _still_serves(cluster)
 
 
+@pytest.mark.one_transport
 async def test_a_deadline_frees_both_nodes(tmp_path: Path) -> None:
     prefill, decode = StepGate(), StepGate(allowed=0)
     async with gated_cluster(tmp_path, prefill, decode) as cluster:

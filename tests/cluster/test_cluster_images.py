@@ -209,7 +209,7 @@ async def test_chats_with_images_have_the_tokens_of_transformers(tmp_path: Path,
 
         prompt = f"What is this? {PLACEHOLDERS[name]}"
         request = GenerateRequest(
-            prompt, request_id="lost", images=[a], temperature=0.0, max_tokens=400, ignore_eos=True
+            prompt, request_id="lost", images=[a], temperature=0.0, max_tokens=200, ignore_eos=True
         )
         with pytest.raises(InvalidRequest, match="images: are 2, and the prompt has"):
             await cluster.generate(GenerateRequest(prompt, images=[a, b]))
@@ -222,7 +222,7 @@ async def test_chats_with_images_have_the_tokens_of_transformers(tmp_path: Path,
         assert answer.token_ids[:NUM_TOKENS] == expected["one"]
         assert answer.end.path.attempts == 2
         undisturbed = await cluster.generate(
-            GenerateRequest(prompt, request_id="again", images=[a], temperature=0.0, max_tokens=400, ignore_eos=True)
+            GenerateRequest(prompt, request_id="again", images=[a], temperature=0.0, max_tokens=200, ignore_eos=True)
         )
         assert answer.token_ids == undisturbed.token_ids
         await cluster.wait_until_idle(*(node for node in cluster.nodes if node != used))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,11 @@ async def answers_equal_to_generate(
     return answers
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize(
+    ("transport", "name"),
+    [*zip(cycle(["default", "default", "tcp"]), TINY_MODELS, strict=False)],
+    indirect=["transport"],
+)
 async def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
     for answer in await answers_equal_to_generate(tmp_path, TINY_MODELS[name], make_prompts(256)):
         assert answer.indices == list(range(NEW_TOKENS))
@@ -58,6 +63,7 @@ async def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
         assert answer.end.kv_bytes > 0
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("config", [PHI3_LONGROPE, ROPE_TYPES["longrope"]], ids=["starts over", "goes on"])
 async def test_outputs_that_outgrow_short_angles_equal_generate(tmp_path: Path, config: Mapping[str, Any]) -> None:
     text = make_prompts(256)["prompt-100"]
@@ -66,7 +72,7 @@ async def test_outputs_that_outgrow_short_angles_equal_generate(tmp_path: Path, 
         assert answer.end.path.prefill_node == "prefill-0"
 
 
-@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize(("transport", "cache_dtype"), [("default", "int8"), ("tcp", "fp8")], indirect=["transport"])
 async def test_kv_in_8_bits_gives_the_tokens_of_one_node_alone(tmp_path: Path, cache_dtype: str) -> None:
     write_random_model(tmp_path, TINY_MODELS["gemma3_text"], seed=5)
 
@@ -99,18 +105,14 @@ async def test_kv_in_8_bits_gives_the_tokens_of_one_node_alone(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("name", "cache_dtype"),
     [
-        ("ct-int4", "auto"),
         ("awq-int4", "int8"),
-        ("ct-int8-rows", "auto"),
         ("fp8-block", "fp8"),
         ("gguf-mixed", "auto"),
-        ("gguf-q4_k", "int8"),
     ],
 )
 async def test_quantised_weights_give_the_tokens_of_one_node_alone(tmp_path: Path, name: str, cache_dtype: str) -> None:
-    """One format of each layout of weights in memory: 4 bits with one zero or many, 8 bits, fp8, and nested scales.
-
-    Blocks don't show how weights are stored: those of caches in 8 bits move over both transports above.
+    """A format of each way in which weights come. Blocks don't show how they are stored: those of caches in 8
+    bits move over both transports above.
     """
     if name in GGUF_FILES:
         write_gguf_model(tmp_path / "model", "llama", GGUF_FILES[name])
@@ -151,7 +153,9 @@ async def test_quantised_weights_give_the_tokens_of_one_node_alone(tmp_path: Pat
         assert answer.end.kv_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("transport", "name"), [("default", "mistral"), ("tcp", "gemma3_text")], indirect=["transport"]
+)
 async def test_blocks_behind_every_window_are_not_transferred(tmp_path: Path, name: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
     runners: list[TorchModelRunner] = []

@@ -151,26 +151,33 @@ async def test_an_attempt_with_given_output_continues_with_the_same_tokens(legs:
                 assert output.timings.cached_tokens <= length, "of the prompt"
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        SamplingParams(regex="[a-z]{20}-[0-9]{10}x"),
-        SamplingParams(choice=("perhaps tomorrow", "perhaps today", "perhaps not")),
-        SamplingParams(grammar='start: start "," item | item\nitem: /[a-z]{3,9}/'),
-        SamplingParams(json_schema='{"type": "array", "items": {"type": "integer"}, "minItems": 4}'),
-        SamplingParams(grammar='root ::= ("(" root ")" | [a-z]) [a-z ]{9,20}'),
-        SamplingParams(grammar=lark_of_structural_tag(json.dumps(TAG), "")),
-    ],
-    ids=["regex", "choice", "grammar", "json_schema", "gbnf", "structural_tag"],
-)
-async def test_an_attempt_continues_a_constrained_output_with_the_same_tokens(how: SamplingParams) -> None:
-    params, prompt = replace(how, seed=7, max_tokens=NEW_TOKENS), [5, 6, 7, 8]
+CONSTRAINTS = {
+    "regex": SamplingParams(regex="[a-z]{20}-[0-9]{10}x"),
+    "choice": SamplingParams(choice=("perhaps tomorrow", "perhaps today", "perhaps not")),
+    "grammar": SamplingParams(grammar='start: start "," item | item\nitem: /[a-z]{3,9}/'),
+    "json_schema": SamplingParams(json_schema='{"type": "array", "items": {"type": "integer"}, "minItems": 4}'),
+    "gbnf": SamplingParams(grammar='root ::= ("(" root ")" | [a-z]) [a-z ]{9,20}'),
+    "structural_tag": SamplingParams(grammar=lark_of_structural_tag(json.dumps(TAG), "")),
+}
+
+
+async def test_an_attempt_continues_a_constrained_output_with_the_same_tokens() -> None:
+    prompt = [5, 6, 7, 8]
     async with legs_of(Path(baton.__file__).parent / "demo_model", "float32") as legs:
-        expected = await legs.whole(prompt, params)
-        for split in range(1, len(expected.tokens) - 1):
-            given = expected.tokens[:split]
-            last = await legs.whole(prompt, params, given)
-            first, rest = await legs.pair(prompt, params, given)
-            assert last.tokens == rest.tokens == expected.tokens[split:]
-            assert first.tokens == expected.tokens[split : split + 1]
-            assert last.outcome is rest.outcome is expected.outcome
+        for name, how in CONSTRAINTS.items():
+            params = replace(how, seed=7, max_tokens=NEW_TOKENS)
+            expected = await legs.whole(prompt, params)
+            # Of a constraint's two ways of being continued each split takes one; those at the ends of the output, both.
+            num_splits = len(expected.tokens) - 2
+            for split in range(1, num_splits + 1):
+                where, given = f"{name}, {split}", expected.tokens[:split]
+                is_end = split in (1, num_splits)
+                if split % 2 or is_end:
+                    last = await legs.whole(prompt, params, given)
+                    assert last.tokens == expected.tokens[split:], where
+                    assert last.outcome is expected.outcome, where
+                if not split % 2 or is_end:
+                    first, rest = await legs.pair(prompt, params, given)
+                    assert rest.tokens == expected.tokens[split:], where
+                    assert first.tokens == expected.tokens[split : split + 1], where
+                    assert rest.outcome is expected.outcome, where

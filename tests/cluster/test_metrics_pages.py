@@ -31,6 +31,8 @@ from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_mode
 from tests.support.outside import assert_as_frozen
 from tests.support.step_gate import StepGate
 
+pytestmark = pytest.mark.one_transport
+
 SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
 
 

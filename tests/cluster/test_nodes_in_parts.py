@@ -70,8 +70,14 @@ async def ask_all(cluster: MiniCluster, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [(IN_TWO, IN_TWO), (IN_TWO, IN_THREE), (IN_THREE, WHOLE), (WHOLE, IN_TWO)],
+    ("transport", "prefill", "decode"),
+    [
+        ("default", IN_TWO, IN_TWO),
+        ("tcp", IN_TWO, IN_THREE),
+        ("tcp", IN_THREE, WHOLE),
+        ("default", WHOLE, IN_TWO),
+    ],
+    indirect=["transport"],
     ids=["alike", "unlike", "reader-has-one", "sender-has-one"],
 )
 async def test_tokens_are_those_of_one_node(tmp_path: Path, prefill: Sequence[range], decode: Sequence[range]) -> None:
@@ -89,6 +95,7 @@ async def test_tokens_are_those_of_one_node(tmp_path: Path, prefill: Sequence[ra
         assert reader.intake.probes.outcomes == {("prefill-0", "passed"): 1}
 
 
+@pytest.mark.one_transport
 async def test_a_node_in_parts_changes_its_role_and_keeps_its_parts(tmp_path: Path) -> None:
     async with cluster_of(tmp_path, IN_TWO, IN_THREE) as cluster:
         await ask_all(cluster, "first")
@@ -106,7 +113,7 @@ async def test_a_node_in_parts_changes_its_role_and_keeps_its_parts(tmp_path: Pa
         await cluster.wait_until_idle()
 
 
-@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize(("transport", "name"), [("tcp", "prefill-0"), ("default", "decode-0")], indirect=["transport"])
 async def test_a_node_ends_when_one_of_its_parts_is_lost(tmp_path: Path, name: str) -> None:
     runners: dict[str, PartsRunner] = {}
     async with cluster_of(tmp_path, IN_TWO, IN_THREE, runners) as cluster:

@@ -58,6 +58,7 @@ async def baton(cluster: MiniCluster, *words: str) -> Any:
     return json.loads(out)
 
 
+@pytest.mark.one_transport
 async def test_a_lease_is_listed_from_both_nodes_until_it_ends(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
     gate = StepGate(allowed=1)
@@ -96,6 +97,7 @@ async def test_a_lease_is_listed_from_both_nodes_until_it_ends(tmp_path: Path) -
         assert described["ended_transfers"] == [{"peer": "prefill-0", "outcome": "arrived", "count": 1}]
 
 
+@pytest.mark.one_transport
 async def test_a_link_refused_for_its_layout_is_shown_at_both_nodes(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
 

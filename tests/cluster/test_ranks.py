@@ -50,18 +50,16 @@ def runners(directory: Path, shapes: Mapping[str, NodeShape]) -> Iterator[Runner
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "name"),
+    ("transport", "prefill", "decode", "name"),
     [
-        (NodeShape(1), NodeShape(2), "qwen3"),
-        (NodeShape(2), NodeShape(1), "gemma3_text"),
-        (NodeShape(2), NodeShape(2), "deepseek_v3"),
-        (NodeShape(4), NodeShape(2), "llama"),
-        (NodeShape(1), NodeShape(4), "gpt_oss"),
-        (NodeShape(1, 2), NodeShape(1), "mixtral"),
-        (NodeShape(1), NodeShape(1, 2), "gemma3_text"),
-        (NodeShape(2), NodeShape(1, 3), "deepseek_v3"),
-        (NodeShape(1, 2), NodeShape(2, 2), "llama"),
+        ("tcp", NodeShape(2), NodeShape(1), "gemma3_text"),
+        ("default", NodeShape(4), NodeShape(2), "qwen3"),
+        ("default", NodeShape(1), NodeShape(4), "gpt_oss"),
+        ("tcp", NodeShape(1, 2), NodeShape(1), "mixtral"),
+        ("default", NodeShape(2), NodeShape(1, 3), "deepseek_v3"),
+        ("default", NodeShape(1, 2), NodeShape(2, 2), "llama"),
     ],
+    indirect=["transport"],
     ids=str,
 )
 async def test_tokens_through_nodes_of_different_shapes(

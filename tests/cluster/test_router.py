@@ -25,6 +25,8 @@ from router.process import RouterAddresses
 from tests.support.router_parts import MODEL, decode, prefill, record_of
 from tests.support.served_nodes import ServedNode, token_at
 
+pytestmark = pytest.mark.one_transport
+
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 

@@ -23,6 +23,8 @@ from tests.support.caller import Answer
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
 from tests.support.tiny_models import TINY_MODELS
 
+pytestmark = pytest.mark.one_transport
+
 BLOCK_SIZE = 16
 NEW_TOKENS = 12
 LENGTHS = (1, 15, 16, 17, 40, 64)

@@ -48,17 +48,17 @@ class Runners:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "name", "settings"),
+    ("transport", "prefill", "decode", "name", "settings"),
     [
-        (2, 1, "qwen3", {}),
-        (1, 2, "gemma3_text", {}),
-        (2, 3, "deepseek_v3", {}),
-        (3, 2, "gpt_oss", {}),
-        (2, 2, "mixtral", {"cache_dtype": "int8"}),
-        (2, 1, "llama", {"block_size": 32}),
-        (1, 2, "gemma3_text", {"block_size": 8}),
-        (3, 2, "qwen3", {"block_size": 32}),
+        ("tcp", 2, 1, "qwen3", {}),
+        ("default", 1, 2, "gemma3_text", {}),
+        ("default", 2, 3, "deepseek_v3", {}),
+        ("tcp", 3, 2, "gpt_oss", {}),
+        ("default", 2, 2, "llama", {"cache_dtype": "int8"}),
+        ("tcp", 1, 2, "gemma3_text", {"block_size": 8}),
+        ("default", 3, 2, "qwen3", {"block_size": 32}),
     ],
+    indirect=["transport"],
     ids=str,
 )
 async def test_tokens_through_nodes_that_are_divided_in_different_ways(
@@ -92,14 +92,15 @@ async def test_tokens_through_nodes_that_are_divided_in_different_ways(
 
 
 @pytest.mark.parametrize(
-    "lose",
-    [lambda stages: stages.lose("ended by a test"), lambda stages: stages.workers[0].stop()],
+    ("transport", "lose"),
+    [("tcp", lambda stages: stages.lose("ended by a test")), ("default", lambda stages: stages.workers[0].stop())],
+    indirect=["transport"],
     ids=["by the leader", "by the stage"],
 )
 async def test_a_stream_goes_on_when_a_stage_is_lost(tmp_path: Path, lose: Callable[[FakeStages], None]) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     prompt = make_prompts(256)["prompt-33"]
-    params = SamplingParams(temperature=1.0, seed=7, max_tokens=400, ignore_eos=True)
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=200, ignore_eos=True)
     alone = load_runner(tmp_path, dtype="float32", num_blocks=96)
     expected = run_all(make_engine(alone), [Request("alone", prompt, params)])["alone"]
     with ExitStack() as stack:
@@ -108,7 +109,7 @@ async def test_a_stream_goes_on_when_a_stage_is_lost(tmp_path: Path, lose: Calla
         async with mini_cluster(make_runner, tmp_path, decode=2) as cluster:
             count = TokenCount()
             request = GenerateRequest(
-                prompt, request_id="lost", temperature=1.0, seed=7, max_tokens=400, ignore_eos=True
+                prompt, request_id="lost", temperature=1.0, seed=7, max_tokens=200, ignore_eos=True
             )
             answering = asyncio.create_task(cluster.generate(request, on_event=count))
             await count.wait_for_tokens(4)

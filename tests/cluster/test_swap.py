@@ -34,8 +34,16 @@ def make_runner(node_id: str) -> SimulatedRunner:
     return SimulatedRunner(replace(SPEC, num_blocks=NUM_BLOCKS[node_id.partition("-")[0]]))
 
 
-@pytest.mark.parametrize("ahead", ["off", "on"])
-@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize(
+    ("transport", "mode", "ahead"),
+    [
+        ("default", "recompute", "on"),
+        ("default", "swap", "off"),
+        ("tcp", "swap", "on"),
+        ("default", "auto", "on"),
+    ],
+    indirect=["transport"],
+)
 async def test_tokens_do_not_depend_on_how_requests_are_preempted(tmp_path: Path, mode: str, ahead: str) -> None:
     simulated_model_dir(tmp_path, 997, 88)
     rng = Random(7)

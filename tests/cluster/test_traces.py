@@ -13,6 +13,8 @@ from baton.runner.simulated import SimulatedRunner
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 from tests.support.trace_receiver import ReceivedSpan, trace_receiver
 
+pytestmark = pytest.mark.one_transport
+
 SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"

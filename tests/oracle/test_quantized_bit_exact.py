@@ -83,9 +83,11 @@ def written(models: Path, architecture: str, how: str) -> Path:
         ("llama", "gptq-int4-groups-of-96", "bfloat16"),
         ("qwen3_moe", "ct-int4-groups-of-36", "float32"),
         ("qwen3_moe", "ct-int8-groups-of-36", "bfloat16"),
-        # All formats of GGUF in one file.
+        # All formats of GGUF in one file, and those with the most kinds of numbers in all of a model's matrices.
         ("llama", "gguf-mixed", "float32"),
         ("llama", "gguf-mixed", "bfloat16"),
+        ("llama", "gguf-q4_k", "bfloat16"),
+        ("llama", "gguf-q6_k", "float32"),
     ],
 )
 def test_bits_depend_on_the_sequence_alone(models: Path, architecture: str, how: str, dtype: str) -> None:

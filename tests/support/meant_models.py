@@ -120,12 +120,7 @@ def write_for_load(directory: Path, architecture: str, bits: int, seed: int = 3,
     return MeantModel(directory, meant, blocks, {"quantization": f"int{bits}"})
 
 
-WIDE: Mapping[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "head_dim": 64,
-    "num_hidden_layers": NUM_LAYERS,
-}
+WIDE: Mapping[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Rows that the blocks of all of GGUF's formats divide."""
 
 
@@ -168,7 +163,9 @@ def write_gguf_model(
 
 
 def _gguf(matrices: str | Callable[[str], str]) -> Callable[[Path, str], MeantModel]:
-    return lambda directory, architecture: write_gguf_model(directory, architecture, matrices)
+    return lambda directory, architecture: write_gguf_model(
+        directory, architecture, matrices, num_hidden_layers=NUM_LAYERS
+    )
 
 
 def _checkpoint(form: WrittenFormat, block: int | None) -> Callable[[Path, str], MeantModel]:

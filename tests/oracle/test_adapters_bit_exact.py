@@ -16,10 +16,13 @@ from baton.runner.loading import load_runner
 from baton.runner.model.quantization.quantize import Quantization
 from baton.runner.model.random_model import write_random_model
 from tests.oracle.test_bit_exact import (
+    AMONG_OTHERS,
     BLOCK_SIZE,
     LENGTH,
+    LENGTH_IN_TORCH,
     MODELS,
     MOST_MATES,
+    ONE_BY_ONE,
     Run,
     assert_interruptions_change_no_bit,
     same_bits,
@@ -41,7 +44,9 @@ class WithoutPrograms(CompiledOperations):
         return None
 
 
-def run_of(directory: Path, name: str, dtype: str, num_threads: int = 1, **how: Any) -> tuple[Run, list[str]]:
+def run_of(
+    directory: Path, name: str, dtype: str, length: int = LENGTH, num_threads: int = 1, **how: Any
+) -> tuple[Run, list[str]]:
     """A model with an adapter of each rank; returns their digests, too."""
     base = directory / name
     if not base.exists():
@@ -55,7 +60,7 @@ def run_of(directory: Path, name: str, dtype: str, num_threads: int = 1, **how: 
             write_adapter(files, tensors, rank)
         digests.append(open_adapter(files).digest())
         runner.load_adapter(files, digests[-1])
-    return Run(runner._transformer, runner.model.vocab_size), digests
+    return Run(runner._transformer, runner.model.vocab_size, length), digests
 
 
 def mix(run: Run, digests: list[str], main: str) -> None:
@@ -64,29 +69,30 @@ def mix(run: Run, digests: list[str], main: str) -> None:
     run.adapters = {"main": main} | {f"mate-{mate}": every[mate % len(every)] for mate in range(MOST_MATES)}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama_odd_widths", "phi3"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama_odd_widths", "float32"), ("llama_odd_widths", "bfloat16"), ("phi3", "bfloat16")]
+)
 def test_bits_depend_on_the_own_adapter_alone(tmp_path: Path, name: str, dtype: str) -> None:
     run, digests = run_of(tmp_path, name, dtype)
     base = run.compute(run.state("main"), [LENGTH])
     mix(run, digests, "")
-    assert run.compute(run.state("main"), [77, 1, 40, 9], run.mates(6)).equals(base), "without one, beside others"
+    assert run.compute(run.state("main"), AMONG_OTHERS, run.mates(6)).equals(base), "without one, beside others"
     mix(run, digests, digests[1])
     expected = run.compute(run.state("main"), [LENGTH])
     assert not np.isclose(expected.logits, base.logits).all()
-    for chunk in (1, 7):
-        assert run.compute(run.state("main"), [chunk]).equals(expected), f"in chunks of {chunk}"
+    for chunks in (ONE_BY_ONE, [7, 7, 7, 64]):
+        assert run.compute(run.state("main"), chunks).equals(expected), f"in chunks of {chunks}"
     for count in (1, MOST_MATES):
-        bits = run.compute(run.state("main"), [77, 1, 40, 9], run.mates(count))
+        bits = run.compute(run.state("main"), AMONG_OTHERS, run.mates(count))
         assert bits.equals(expected), f"among {count} others"
     assert same_bits(run.draw(run.state("main"), 41), expected.logits[-1:]), "drawn after chunks"
     assert_interruptions_change_no_bit(run, expected)
     other, _ = run_of(tmp_path, name, dtype, num_threads=2)
     mix(other, digests, digests[1])
-    assert other.compute(other.state("main"), [1, 200, 7], other.mates(5)).equals(expected), "on two threads"
+    assert other.compute(other.state("main"), [1, 200, 7, 33], other.mates(5)).equals(expected), "on two threads"
     single, _ = run_of(tmp_path, name, dtype, operations=WithoutPrograms())
     mix(single, digests, digests[1])
-    assert single.compute(single.state("main"), [90, 7], single.mates(4)).equals(expected), "in single calls"
+    assert single.compute(single.state("main"), [90, 7, 7, 64], single.mates(4)).equals(expected), "in single calls"
 
 
 @pytest.mark.parametrize(
@@ -111,25 +117,24 @@ def test_bits_depend_on_the_own_adapter_alone_on_quantised_weights(tmp_path: Pat
     assert run.compute(run.state("main"), [77, 40, 9], run.mates(6)).equals(base)
     mix(run, digests, digests[2])
     expected = run.compute(run.state("main"), [LENGTH])
-    assert run.compute(run.state("main"), [77, 1, 40, 9], run.mates(6)).equals(expected)
+    assert run.compute(run.state("main"), AMONG_OTHERS, run.mates(6)).equals(expected)
     single, _ = run_of(tmp_path, "qwen2", "bfloat16", quantization=quantization, operations=WithoutPrograms())
     mix(single, digests, digests[2])
-    assert single.compute(single.state("main"), [90, 7], single.mates(4)).equals(expected)
+    assert single.compute(single.state("main"), [90, 7, 7, 64], single.mates(4)).equals(expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3", "float32"), ("gpt_oss", "bfloat16")])
 def test_bits_depend_on_the_own_adapter_alone_without_kernels(tmp_path: Path, name: str, dtype: str) -> None:
-    run, digests = run_of(tmp_path, name, dtype, operations=TorchOperations(1))
-    base = run.compute(run.state("main"), [LENGTH])
+    run, digests = run_of(tmp_path, name, dtype, LENGTH_IN_TORCH, operations=TorchOperations(1))
+    base = run.compute(run.state("main"), [LENGTH_IN_TORCH])
     mix(run, digests, "")
     assert run.compute(run.state("main"), [77, 40, 9], run.mates(6)).equals(base)
     mix(run, digests, digests[2])
-    expected = run.compute(run.state("main"), [LENGTH])
+    expected = run.compute(run.state("main"), [LENGTH_IN_TORCH])
     assert run.compute(run.state("main"), [77, 1, 40, 90], run.mates(6)).equals(expected)
 
 
-def run_of_mixture(directory: Path, name: str, dtype: str, **how: Any) -> tuple[Run, list[str]]:
+def run_of_mixture(directory: Path, name: str, dtype: str, length: int = LENGTH, **how: Any) -> tuple[Run, list[str]]:
     """A mixture with adapters of its attention, of its experts, and of both with the router; their digests, too."""
     base = directory / name
     if not base.exists():
@@ -157,7 +162,7 @@ def run_of_mixture(directory: Path, name: str, dtype: str, **how: Any) -> tuple[
         )
         digests.append(open_adapter(files).digest())
         runner.load_adapter(files, digests[-1])
-    return Run(runner._transformer, runner.model.vocab_size), digests
+    return Run(runner._transformer, runner.model.vocab_size, length), digests
 
 
 @pytest.mark.parametrize(
@@ -173,18 +178,19 @@ def run_of_mixture(directory: Path, name: str, dtype: str, **how: Any) -> tuple[
 def test_bits_depend_on_the_own_adapter_of_experts_alone(
     tmp_path: Path, name: str, dtype: str, how: dict[str, Any]
 ) -> None:
-    run, digests = run_of_mixture(tmp_path, name, dtype, **how)
-    base = run.compute(run.state("main"), [LENGTH])
+    length = LENGTH_IN_TORCH if "operations" in how else LENGTH
+    run, digests = run_of_mixture(tmp_path, name, dtype, length, **how)
+    base = run.compute(run.state("main"), [length])
     mix(run, digests, "")
     assert run.compute(run.state("main"), [77, 40, 90], run.mates(6)).equals(base), "without one, beside others"
     for digest in digests:
         mix(run, digests, digest)
-        expected = run.compute(run.state("main"), [LENGTH])
+        expected = run.compute(run.state("main"), [length])
         assert not np.isclose(expected.logits, base.logits).all()
         assert run.compute(run.state("main"), [77, 1, 40, 90], run.mates(6)).equals(expected)
-        assert run.compute(run.state("main"), [LENGTH], run.mates(MOST_MATES)).equals(expected)
+        assert run.compute(run.state("main"), [length], run.mates(MOST_MATES)).equals(expected)
     assert same_bits(run.draw(run.state("main"), 41), expected.logits[-1:]), "drawn after chunks"
     if "operations" not in how:
         other, _ = run_of_mixture(tmp_path, name, dtype, num_threads=2, **how)
         mix(other, digests, digests[2])
-        assert other.compute(other.state("main"), [1, 200, 7], other.mates(5)).equals(expected), "on two threads"
+        assert other.compute(other.state("main"), [1, 200, 7, 33], other.mates(5)).equals(expected), "on two threads"

@@ -33,6 +33,8 @@ from tests.support.tiny_models import TINY_MODELS
 BLOCK_SIZE = 16
 LENGTH = 300
 """Long enough that torch splits elementwise work over two threads (from 32768 elements on)."""
+LENGTH_IN_TORCH = 130
+"""Enough for several windows, blocks and calls of torch's products, whose attention takes its time for each row."""
 CACHED = 160
 """Tokens whose KV comes from a cached prefix, or from another runner."""
 SHARED_BY_ALL = 64
@@ -41,9 +43,32 @@ MOST_MATES = 31
 
 ODD_WIDTHS = {**TINY_MODELS["llama"], "intermediate_size": 120, "head_dim": 24}
 """Widths that don't fill vectors: every tensor has a tail unless rows are padded."""
-MODELS = {**TINY_MODELS, "llama_odd_widths": ODD_WIDTHS}
+ODD_EXPERTS = {**TINY_MODELS["gpt_oss"], "intermediate_size": 248}
+"""The same in a model whose experts torch activates."""
+MODELS = {**TINY_MODELS, "llama_odd_widths": ODD_WIDTHS, "gpt_oss_odd_widths": ODD_EXPERTS}
+KINDS = ("llama_odd_widths", "gemma3_text", "mixtral", "deepseek_v3", "gpt_oss_odd_widths")
+"""Models with odd widths, windows, experts, keys wider than values, and sinks: in every dtype. The others have the same
+kernels in other combinations, and each is computed in one dtype."""
 CACHED_IN_8_BITS = ("llama_odd_widths", "gemma3_text", "deepseek_v3", "gpt_oss")
 """Models with odd widths, windows, keys wider than values, and sinks."""
+DTYPES = ("float32", "bfloat16")
+
+ONE_BY_ONE = (*[1] * 40, 200, 1)
+"""Single tokens at the beginning, across two blocks and the bound of a window, and at the end, across a tile of keys.
+"""
+FEW_AND_MANY = (*[7] * 6, *[16] * 4, 64)
+"""Steps of so few rows that the kernels have code of their own for them, and of more."""
+AMONG_OTHERS = (77, 1, 1, 40, 9, 60)
+
+
+def cases() -> list[tuple[str, str, str]]:
+    """Model, dtype of the cache, dtype: each model, each dtype with each kind, each cache with each dtype."""
+    found = [(name, "auto", dtype) for name in KINDS for dtype in DTYPES]
+    others = [name for name in MODELS if name not in KINDS]
+    found += [(name, "auto", DTYPES[place % 2]) for place, name in enumerate(others)]
+    for place, name in enumerate(CACHED_IN_8_BITS):
+        found += [(name, "int8", DTYPES[place % 2]), (name, "fp8", DTYPES[1 - place % 2])]
+    return found
 
 
 @dataclass(frozen=True)
@@ -66,15 +91,16 @@ def same_bits(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> b
 class Run:
     """Computes sequences on one transformer, and keeps all of their logits."""
 
-    def __init__(self, transformer: Transformer, vocab_size: int) -> None:
+    def __init__(self, transformer: Transformer, vocab_size: int, length: int = LENGTH) -> None:
         self.transformer = transformer
+        self._length = length
         self.kv_blocks = transformer.kv_cache.view(transformer.num_blocks, -1)
         self._next_block = 1
         self._rng = Random(7)
         self.adapters: dict[str, str] = {}
         """The digests of the sequences' adapters, by the sequences' names."""
         mates = {f"mate-{mate}": self._rng.randint(1, 120) for mate in range(MOST_MATES)}
-        lengths = {"main": LENGTH, **mates}
+        lengths = {"main": length, **mates}
         self._tokens = {name: [self._rng.randrange(vocab_size) for _ in range(n)] for name, n in lengths.items()}
 
     def state(self, name: str, shared: Sequence[int] = ()) -> RequestState:
@@ -112,11 +138,12 @@ class Run:
         return list(range(self._next_block - count, self._next_block))
 
     def compute(
-        self, main: RequestState, chunks: Sequence[int], mates: Sequence[RequestState] = (), until: int = LENGTH
+        self, main: RequestState, chunks: Sequence[int], mates: Sequence[RequestState] = (), until: int | None = None
     ) -> Bits:
         """Compute `main` in chunks (the last one repeats), each mate a random number of tokens a step beside it."""
         collected = []
-        for index in range(LENGTH):
+        until = until or self._length
+        for index in range(self._length):
             share = main.share(min(chunks[min(index, len(chunks) - 1)], until - main.num_computed_tokens))
             others = [state.share(self._left(state, self._rng.randint(1, 40))) for state in mates]
             place = self._rng.randint(0, len(others))
@@ -171,7 +198,7 @@ class Run:
                     views += [scale.unsqueeze(-1).view(torch.int8) for scale in scales(cache)]
                 for view in views:
                     by_token = view[blocks].transpose(1, 2).flatten(0, 1)
-                    rows.append(by_token[:LENGTH].flatten(1))
+                    rows.append(by_token[: self._length].flatten(1))
         return torch.cat(rows, dim=1)
 
 
@@ -194,6 +221,7 @@ def load(
     num_threads: int,
     operations: Operations | None = None,
     cache_dtype: str = "auto",
+    length: int = LENGTH,
 ) -> tuple[Run, str | None]:
     directory = models / name
     if not directory.exists():
@@ -204,7 +232,7 @@ def load(
     loaded = load_model(directory, dtype)
     chosen = operations or choose_operations(num_threads)
     transformer = Transformer(loaded, chosen, BLOCK_SIZE, CacheSpec(num_blocks=800, dtype=cache_dtype), num_threads)
-    return Run(transformer, loaded.config.vocab_size), why_not_bit_exact(loaded, transformer)
+    return Run(transformer, loaded.config.vocab_size, length), why_not_bit_exact(loaded, transformer)
 
 
 def assert_interruptions_change_no_bit(run: Run, expected: Bits) -> tuple[list[int], Bits]:
@@ -221,7 +249,7 @@ def assert_interruptions_change_no_bit(run: Run, expected: Bits) -> tuple[list[i
     run.compute(swapped, [50, 30], run.mates(2), until=CACHED + 37)
     run.swap(swapped)
     rest = Bits(expected.logits[CACHED + 37 :], expected.kv)
-    assert run.compute(swapped, [40, 1], run.mates(3)).equals(rest), "swapped out and in"
+    assert run.compute(swapped, [40, *[1] * 12, 60], run.mates(3)).equals(rest), "swapped out and in"
 
     again = run.state("main")
     assert run.compute(again, [LENGTH]).equals(expected)
@@ -241,7 +269,7 @@ def assert_sharing_changes_no_bit(run: Run, cached: list[int], tail: Bits) -> No
     states = [run.state("main", shared=blocks) for blocks in (cached, fewer, cached, cached, fewer)]
     for ahead, state in enumerate(states):
         run.compute(state, [LENGTH], until=CACHED + 7 * ahead + 1)
-    for _ in range(20):
+    for _ in range(12):
         at = [state.num_computed_tokens - CACHED for state in states]
         assert same_bits(run.step(states), tail.logits[at]), f"beside sequences that share blocks, {at[0]} behind them"
 
@@ -250,24 +278,21 @@ def assert_continued_alike(run: Run, other: Run, cached: list[int], tail: Bits) 
     """Assert that another runner, which gets the blocks of a prefix, computes the bits of what comes behind them."""
     moved = other.state("main").block_table[: len(cached)].tolist()
     other.kv_blocks[moved] = run.kv_blocks[cached]
-    assert other.compute(other.state("main", shared=moved), [1]).equals(tail), "continued by another runner"
+    chunks = [*[1] * 8, 112, 1]
+    assert other.compute(other.state("main", shared=moved), chunks).equals(tail), "continued by another runner"
     assert_sharing_changes_no_bit(other, moved, tail)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("name", "cache_dtype"),
-    [*((name, "auto") for name in MODELS), *((name, kind) for name in CACHED_IN_8_BITS for kind in ("int8", "fp8"))],
-)
-def test_bits_depend_on_the_sequence_alone(models: Path, name: str, dtype: str, cache_dtype: str) -> None:
+@pytest.mark.parametrize(("name", "cache_dtype", "dtype"), cases())
+def test_bits_depend_on_the_sequence_alone(models: Path, name: str, cache_dtype: str, dtype: str) -> None:
     run, reason = load(models, name, dtype, num_threads=1, cache_dtype=cache_dtype)
     assert reason is None
     first = run.state("main")
     expected = run.compute(first, [LENGTH])
-    for chunk in (1, 7, 16, 64):
-        assert run.compute(run.state("main"), [chunk]).equals(expected), f"in chunks of {chunk}"
+    for chunks in (ONE_BY_ONE, FEW_AND_MANY):
+        assert run.compute(run.state("main"), chunks).equals(expected), f"in chunks of {chunks}"
     for count in (1, 6, MOST_MATES):
-        bits = run.compute(run.state("main"), [77, 1, 40, 9], run.mates(count))
+        bits = run.compute(run.state("main"), AMONG_OTHERS, run.mates(count))
         assert bits.equals(expected), f"among {count} others"
     for chunk in (LENGTH, 41):
         assert same_bits(run.draw(run.state("main"), chunk), expected.logits[-1:]), f"drawn after chunks of {chunk}"
@@ -278,26 +303,40 @@ def test_bits_depend_on_the_sequence_alone(models: Path, name: str, dtype: str, 
     other, reason = load(models, name, dtype, num_threads=2, cache_dtype=cache_dtype)
     assert reason is None
     assert other.compute(other.state("main"), [LENGTH]).equals(expected), "on two threads"
-    assert other.compute(other.state("main"), [1, 200, 7], other.mates(5)).equals(expected), "on two threads, in chunks"
+    bits = other.compute(other.state("main"), [1, 200, 7, 33], other.mates(5))
+    assert bits.equals(expected), "on two threads, in chunks"
     assert_continued_alike(run, other, cached, tail)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("name", "cache_dtype"),
+    ("name", "cache_dtype", "dtype"),
     [
-        *((name, "auto") for name in ["qwen3", "llama_odd_widths", "gemma3_text", "qwen3_moe", "gpt_oss"]),
-        *(("gemma3_text", kind) for kind in ("int8", "fp8")),
+        ("qwen3", "auto", "bfloat16"),
+        ("llama_odd_widths", "auto", "float32"),
+        ("gemma3_text", "auto", "float32"),
+        ("gemma3_text", "int8", "bfloat16"),
+        ("gemma3_text", "fp8", "float32"),
+        ("qwen3_moe", "auto", "bfloat16"),
+        ("gpt_oss", "auto", "bfloat16"),
+        ("gpt_oss", "auto", "float32"),
     ],
 )
 def test_bits_depend_on_the_sequence_alone_without_kernels(
-    models: Path, name: str, dtype: str, cache_dtype: str
+    models: Path, name: str, cache_dtype: str, dtype: str
 ) -> None:
-    run, reason = load(models, name, dtype, num_threads=1, operations=TorchOperations(1), cache_dtype=cache_dtype)
+    run, reason = load(
+        models,
+        name,
+        dtype,
+        num_threads=1,
+        operations=TorchOperations(1),
+        cache_dtype=cache_dtype,
+        length=LENGTH_IN_TORCH,
+    )
     assert reason is None
-    expected = run.compute(run.state("main"), [LENGTH])
-    assert run.compute(run.state("main"), [7, 93, 1, 1, 1]).equals(expected)
-    assert run.compute(run.state("main"), [77, 1, 40, 90], run.mates(6)).equals(expected)
+    expected = run.compute(run.state("main"), [LENGTH_IN_TORCH])
+    assert run.compute(run.state("main"), [7, 93, 1, 1, 1, 27]).equals(expected)
+    assert run.compute(run.state("main"), [57, 1, 40, 90], run.mates(6)).equals(expected)
     assert same_bits(run.draw(run.state("main"), 100), expected.logits[-1:])
 
 

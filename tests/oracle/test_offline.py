@@ -23,19 +23,20 @@ from tests.support.mini_cluster import MiniCluster, mini_cluster
 DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
 LONG = "def fibonacci(n):\n" * 30
 CASES: dict[str, tuple[str | list[int], SamplingParams]] = {
-    "greedy": (LONG, SamplingParams(temperature=0.0, max_tokens=40)),
-    "seeded": ("class Turtle:", SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=40)),
+    "greedy": (LONG, SamplingParams(temperature=0.0, max_tokens=24)),
+    "seeded": ("class Turtle:", SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=24)),
     "default length": ("import os", SamplingParams(seed=3)),
-    "stop string": ("def f(x):", SamplingParams(temperature=0.0, max_tokens=60, stop="return", min_tokens=2)),
-    "stop token": ("def f(x):", SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=[3, 10, 94, 269])),
+    "stop string": ("def f(x):", SamplingParams(temperature=0.0, max_tokens=60, stop="result", min_tokens=2)),
+    "stop token": ("def f(x):", SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=[15, 418])),
     "schema": ("A person: ", SamplingParams(seed=5, max_tokens=150, json_schema=PERSON)),
     "several": ("def g(", SamplingParams(seed=6, n=2, max_tokens=24)),
-    "several that stop": ("def g(", SamplingParams(seed=6, n=3, max_tokens=40, stop=["\n"])),
+    # The last ones stop before the first one.
+    "several that stop": ("def g(", SamplingParams(seed=9, n=3, max_tokens=40, stop=["\n"])),
     "best of": ("def h(", SamplingParams(seed=8, n=1, best_of=3, max_tokens=16)),
     "beams": ("def i(", SamplingParams(beam_width=3, n=2, max_tokens=12)),
     "log-probabilities": ("x = ", SamplingParams(seed=9, logprobs=4, max_tokens=12)),
     "log-probabilities of a prompt": (LONG, SamplingParams(seed=12, prompt_logprobs=4, n=2, max_tokens=6)),
-    "bad words": ("def f(x):", SamplingParams(temperature=0.0, max_tokens=40, bad_words=["return", "self"])),
+    "bad words": ("def f(x):", SamplingParams(temperature=0.0, max_tokens=24, bad_words=["return", "self"])),
     "token ids": ([5, 6, 7, 8], SamplingParams(seed=10, frequency_penalty=0.5, logit_bias={40: 3.0}, max_tokens=20)),
 }
 CHAT = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "Sort a list."}]
@@ -99,6 +100,8 @@ async def test_requests_have_the_results_of_a_cluster() -> None:
                 other.sequence(n).text for n in range(len(offline.outputs))
             ]
     assert [one.outputs for one in alone] == [one.outputs for one in together]
+    reasons = {name: {one.finish_reason for one in result.outputs} for name, result in zip(CASES, alone, strict=True)}
+    assert all(found == {"stop"} for name, found in reasons.items() if "stop" in name)
     assert {one.path.prefill_node for one in (other.end for other in online)} == {"prefill-0"}
     for offline, answer in zip([*chats, *whole], chatted, strict=True):
         choice = answer["choices"][0]

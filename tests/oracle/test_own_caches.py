@@ -80,13 +80,13 @@ def test_stages_with_caches_of_their_own_give_the_bits_of_one_process(tmp_path: 
             assert np.array_equal(np.concatenate([bytes_of_blocks(each) for each in caches], axis=1), blocks)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
 def test_swapped_requests_have_the_same_bits(tmp_path: Path, name: str) -> None:
     """Every stage moves its part of a block to its host tier and back."""
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
-    sampling = SamplingParams(temperature=0.0, max_tokens=3 * NEW_TOKENS)
-    groups = 3 if name in ("gemma3_text", "gpt_oss") else 1
-    settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 12 * groups, "host_cache_bytes": 64 << 20}
+    sampling = SamplingParams(temperature=0.0, max_tokens=2 * NEW_TOKENS)
+    groups = 3 if name == "gemma3_text" else 1
+    settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 9 * groups, "host_cache_bytes": 64 << 20}
     runs = []
     for made in (loaded(tmp_path, ALONE, **settings), in_stages(tmp_path, 2, **settings)):
         with made as runner:
@@ -113,10 +113,10 @@ def test_quantised_weights_and_caches_have_the_same_bits(tmp_path: Path, setting
     assert np.array_equal(np.concatenate(computed.logits), np.concatenate(expected.logits))
 
 
-@pytest.mark.parametrize(("name", "count"), [("llama", 2), ("qwen3", 3), ("gemma3_text", 3), ("deepseek_v3", 2)])
+@pytest.mark.parametrize(("name", "count"), [("llama", 2), ("gemma3_text", 3)])
 def test_steps_that_are_decided_ahead_have_the_same_bits(tmp_path: Path, name: str, count: int) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
-    sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=3 * NEW_TOKENS)
+    sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=2 * NEW_TOKENS)
     with loaded(tmp_path, ALONE, dtype="float32") as runner:
         expected = compute(runner, sampling)
     with in_stages(tmp_path, count, dtype="float32") as runner:
@@ -125,7 +125,7 @@ def test_steps_that_are_decided_ahead_have_the_same_bits(tmp_path: Path, name: s
 
 def test_drafts_and_the_logprobs_of_prompts_are_those_of_one_process(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=5)
-    sampling = SamplingParams(temperature=0.0, max_tokens=3 * NEW_TOKENS, prompt_logprobs=2, logprobs=2)
+    sampling = SamplingParams(temperature=0.0, max_tokens=2 * NEW_TOKENS, prompt_logprobs=2, logprobs=2)
     speculation = SpeculationConfig(prompt_lookup_min=1)
     with loaded(tmp_path, ALONE, dtype="float32") as runner:
         expected = compute(runner, sampling, speculation=speculation)

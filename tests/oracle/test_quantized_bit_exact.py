@@ -11,7 +11,11 @@ from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from tests.oracle.test_bit_exact import (
+    AMONG_OTHERS,
+    FEW_AND_MANY,
     LENGTH,
+    LENGTH_IN_TORCH,
+    ONE_BY_ONE,
     Run,
     assert_continued_alike,
     assert_interruptions_change_no_bit,
@@ -24,7 +28,9 @@ from tests.support.tiny_models import TINY_MODELS
 FORMATS = {**PACKED_FORMATS, **FP8_FORMATS}
 
 
-def run_on(directory: Path, dtype: str, num_threads: int, operations: Operations | None, how: str) -> Run:
+def run_on(
+    directory: Path, dtype: str, num_threads: int, operations: Operations | None, how: str, length: int = LENGTH
+) -> Run:
     quantization = how if how in ("int8", "int4") else None
     runner = load_runner(
         directory,
@@ -36,7 +42,7 @@ def run_on(directory: Path, dtype: str, num_threads: int, operations: Operations
     )
     assert runner.model.bit_exact, runner.model.bit_exact_reason
     assert runner.model.compute_paths[0].runs.count(" bits a weight") == 1
-    return Run(runner._transformer, runner.model.vocab_size)
+    return Run(runner._transformer, runner.model.vocab_size, length)
 
 
 @pytest.fixture(scope="module")
@@ -58,33 +64,39 @@ def written(models: Path, architecture: str, how: str) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("architecture", "how"),
+    ("architecture", "how", "dtype"),
     [
-        ("llama", "gptq-int4-asymmetric"),
-        ("llama", "awq-int4"),
-        ("qwen3", "ct-int8-rows"),
-        ("mixtral", "ct-int4"),
-        ("llama", "fp8-block"),
-        ("qwen3", "fp8-tensor"),
-        ("mixtral", "fp8-channel"),
-        ("qwen2", "int4"),
-        ("qwen2", "int8"),
-        ("qwen3_moe", "int4"),
-        ("llama", "gptq-int4-groups-of-96"),
-        ("qwen3_moe", "ct-int4-groups-of-36"),
-        ("qwen3_moe", "ct-int8-groups-of-36"),
-        *(("llama", name) for name in GGUF_FILES),
+        # The products of integers are the same in both dtypes, but for what is rounded to 8 bits.
+        ("llama", "gptq-int4-asymmetric", "bfloat16"),
+        ("llama", "awq-int4", "float32"),
+        ("qwen3", "ct-int8-rows", "bfloat16"),
+        ("mixtral", "ct-int4", "float32"),
+        ("mixtral", "ct-int4", "bfloat16"),
+        ("llama", "fp8-block", "float32"),
+        ("llama", "fp8-block", "bfloat16"),
+        ("qwen3", "fp8-tensor", "float32"),
+        ("mixtral", "fp8-channel", "bfloat16"),
+        ("qwen2", "int4", "float32"),
+        ("qwen2", "int8", "bfloat16"),
+        ("qwen3_moe", "int4", "float32"),
+        ("llama", "gptq-int4-groups-of-96", "bfloat16"),
+        ("qwen3_moe", "ct-int4-groups-of-36", "float32"),
+        ("qwen3_moe", "ct-int8-groups-of-36", "bfloat16"),
+        # All formats of GGUF in one file, and those with the most kinds of numbers in all of a model's matrices.
+        ("llama", "gguf-mixed", "float32"),
+        ("llama", "gguf-mixed", "bfloat16"),
+        ("llama", "gguf-q4_k", "bfloat16"),
+        ("llama", "gguf-q6_k", "float32"),
     ],
 )
 def test_bits_depend_on_the_sequence_alone(models: Path, architecture: str, how: str, dtype: str) -> None:
     directory = written(models, architecture, how)
     run = run_on(directory, dtype, 1, None, how)
     expected = run.compute(run.state("main"), [LENGTH])
-    for chunk in (1, 7, 64):
-        assert run.compute(run.state("main"), [chunk]).equals(expected), f"in chunks of {chunk}"
-    assert run.compute(run.state("main"), [77, 1, 40, 9], run.mates(6)).equals(expected), "among others"
+    for chunks in (ONE_BY_ONE, FEW_AND_MANY):
+        assert run.compute(run.state("main"), chunks).equals(expected), f"in chunks of {chunks}"
+    assert run.compute(run.state("main"), AMONG_OTHERS, run.mates(6)).equals(expected), "among others"
     assert same_bits(run.draw(run.state("main"), 41), expected.logits[-1:])
 
     cached, tail = assert_interruptions_change_no_bit(run, expected)
@@ -93,7 +105,8 @@ def test_bits_depend_on_the_sequence_alone(models: Path, architecture: str, how:
 
 @pytest.mark.parametrize("how", ["gptq-int4-asymmetric", "fp8-block", "int8"])
 def test_bits_depend_on_the_sequence_alone_without_kernels(models: Path, how: str) -> None:
-    run = run_on(written(models, "llama", how), "bfloat16", 1, TorchOperations(1), how)
-    expected = run.compute(run.state("main"), [LENGTH])
-    assert run.compute(run.state("main"), [7, 93, 1, 1, 1]).equals(expected)
-    assert run.compute(run.state("main"), [77, 1, 40, 90], run.mates(6)).equals(expected)
+    directory = written(models, "llama", how)
+    run = run_on(directory, "bfloat16", 1, TorchOperations(1), how, LENGTH_IN_TORCH)
+    expected = run.compute(run.state("main"), [LENGTH_IN_TORCH])
+    assert run.compute(run.state("main"), [7, 93, 1, 1, 1, 27]).equals(expected)
+    assert run.compute(run.state("main"), [57, 1, 40, 90], run.mates(6)).equals(expected)

@@ -148,7 +148,8 @@ def check(written: MeantModel, dtype: str, cache_dtype: str = "auto") -> None:
     assert excess(served, DisturbedModel(model, roundings, computed.recording)) < 1
     # With other roundings a mixture may choose other experts.
     if not model.is_mixture:
-        assert excess(served, DisturbedModel(model, roundings)) < 1
+        # Its bounds are wide: the logits with the largest differences say enough.
+        assert excess(served, DisturbedModel(model, roundings), most=16) < 1
 
 
 @pytest.mark.parametrize("name", MEANT_MODELS)
@@ -156,8 +157,16 @@ def test_logits_are_float64s_of_the_dequantised_weights(tmp_path: Path, name: st
     check(MEANT_MODELS[name](tmp_path / "model", "llama"), "float32")
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
-@pytest.mark.parametrize("name", ["gptq-int4-asymmetric", "ct-int8-rows", "fp8-block", "int4"])
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("ct-int8-rows", "qwen2"),
+        ("int4", "qwen2"),
+        ("gptq-int4-asymmetric", "qwen3_moe"),
+        ("fp8-block", "qwen3_moe"),
+        ("int4", "qwen3_moe"),
+    ],
+)
 def test_other_architectures_compute_float64s_logits(tmp_path: Path, architecture: str, name: str) -> None:
     """With biases and a tied head, and with experts, a router and norms of queries and keys."""
     check(MEANT_MODELS[name](tmp_path / "model", architecture), "float32")
@@ -169,8 +178,7 @@ def test_groups_of_any_multiple_of_4_compute_float64s_logits(tmp_path: Path, arc
     check(write_odd_groups(tmp_path / "model", architecture, name), "float32")
 
 
-@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
-@pytest.mark.parametrize("name", ["awq-int4", "ct-int8-rows"])
+@pytest.mark.parametrize(("name", "cache_dtype"), [("awq-int4", "int8"), ("ct-int8-rows", "fp8")])
 def test_a_cache_in_8_bits_adds_its_rounding(tmp_path: Path, name: str, cache_dtype: str) -> None:
     check(MEANT_MODELS[name](tmp_path / "model", "llama"), "float32", cache_dtype)
 
@@ -237,8 +245,14 @@ DAMAGES: list[tuple[str, Damage]] = [
 ]
 
 
-@pytest.mark.parametrize("layer", ["model.layers.1.self_attn.v_proj", "model.layers.2.mlp.down_proj"])
-@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=lambda value: getattr(value, "__name__", value))
+DAMAGED = ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "layer"),
+    [(*one, DAMAGED[place % 2]) for place, one in enumerate(DAMAGES)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_the_oracle_finds_one_wrong_number(tmp_path: Path, name: str, damage: Damage, layer: str) -> None:
     written = MEANT_MODELS[name](tmp_path / "model", "llama")
     tensors = load_file(written.directory / "model.safetensors")

@@ -25,7 +25,7 @@ from tests.support.encoder_decoder_models import request_for, speech
 
 PROMPT = [50257, 50362]
 """The start of a transcript without time stamps, in the vocabulary for English alone."""
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_tokens_are_those_of_transformers(model_dir: Path) -> None:
     # The endpoint for transcriptions suppresses tokens, by biases of the request.
     model.generation_config.suppress_tokens = model.generation_config.begin_suppress_tokens = None
     extractor = transformers.WhisperFeatureExtractor.from_pretrained(model_dir)
-    sounds = {"tones": speech(1, 48_000), "long": speech(2, 160_000), "silence": bytes(32_000)}
+    sounds = {"long": speech(2, 160_000), "silence": bytes(32_000)}
     expected = {}
     for name, data in sounds.items():
         samples = np.frombuffer(data, "<i2").astype(np.float32) / 32768

@@ -30,10 +30,13 @@ from tests.support.quantized_models import (
 from tests.support.tiny_models import TINY_MODELS
 
 VOCAB_SIZE = 64
+NUM_LAYERS = 2
+"""A last layer, which computes only the rows that sample, and one before it."""
+_SMALL: Mapping[str, Any] = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": NUM_LAYERS}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "llama": {**TINY_MODELS["llama"], "vocab_size": VOCAB_SIZE},
-    "qwen2": {**TINY_MODELS["qwen2"], "vocab_size": VOCAB_SIZE},
-    "qwen3_moe": {**TINY_MODELS["qwen3_moe"], "vocab_size": VOCAB_SIZE, "norm_topk_prob": True},
+    "llama": {**TINY_MODELS["llama"], **_SMALL},
+    "qwen2": {**TINY_MODELS["qwen2"], **_SMALL},
+    "qwen3_moe": {**TINY_MODELS["qwen3_moe"], **_SMALL, "norm_topk_prob": True},
 }
 """The architectures that `Float64Model` computes, with few tokens, since each logit has a bound of its own."""
 
@@ -160,7 +163,9 @@ def write_gguf_model(
 
 
 def _gguf(matrices: str | Callable[[str], str]) -> Callable[[Path, str], MeantModel]:
-    return lambda directory, architecture: write_gguf_model(directory, architecture, matrices)
+    return lambda directory, architecture: write_gguf_model(
+        directory, architecture, matrices, num_hidden_layers=NUM_LAYERS
+    )
 
 
 def _checkpoint(form: WrittenFormat, block: int | None) -> Callable[[Path, str], MeantModel]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.model_formats.gguf.container import open_gguf
 from baton.models.progress import bar_of_bytes, mebibytes, say
 
 _PROGRESS_LINE = re.compile(r"(\d+) (\d+)\n?")
@@ -44,6 +45,9 @@ def add_to_json(path: Path, more: Mapping[str, object]) -> None:
 
 
 def _convert(source: Path, directory: Path) -> None:
+    # A file without a sound header is refused at once, not only when the converter has imported torch.
+    with open_gguf(source):
+        pass
     command = [sys.executable, "-P", "-m", "baton.runner.model.gguf.convert", str(source), str(directory)]
     with (
         # A file, since a child that fills a pipe which nobody reads would wait for ever.

@@ -125,6 +125,11 @@ class ForkServer:
         """Whether everything is imported, and no fork has failed."""
         return self._is_usable
 
+    @property
+    def is_owned(self) -> bool:
+        """Whether this process is the one whose children its processes become, and not a child of that one."""
+        return os.getpid() == self._owner
+
     async def loaded(self) -> None:
         """Wait until everything is imported, or the process has ended."""
         self._channel.setblocking(False)
@@ -150,15 +155,19 @@ class ForkServer:
         `descriptors`: those that the process gets, and which of this process they are copies of. `environment`:
         variables in addition to those of the fork server. `has_fork_server`: whether the process has one of its own.
         """
+        if not self._is_usable or not self.is_owned:
+            return None
+        try:
+            directory = os.getcwd()
+        except FileNotFoundError:  # it was removed, and no process can go there any more
+            return None
         request = {
             "command": list(command),
+            "directory": directory,
             "descriptors": list(descriptors),
             "environment": dict(environment),
             "has_fork_server": has_fork_server,
         }
-        # A child of this process forgets it: what is forked would not become that process's child.
-        if not self._is_usable or os.getpid() != self._owner:
-            return None
         with self._lock, _adopting():
             self._channel.settimeout(_ANSWER_S)
             try:
@@ -184,8 +193,8 @@ _own: ForkServer | None = None
 
 
 def own_fork_server() -> ForkServer | None:
-    """The fork server of this process, if it was given one."""
-    return _own
+    """The fork server of this process, if it was given one. A child of this process has none."""
+    return _own if _own is not None and _own.is_owned else None
 
 
 def give_fork_server(server: ForkServer | None) -> None:
@@ -199,7 +208,8 @@ def start_process(command: Sequence[str], descriptors: Sequence[int]) -> subproc
 
     Raises OSError.
     """
-    forked = _own.fork(command, {one: one for one in (1, 2, *descriptors)}, {}) if _own is not None else None
+    server = own_fork_server()
+    forked = server.fork(command, {one: one for one in (1, 2, *descriptors)}, {}) if server is not None else None
     return forked or subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
 
 

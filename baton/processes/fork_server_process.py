@@ -22,16 +22,18 @@ from baton.processes.parent import die_with_parent
 
 _TITLE = ("baton", "fork-server")
 _MAX_REQUEST = 1 << 17
+_STANDARD_ERROR = 2
 _MAX_DESCRIPTORS = 253
 """So many the kernel sends at a time (unix(7), SCM_RIGHTS)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A command to run, with the descriptors that came with it, by the numbers that they are to have."""
+    """A command to run, and the numbers of its descriptors, which are in their places."""
 
     command: Sequence[str]
-    descriptors: Mapping[int, int]
+    directory: str
+    descriptors: Sequence[int]
     environment: Mapping[str, str]
     has_fork_server: bool
 
@@ -62,8 +64,9 @@ def _serve(channel: socket.socket, parent: int) -> _Request | None:
         if _fork(parent, lambda pid: channel.send(str(pid).encode())):
             channel.close()
             asked = json.loads(text)
-            numbers = dict(zip(asked["descriptors"], received, strict=True))
-            return _Request(asked["command"], numbers, asked["environment"], asked["has_fork_server"])
+            # Before anything else is opened, which could get one of these numbers.
+            _place(dict(zip(asked["descriptors"], received, strict=True)))
+            return _Request(**asked)
         for descriptor in received:
             os.close(descriptor)
 
@@ -102,6 +105,18 @@ def _fork(parent: int, tell: Callable[[int], object]) -> bool:
     return False
 
 
+def _place(descriptors: Mapping[int, int]) -> None:
+    """Give each received descriptor the number that it is to have."""
+    # First all go where none of them is to be.
+    beyond = max(descriptors, default=0) + 1
+    moved = {number: fcntl.fcntl(received, fcntl.F_DUPFD, beyond) for number, received in descriptors.items()}
+    for received in descriptors.values():
+        os.close(received)
+    for number, descriptor in moved.items():
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
 def _with_fork_server(request: _Request) -> _Request | None:
     """Give this process a fork server, and return its request; in that fork server do as `_serve` does."""
     this = os.getpid()
@@ -110,8 +125,9 @@ def _with_fork_server(request: _Request) -> _Request | None:
     if pid == 0:
         die_with_parent()
         ours.close()
-        for descriptor in request.descriptors.values():
-            os.close(descriptor)
+        for descriptor in request.descriptors:
+            if descriptor > _STANDARD_ERROR:
+                os.close(descriptor)
         show_command(_TITLE)
         theirs.send(LOADED)
         return _serve(theirs, this) if os.getppid() == this else None
@@ -124,14 +140,7 @@ def _with_fork_server(request: _Request) -> _Request | None:
 
 def _run(request: _Request) -> int:
     """Run a command in this process, as if it had been started as a program; returns the exit code."""
-    # First all go where none of them is to be.
-    beyond = max(request.descriptors, default=0) + 1
-    moved = {number: fcntl.fcntl(got, fcntl.F_DUPFD, beyond) for number, got in request.descriptors.items()}
-    for got in request.descriptors.values():
-        os.close(got)
-    for number, got in moved.items():
-        os.dup2(got, number)
-        os.close(got)
+    os.chdir(request.directory)
     os.environ.update(request.environment)
     module = request.command.index("-m") + 1
     show_command(request.command)
@@ -145,7 +154,7 @@ def show_command(words: Sequence[str]) -> None:
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
-    text = b"\0".join(word.encode() for word in words)[: end - start - 1]
+    text = b"\0".join(map(os.fsencode, words))[: end - start - 1]
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 

@@ -20,6 +20,7 @@ from baton.runner.backends.operations import Activation
 from baton.runner.backends.torch_operations import TorchOperations, activate
 from baton.testing.fake_attention import fake_paged_attention
 from tests.support.kernel_inputs import randn
+from tests.support.pairs import all_pairs
 
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 6e-3}
 LENGTHS, QUERIES, SIZE = (1, 40, 90), (1, 5, 33), 16
@@ -171,9 +172,13 @@ def test_attention_equals_attention_in_float64(
     assert_near(paged.attend(operations, **features), paged.expected(**features))
 
 
-@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (5, 1)])
-@pytest.mark.parametrize("distances", [1, 7, 64, 300])
-@pytest.mark.parametrize(("window", "sinks"), [(None, False), (20, False), (70, True)])
+@all_pairs(
+    {
+        "heads": [(6, 2), (4, 4), (5, 1)],
+        "distances": [1, 7, 64, 300],
+        "window, sinks": [(None, False), (20, False), (70, True)],
+    }
+)
 def test_a_head_adds_its_bias_of_the_distance_to_each_score(
     operations: Any, dtype: torch.dtype, heads: tuple[int, int], distances: int, window: int | None, sinks: bool
 ) -> None:

@@ -73,7 +73,7 @@ from baton.wire.clients.node_client import NodeClient
 from baton.wire.clients.operator_client import OperatorStub
 from baton.wire.credentials import Dialer
 from baton.wire.server.fault_barrier import FaultBarrier
-from baton.wire.server.server import RpcServer, streaming_server
+from baton.wire.server.server import _OPTIONS, RpcServer, streaming_server
 from baton.wire.services import generation_service, node_service, operator_service
 from baton.wire.services.generation_service import GenerationServicer
 from baton.wire.services.node_service import NodeServicer
@@ -509,6 +509,14 @@ async def test_a_router_that_leaves_closes_its_port(node: Node) -> None:
     await port.closed.wait()
 
 
+@pytest.fixture
+def early_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers miss a client after a tenth of the product's 15 seconds."""
+    options = [(name, value // 10 if name.endswith(("time_ms", "timeout_ms")) else value) for name, value in _OPTIONS]
+    monkeypatch.setattr("baton.wire.server.server._OPTIONS", tuple(options))
+
+
+@pytest.mark.usefixtures("early_pings")
 async def test_the_port_of_a_stopped_router_is_closed(node: Node) -> None:
     """A stopped router closes no connection and its kernel still acknowledges, so its requests would run for nobody."""
     script = f"""

@@ -73,7 +73,7 @@ class Shell:
         return defaults | settings
 
     def start(self, *words: object, **settings: Any) -> subprocess.Popen[bytes]:
-        """Start the command; `settings` as for subprocess.Popen."""
+        """Start the command; `settings` as for `BatonProcess`."""
         settings.setdefault("stdin", subprocess.DEVNULL)
         return BatonProcess([str(word) for word in words], self.environment, cwd=self.home, **settings)
 

@@ -18,7 +18,7 @@ from tests.process.shell import BOUND_S, Shell
 class Terminal:
     """A pseudo-terminal of 80 columns with one command in its foreground."""
 
-    def __init__(self, shell: Shell, *words: object) -> None:
+    def __init__(self, shell: Shell, *words: object, as_program: bool = False) -> None:
         self._ours, theirs = os.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
         self.process: subprocess.Popen[bytes] = shell.start(
@@ -26,9 +26,7 @@ class Terminal:
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            start_new_session=True,
-            # Without a controlling terminal Ctrl-C would be an ordinary character.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            as_program=as_program,
         )
         os.close(theirs)
         self.screen = ""

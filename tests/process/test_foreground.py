@@ -98,7 +98,9 @@ def assert_grpcurl_works(line: str, address: str) -> None:
 def test_ctrl_c_lets_a_running_stream_end(shell: Shell, tmp_path: Path) -> None:
     shell.environment |= STEP_TIMES
     request = slow_request("drained", max_tokens=40)
-    with Terminal(shell, "up", *FLAGS, "--grpc-port", 0, "--run-dir", tmp_path / "run") as terminal:
+    words = ("up", *FLAGS, "--grpc-port", 0, "--run-dir", tmp_path / "run")
+    # What is forked for a test never shares its parent's session.
+    with Terminal(shell, *words, as_program=True) as terminal:
         terminal.wait_for_text(LAST_LINE)
         state = RunDir(tmp_path / "run").read_state()
         assert state is not None

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.bench.pinning import processes_of
 from tests.support.process_cluster import process_cluster
+from tests.support.rank_processes import command
 
 
 def test_commands_and_metrics_show_the_ranks_of_a_node(tmp_path: Path, model: Path) -> None:
@@ -23,7 +24,15 @@ def test_commands_and_metrics_show_the_ranks_of_a_node(tmp_path: Path, model: Pa
         assert (report["description"]["tp"], report["description"]["pp"]) == (2, 1)
         pids = [rank["pid"] for rank in report["ranks"]]
         assert pids[0] == cluster.process("decode-0").pid
+        # They are forked by a process that the node has been given for it; a node without ranks has none.
         assert set(pids) <= set(processes_of(pids[:1]))
+        forking = [
+            name
+            for name in ("prefill-0", "decode-0")
+            for pid in processes_of([cluster.process(name).pid])
+            if command(pid)[:2] == ["baton", "fork-server"]
+        ]
+        assert forking == ["decode-0"]
         assert all(rank["is_up"] and rank["resident_bytes"] > 50 << 20 for rank in report["ranks"])
         # The KV cache of 256 MiB is one memory; the ranks have touched little of it.
         assert all(0 < rank["shared_bytes"] < rank["resident_bytes"] for rank in report["ranks"])

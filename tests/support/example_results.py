@@ -140,7 +140,7 @@ def _draw(
         node = timeline.setdefault(f"colocated-{engine}", [])
         node.append([start_s, end_s, "prefill", prompt])
         at = end_s
-    last = max((row[1] for row in node if row[2] == "decode"), default=0.0)
+    last = next((row[1] for row in reversed(node) if row[2] == "decode"), 0.0)
     for gap in gaps.tolist():
         if at >= last:
             node.append([at, at + gap * 0.9, "decode", 8])

@@ -6,12 +6,14 @@ itself, it says with `subprocess`.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -43,19 +45,26 @@ def fork_server() -> ForkServer | None:
 
 
 class BatonProcess(subprocess.Popen[Any]):
-    """`subprocess.Popen` for a command of Baton, forked if its environment and its start allow that."""
+    """`subprocess.Popen` for a command of Baton, forked unless its environment asks for other imports.
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], **settings: Any) -> None:
-        """`words`: what follows `baton`. It has a session of its own."""
+    The command leads a session of its own, whose terminal is its standard input if that is one.
+    """
+
+    def __init__(
+        self, words: Sequence[str], env: Mapping[str, str], *, as_program: bool = False, **settings: Any
+    ) -> None:
+        """`words`: what follows `baton`. `as_program`: fork nothing, and so start its processes as users do."""
         self._words = list(map(str, words))
-        super().__init__([sys.executable, "-P", "-m", _MODULE, *self._words], env=dict(env), **settings)
+        self._as_program = as_program
+        command = [sys.executable, "-P", "-m", _MODULE, *self._words]
+        super().__init__(command, env=dict(env), start_new_session=True, preexec_fn=_take_terminal, **settings)
 
     def _execute_child(self, *arguments: Any) -> None:
         names = ("args", "executable", "preexec_fn", "close_fds", "pass_fds", "cwd", "env", "startupinfo", "flags")
         pipes = ("shell", "stdin", "to_stdin", "from_stdout", "stdout", "from_stderr", "stderr")
         given = dict(zip(names + pipes, arguments, strict=False))
-        server = fork_server()
-        if server is None or given["preexec_fn"] is not None or _is_read_at_import(given["env"]):
+        server = fork_server() if not self._as_program else None
+        if server is None or _is_read_at_import(given["env"]):
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
         streams = {number: given[name] for number, name in enumerate(("stdin", "stdout", "stderr"))}
@@ -86,6 +95,12 @@ def run_baton(words: Sequence[str], env: Mapping[str, str], **settings: Any) -> 
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
+def _take_terminal() -> None:
+    # Without a controlling terminal Ctrl-C would be an ordinary character.
+    if os.isatty(0):
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def _is_read_at_import(environment: Mapping[str, str]) -> bool:
     changed = {name for name, value in environment.items() if os.environ.get(name) != value}
     return any(name.startswith(_READ_AT_IMPORT) for name in changed)
@@ -95,6 +110,7 @@ def main(arguments: Sequence[str]) -> int:
     """Be a command of Baton, in a process that was forked for it; returns its exit code."""
     what = json.loads(arguments[0])
     show_command([sys.executable, "-P", "-m", _MODULE, *what["words"]])
+    _take_terminal()
     os.environ.clear()
     os.environ.update(what["environment"])
     os.chdir(what["directory"])

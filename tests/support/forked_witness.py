@@ -19,6 +19,7 @@ def main(arguments: Sequence[str]) -> int:
     told = {
         "pid": os.getpid(),
         "parent": os.getppid(),
+        "directory": os.getcwd(),
         "environment": os.environ.get(VARIABLE),
         "command": open("/proc/self/cmdline").read().rstrip("\0").split("\0"),  # noqa: SIM115
         "has_fork_server": own is not None,

@@ -7,11 +7,9 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -52,13 +50,10 @@ class ProcessCluster:
     def running(self, *flags: str, as_program: bool = False) -> Iterator[None]:
         """Run `baton up` for the time of the `with` block; as a program, its fork server is its own, too."""
         words = ["up", *flags, "-o", "json", "--run-dir", str(self._run_dir.path)]
-        settings: dict[str, Any] = {"env": self._environment, "stdout": subprocess.PIPE}
         with self.log.open("wb") as stderr:
-            if as_program:
-                command = [sys.executable, "-P", "-m", "baton.cli.main", *words]
-                supervisor = subprocess.Popen(command, stderr=stderr, start_new_session=True, **settings)
-            else:
-                supervisor = BatonProcess(words, stderr=stderr, **settings)
+            supervisor = BatonProcess(
+                words, self._environment, as_program=as_program, stdout=subprocess.PIPE, stderr=stderr
+            )
         with supervisor:
             assert supervisor.stdout is not None
             started = supervisor.stdout.readline()

@@ -44,20 +44,24 @@ def run(server: ForkServer, *words: str, number: int = 17, **settings: Any) -> t
     return code, found
 
 
-def test_a_forked_process_is_a_child_of_the_owner_and_what_its_command_says(server: ForkServer) -> None:
+def test_a_forked_process_is_a_child_of_the_owner_and_what_its_command_says(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for number in (3, 17):
         code, (told,) = run(server, "5", number=number)
         assert code == 5
         assert told["parent"] == os.getpid()
-        assert told["environment"] == "told"
+        assert (told["environment"], told["directory"]) == ("told", str(tmp_path))
         assert told["command"] == [*WITNESS, str(number), "5"]
         assert not told["has_fork_server"]
 
 
 def test_a_forked_process_may_have_a_fork_server_of_its_own(server: ForkServer) -> None:
-    code, (first, second) = run(server, "7", "its child", has_fork_server=True)
-    assert (code, first["has_fork_server"]) == (7, True)
-    assert (second["parent"], second["has_fork_server"]) == (first["pid"], False)
+    for number in range(3, 12):
+        code, (first, second) = run(server, "7", "its child", number=number, has_fork_server=True)
+        assert (code, first["has_fork_server"]) == (7, True)
+        assert (second["parent"], second["has_fork_server"]) == (first["pid"], False)
 
 
 def test_a_wait_ends_and_a_signal_is_an_exit_code(server: ForkServer) -> None:
@@ -94,4 +98,15 @@ def test_a_child_of_the_owner_does_not_use_its_fork_server(server: ForkServer) -
     if child == 0:
         os._exit(0 if server.fork([*WITNESS, "1", "0"], {}, {}) is None else 1)
     assert os.waitpid(child, 0)[1] == 0
+    assert run(server, "0")[0] == 0
+
+
+def test_nothing_is_forked_into_a_directory_that_was_removed(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    assert server.fork([*WITNESS, "1", "0"], {}, {}) is None
+    monkeypatch.chdir(tmp_path)
     assert run(server, "0")[0] == 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -34,27 +36,45 @@ def replace_file(path: Path) -> None:
     other.rename(path)
 
 
+@dataclass(frozen=True)
+class Converted:
+    """A GGUF file that was converted once, which takes seconds."""
+
+    environ: Mapping[str, str]
+    """Where the cache is that has its directory."""
+    found: FoundModel
+    said: str
+    """What was said on stderr meanwhile."""
+
+
+@pytest.fixture(scope="module")
+def converted(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    environ = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    with redirect_stderr(StringIO()) as said:
+        found = find_model(gguf_file, environ)
+    return Converted(environ, found, said.getvalue())
+
+
 def test_a_gguf_file_and_its_directory_become_one_model_directory(
-    tmp_path: Path, gguf_file: Path, capsys: pytest.CaptureFixture[str]
+    gguf_file: Path, converted: Converted, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    found = find_model(gguf_file, environ)
-    assert found.name == "tiny-model.Q8_0"
-    assert {path.name for path in found.directory.iterdir()} == {
+    assert converted.found.name == "tiny-model.Q8_0"
+    assert {path.name for path in converted.found.directory.iterdir()} == {
         "config.json",
         "generation_config.json",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    assert find_model(gguf_file.parent, environ) == found
-    assert capsys.readouterr().err.count("Converting") == 1
+    assert find_model(gguf_file.parent, converted.environ) == converted.found
+    assert converted.said.count("Converting") == 1
+    assert "Converting" not in capsys.readouterr().err
 
 
 def test_a_known_file_gets_what_is_known_of_its_model(
-    tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, gguf_file: Path, converted: Converted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = find_model(gguf_file, {"XDG_CACHE_HOME": str(tmp_path / "plain")}).directory
+    plain = converted.found.directory
     assert read_sampling_defaults(plain) == SamplingDefaults()
     assert ModelTemplate.load(plain, FakeWorkers()).tool_call_parser == ""
     known = replace(MODEL, sha256=sha256_of(gguf_file), sampling={"temperature": 0.2}, tool_call_parser="smollm2")
@@ -115,12 +135,12 @@ def test_a_directory_comes_before_names_and_other_paths_stay(tmp_path: Path, mon
 
 
 def test_settings_get_the_directory_and_a_name_for_clients(
-    tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+    gguf_file: Path, converted: Converted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", converted.environ["XDG_CACHE_HOME"])
     config = load(UpConfig, {"model": str(gguf_file)}, {}).config
     resolved = with_model_directory(config)
-    assert resolved.model.parent == tmp_path / "baton" / "models"
+    assert resolved.model == converted.found.directory
     assert resolved.served_model_name == "tiny-model.Q8_0"
     assert flags_of(resolved, UpConfig)["--model"] == str(resolved.model)
     named = load(UpConfig, {"model": str(gguf_file), "model_name": "mine"}, {}).config
@@ -131,13 +151,15 @@ def test_settings_get_the_directory_and_a_name_for_clients(
     assert with_model_directory(bundled) is bundled
 
 
-def test_a_draft_model_is_found_as_well(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_draft_model_is_found_as_well(
+    tmp_path: Path, gguf_file: Path, converted: Converted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", converted.environ["XDG_CACHE_HOME"])
     monkeypatch.chdir(gguf_file.parent)
     given = {"speculative_config": f'{{"model": "{gguf_file.name}", "num_speculative_tokens": 3}}'}
     resolved = with_model_directory(load(UpConfig, given, {}).config)
     drafting = SpeculationConfig.from_json(resolved.speculative_config)
-    assert Path(drafting.model).parent == tmp_path / "baton" / "models"
+    assert Path(drafting.model) == converted.found.directory
     assert (drafting.method, drafting.num_speculative_tokens) == ("draft_model", 3)
     (tmp_path / "small").mkdir()
     monkeypatch.chdir(tmp_path)

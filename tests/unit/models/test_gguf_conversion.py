@@ -12,7 +12,10 @@ from baton.models.conversion import convert_in_child
 from baton.models.resolve import find_model
 
 
-def test_the_converters_reason_is_the_error(tmp_path: Path) -> None:
+def test_a_file_without_a_sound_header_is_refused_before_a_converter_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/program")
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"bad\.gguf is not a sound GGUF file: its header ends before byte 8"):
         find_model(tmp_path / "bad.gguf", {"XDG_CACHE_HOME": str(tmp_path)})

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.torch_operations import TorchOperations
 from tests.support.kernel_inputs import randn
+from tests.support.pairs import all_pairs
 
 FORMATS = tuple(cache_rows.LARGEST_CODE)
 ROWS = (torch.float32, torch.bfloat16)
@@ -87,11 +89,14 @@ def test_a_number_that_is_not_finite_makes_its_whole_key_nan(cache_format: torch
     assert read.isnan().tolist() == [[True, True], [False, False]]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", ROWS)
-@pytest.mark.parametrize("cache_format", FORMATS)
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (KEY_DIM, VALUE_DIM), (128, 96)])
-@pytest.mark.parametrize("window", [None, 70])
+@all_pairs(
+    {
+        "isa": ISAS,
+        "dtype, cache_format": list(product(ROWS, FORMATS)),  # which instructions widen codes depends on both
+        "key_dim, value_dim": [(64, 64), (KEY_DIM, VALUE_DIM), (128, 96)],
+        "window": [None, 70],
+    }
+)
 def test_attention_has_the_bits_of_a_cache_that_holds_the_widened_numbers(
     isa: str, dtype: torch.dtype, cache_format: torch.dtype, key_dim: int, value_dim: int, window: int | None
 ) -> None:
@@ -139,13 +144,19 @@ def _before_an_inaccessible_page(size: int) -> torch.Tensor:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("cache_format", [None, *FORMATS])
-@pytest.mark.parametrize("dim", [8, 24, 40, 64])
-@pytest.mark.parametrize("keys_last", [False, True])
 def test_attention_reads_nothing_behind_the_cache(
-    isa: str, dtype: torch.dtype, cache_format: torch.dtype | None, dim: int, keys_last: bool
+    isa: str, dtype: torch.dtype, cache_format: torch.dtype | None
+) -> None:
+    kernels.use_isa(isa)
+    for dim in (8, 24, 40, 64):
+        for keys_last in (False, True):
+            _check_that_nothing_behind_is_read(dtype, cache_format, dim, keys_last=keys_last)
+
+
+def _check_that_nothing_behind_is_read(
+    dtype: torch.dtype, cache_format: torch.dtype | None, dim: int, *, keys_last: bool
 ) -> None:
     """With one head and blocks of one token, the last number of the cache is that of its last key or value."""
-    kernels.use_isa(isa)
     tokens, scales = 130, None if cache_format is None else 0
     first = 0 if cache_format is None else 4
     key_offset, value_offset = (first + dim, first) if keys_last else (first, first + dim)
@@ -167,10 +178,13 @@ def test_attention_reads_nothing_behind_the_cache(
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", ROWS)
-@pytest.mark.parametrize("cache_format", FORMATS)
-@pytest.mark.parametrize("scale", [2.0**-100, 0.37, 2.0**100])
+@all_pairs(
+    {
+        "isa": ISAS,
+        "dtype, cache_format": list(product(ROWS, FORMATS)),
+        "scale": [2.0**-100, 0.37, 2.0**100],
+    }
+)
 def test_every_code_is_read_as_torch_reads_it(
     isa: str, dtype: torch.dtype, cache_format: torch.dtype, scale: float
 ) -> None:

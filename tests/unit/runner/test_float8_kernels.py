@@ -21,6 +21,7 @@ from baton.runner.backends.quantized_product import float8_product
 from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.backends.torch_operations import TorchOperations
 from tests.support.kernel_inputs import activated, generator, misfits, one_request, randn
+from tests.support.pairs import all_pairs
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 
@@ -102,9 +103,7 @@ def test_a_product_differs_from_float64_by_the_rounding_of_its_sums_alone(isa: s
             assert ((out.double() - exact).abs() <= of_chain + of_result + 1e-30).all(), (n, k, group, m)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 8, 256])
+@all_pairs({"isa": ISAS, "dtype": DTYPES, "rows": [1, 8, 256]})
 def test_every_number_of_float8_is_multiplied_exactly(isa: str, dtype: torch.dtype, rows: int) -> None:
     kernels.use_isa(isa)
     codes = torch.arange(256, dtype=torch.uint8)
@@ -119,9 +118,7 @@ def test_every_number_of_float8_is_multiplied_exactly(isa: str, dtype: torch.dty
     assert numbers.float().abs().max() == 448
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [128, 640])
+@all_pairs({"isa": ISAS, "dtype": DTYPES, "group": [128, 640]})
 def test_a_row_does_not_depend_on_its_batch_or_the_threads(isa: str, dtype: torch.dtype, group: int) -> None:
     kernels.use_isa(isa)
     x, bias = randn(60, 640, dtype=dtype), randn(200, seed=5, dtype=dtype)
@@ -217,10 +214,14 @@ def test_taken_rows_are_those_of_the_dequantised_weight(isa: str, dtype: torch.d
         assert torch.equal(taken, weight.dequantized(dtype)), (n, k, group)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("groups", [(128, 128), (320, 128), (192, 128)])
+@all_pairs(
+    {
+        "isa": ISAS,
+        "dtype": DTYPES,
+        "activation": ["silu", "gelu", "gelu_tanh"],
+        "groups": [(128, 128), (320, 128), (192, 128)],
+    }
+)
 def test_a_gated_product_is_the_activation_of_one_times_the_other(
     isa: str, dtype: torch.dtype, activation: Activation, groups: tuple[int, int]
 ) -> None:

@@ -1,8 +1,12 @@
-"""GGUF files become models that compute with the integers of their blocks, or are refused in one line."""
+"""GGUF files become models that compute with the integers of their blocks, or are refused in one line.
+
+`BATON_FUZZ_EXAMPLES=1000` damages a file that many times.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 import struct
@@ -28,6 +32,7 @@ from tests.support.gguf_models import ARCHITECTURES, random_module, write_module
 from tests.support.quantized_models import edit_config
 from tests.unit.runner.test_quantized_loading import CountingOperations, PlainOnly, error, load, logits, refuse
 
+EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "50"))
 WIDE: Mapping[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Rows that the blocks of all formats divide."""
 
@@ -59,13 +64,15 @@ def test_a_model_computes_with_the_integers_of_its_file(tmp_path: Path, kind: st
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_computes_with_integers(tmp_path: Path, name: str) -> None:
-    directory = written(tmp_path, "Q8_0", name, tie_word_embeddings=name.startswith("gemma"))
+    small = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    directory = written(tmp_path, "Q8_0", name, tie_word_embeddings=name.startswith("gemma"), **small)
     twin, operations = load(tmp_path / "twin"), CountingOperations()
-    assert 0 < error(logits(load(directory, operations=operations)), logits(twin)) < 0.15
+    runner = load(directory, operations=operations)
+    assert 0 < error(logits(runner), logits(twin)) < 0.15
     # Each of 3 layers has q, k, v and o, and gate, up and down; phi3 has q, k and v in one weight, and gate and up. The
     # head is one more.
     assert operations.num_packed >= (3 * 4 if name == "phi3" else 3 * 7) + 1
-    assert load(directory)._transformer.has_programs == twin._transformer.has_programs
+    assert runner._transformer.has_programs == twin._transformer.has_programs
 
 
 def q4_k_m(name: str) -> str:
@@ -224,7 +231,7 @@ def test_a_quantised_tensor_that_can_not_be_one_is_refused(
 
 
 @settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
 def test_any_damage_of_a_file_is_refused_or_harmless(

@@ -14,6 +14,7 @@ from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import CacheView, KernelArgumentError
 from baton.runner.backends.torch_operations import TorchOperations
 from tests.support.kernel_inputs import randn
+from tests.support.pairs import all_pairs
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 
@@ -146,9 +147,13 @@ class Paged:
         return torch.cat(out)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (20, None), (64, 5.0), (1000, 30.0)])
+@all_pairs(
+    {
+        "isa": ISAS,
+        "dtype": DTYPES,
+        "window, softcap": [(None, None), (1, None), (20, None), (64, 5.0), (1000, 30.0)],
+    }
+)
 def test_attention_equals_softmax_attention_in_float64(
     isa: str, dtype: torch.dtype, window: int | None, softcap: float | None
 ) -> None:
@@ -157,9 +162,7 @@ def test_attention_equals_softmax_attention_in_float64(
     assert _relative_error(paged.attend(window, softcap), paged.expected(window, softcap)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "ahead"), [(None, 1 << 30), (9, 8), (70, 69), (None, 3), (65, 200)])
+@all_pairs({"isa": ISAS, "dtype": DTYPES, "window, ahead": [(None, 1 << 30), (9, 8), (70, 69), (None, 3), (65, 200)]})
 def test_rows_attend_to_keys_behind_their_own(isa: str, dtype: torch.dtype, window: int | None, ahead: int) -> None:
     kernels.use_isa(isa)
     lengths = [1, 64, 90, 200, 7, 128]
@@ -185,9 +188,13 @@ def test_without_kernels_rows_of_a_long_text_attend_block_by_block(window: int |
             operations.paged_attention(*step, scale=0.3, ahead=ahead, **features)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 128, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (14, 2), (71, 1), (5, 5)])
+@all_pairs(
+    {
+        "dtype": DTYPES,
+        "head_dim": [8, 16, 24, 64, 80, 128, 256],
+        "heads, kv_heads": [(4, 4), (14, 2), (71, 1), (5, 5)],
+    }
+)
 def test_attention_supports_every_head_shape(dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
     paged = Paged.make(
         dtype, lengths=[70, 33], query_lens=[9, 1], heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=5
@@ -246,9 +253,7 @@ def test_token_by_token_equals_all_at_once(dtype: torch.dtype) -> None:
         assert torch.equal(whole.attend(window=90, softcap=15.0), expected[position : position + 1]), position
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("head_dim", [24, 32, 64, 72, 128])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17])
+@all_pairs({"isa": ISAS, "head_dim": [24, 32, 64, 72, 128], "group": [1, 2, 3, 4, 5, 6, 7, 8, 9, 17]})
 def test_one_token_of_any_heads_equals_all_at_once(isa: str, head_dim: int, group: int) -> None:
     kernels.use_isa(isa)
     whole = Paged.make(torch.bfloat16, lengths=[150], query_lens=[87], heads=2 * group, head_dim=head_dim)
@@ -329,9 +334,13 @@ def test_requests_may_have_no_rows() -> None:
     assert torch.equal(paged.attend(), torch.cat([expected[:4], expected[5:]]))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (24, 16), (16, 24), (40, 8), (256, 64), (8, 256)])
+@all_pairs(
+    {
+        "isa": ISAS,
+        "dtype": DTYPES,
+        "key_dim, value_dim": [(192, 128), (24, 16), (16, 24), (40, 8), (256, 64), (8, 256)],
+    }
+)
 def test_keys_and_values_may_have_different_widths(isa: str, dtype: torch.dtype, key_dim: int, value_dim: int) -> None:
     kernels.use_isa(isa)
     paged = Paged.make(dtype, lengths=[70, 150], query_lens=[9, 1], head_dim=key_dim, value_dim=value_dim, block_size=7)
@@ -342,10 +351,7 @@ def test_keys_and_values_may_have_different_widths(isa: str, dtype: torch.dtype,
     assert torch.equal(alone, out[9:])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("size", [0.5, 30.0])
+@all_pairs({"isa": ISAS, "dtype": DTYPES, "window": [None, 30], "size": [0.5, 30.0]})
 def test_sinks_take_probability_and_add_no_value(isa: str, dtype: torch.dtype, window: int | None, size: float) -> None:
     kernels.use_isa(isa)
     paged = Paged.make(dtype, lengths=[70, 150], query_lens=[9, 1])
@@ -356,11 +362,15 @@ def test_sinks_take_probability_and_add_no_value(isa: str, dtype: torch.dtype, w
     assert torch.equal(paged.attend(window), plain)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(14, 2), (71, 1), (4, 4)])
-@pytest.mark.parametrize("distances", [1, 63, 64, 128, 500])
+@all_pairs(
+    {
+        "isa": ISAS,
+        "dtype": DTYPES,
+        "window": [None, 70],
+        "heads, kv_heads": [(14, 2), (71, 1), (4, 4)],
+        "distances": [1, 63, 64, 128, 500],
+    }
+)
 def test_scores_have_biases_of_heads_and_distances(
     isa: str, dtype: torch.dtype, window: int | None, heads: int, kv_heads: int, distances: int
 ) -> None:

@@ -13,6 +13,7 @@ from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, KernelsUnavailable, Packed
 from baton.runner.backends.cpu.kernels.product import Activation
 from tests.support.kernel_inputs import activated, randn
+from tests.support.pairs import all_pairs
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 
@@ -40,10 +41,12 @@ def linear(x: torch.Tensor, w: Packed, bias: torch.Tensor | None = None, threads
 # Products
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 64, 64), (3, 1, 1), (13, 70, 33), (29, 130, 96), (2, 17, 501), (70, 40, 129)]
+@all_pairs(
+    {
+        "isa": ISAS,
+        "dtype": DTYPES,
+        "m, n, k": [(1, 64, 64), (3, 1, 1), (13, 70, 33), (29, 130, 96), (2, 17, 501), (70, 40, 129)],
+    }
 )
 def test_linear_equals_the_product_in_float64(isa: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
     kernels.use_isa(isa)
@@ -100,9 +103,7 @@ def test_every_row_count_gives_the_rows_of_the_largest(isa: str, dtype: torch.dt
         assert torch.equal(linear(x[70 - rows :], packed), whole[70 - rows :]), rows
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 900, 640), (300, 64, 640), (37, 333, 129), (900, 128, 2000)])
+@all_pairs({"isa": ISAS, "dtype": DTYPES, "m, n, k": [(1, 900, 640), (300, 64, 640), (37, 333, 129), (900, 128, 2000)]})
 def test_threads_do_not_change_a_product(isa: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
     kernels.use_isa(isa)
     x, packed = randn(m, k, dtype=dtype), kernels.pack(randn(n, k, seed=1, dtype=dtype))
@@ -199,10 +200,14 @@ def test_weights_packed_together_are_their_products_side_by_side(dtype: torch.dt
     assert torch.equal(kernels.take_rows(together, index), torch.cat(weights)[index])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (5, 33, 96), (37, 130, 45), (2, 16, 64)])
+@all_pairs(
+    {
+        "isa": ISAS,
+        "dtype": DTYPES,
+        "activation": ACTIVATIONS,
+        "m, n, k": [(1, 1, 1), (5, 33, 96), (37, 130, 45), (2, 16, 64)],
+    }
+)
 def test_gated_linear_is_activation_times_up(
     isa: str, dtype: torch.dtype, activation: Activation, m: int, n: int, k: int
 ) -> None:
@@ -235,10 +240,14 @@ def test_activations_of_numbers_of_any_size(activation: Activation) -> None:
 # Norms and rotations
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(2, 1), (7, 33), (40, 896), (300, 130), (5, 3, 64), (16,)])
-@pytest.mark.parametrize("plus_one", [False, True])
+@all_pairs(
+    {
+        "isa": ISAS,
+        "dtype": DTYPES,
+        "shape": [(2, 1), (7, 33), (40, 896), (300, 130), (5, 3, 64), (16,)],
+        "plus_one": [False, True],
+    }
+)
 def test_rms_norm_is_the_norm(isa: str, dtype: torch.dtype, shape: tuple[int, ...], plus_one: bool) -> None:
     kernels.use_isa(isa)
     x, weight = randn(*shape, dtype=dtype), randn(shape[-1], seed=1, dtype=dtype)
@@ -279,9 +288,7 @@ def test_norm_and_rotation_take_parts_of_rows(isa: str, dtype: torch.dtype) -> N
     assert torch.equal(product[:, 6:], before[:, 6:])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("d", "r"), [(64, 64), (40, 24), (16, 2), (80, 80), (8, 0)])
+@all_pairs({"isa": ISAS, "dtype": DTYPES, "d, r": [(64, 64), (40, 24), (16, 2), (80, 80), (8, 0)]})
 def test_rotation_turns_pairs_of_halves(isa: str, dtype: torch.dtype, d: int, r: int) -> None:
     kernels.use_isa(isa)
     x, angles = randn(21, 3, d, dtype=dtype), randn(21, r // 2, seed=1)

@@ -23,6 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
+from baton.runner.backends.cpu import kernels
+from baton.runner.backends.cpu.kernels import Packed
+from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.torch_operations import TorchOperations, TorchStack, TorchWeight
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.loading import load_runner
@@ -45,16 +48,23 @@ FORMATS = {**PACKED_FORMATS, **FP8_FORMATS}
 PROMPT = [(7 * position) % 251 for position in range(40)]
 
 
-class CountingOperations(TorchOperations):
-    """torch's operations, which count the quantised weights that they pack."""
+class CountingOperations(CompiledOperations):
+    """The kernels, which take a quarter of the time of torch's products, and count the quantised weights they pack."""
 
     def __init__(self) -> None:
-        super().__init__(1)
+        super().__init__(1, f"kernels-{kernels.available().numerics}")
         self.num_packed = 0
 
-    def pack(self, *weights: Weight) -> TorchWeight | TorchStack:
-        self.num_packed += sum(not isinstance(weight, torch.Tensor) for weight in weights)
+    def pack(self, *weights: Weight) -> Packed:
+        self._count(*weights)
         return super().pack(*weights)
+
+    def pack_gated(self, gate: Weight, up: Weight) -> Packed:
+        self._count(gate, up)
+        return super().pack_gated(gate, up)
+
+    def _count(self, *weights: Weight) -> None:
+        self.num_packed += sum(not isinstance(weight, torch.Tensor) for weight in weights)
 
 
 class CountingReadLayers(TorchOperations):
@@ -178,6 +188,7 @@ def test_a_mixture_computes_with_the_weights_that_its_file_means(
         ("phi3", "awq-int4", None),
         ("mixtral", "ct-int4", None),
         ("llama", "gptq-int4-asymmetric", TorchOperations(1)),
+        ("mixtral", "gptq-int4-asymmetric", TorchOperations(1)),
     ],
 )
 def test_products_with_integers_differ_by_the_rounding_of_their_inputs(
@@ -200,6 +211,7 @@ def test_products_with_integers_differ_by_the_rounding_of_their_inputs(
         ("phi3", "fp8-channel", None),
         ("mixtral", "fp8-block", None),
         ("llama", "fp8-channel", TorchOperations(1)),
+        ("mixtral", "fp8-block", TorchOperations(1)),
     ],
 )
 def test_products_with_float8_round_nothing_but_their_sums(

@@ -1,8 +1,12 @@
-"""Requests that share leading blocks attend to them together, with the bits that each of them has alone."""
+"""Requests that share leading blocks attend to them together, with the bits that each of them has alone.
+
+`BATON_FUZZ_EXAMPLES=1000` tries that many steps for each instruction set and dtype.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -130,7 +134,7 @@ def _decodes(tables: list[list[int]], lengths: list[int], *, size: int = 16, hea
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=25)
+@settings(max_examples=int(os.environ.get("BATON_FUZZ_EXAMPLES", "10")))
 @given(
     seed=st.integers(0, 1 << 30),
     count=st.integers(2, 24),

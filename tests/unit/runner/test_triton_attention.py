@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -135,33 +136,44 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
     return attend
 
 
+Alone = Callable[[Kind, torch.dtype], list[torch.Tensor]]
 LAST_SPANS = [(sequence, max(0, length - LAST), length) for sequence, length in enumerate(LENGTHS)]
 
 
-def each(sequences: Sequences, kernel: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """The last queries of every sequence at once, in a step of its own."""
-    return [sequences.attend([span], kernel)[0] for span in LAST_SPANS]
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Alone]:
+    """The rows of the last queries of every sequence, at once in a step of its own; computed once for each kind."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kernel = triton_attention_module(monkeypatch).triton_attention
+
+        @cache
+        def compute(kind: Kind, dtype: torch.dtype) -> list[torch.Tensor]:
+            sequences = Sequences(kind, dtype)
+            return [sequences.attend([span], kernel)[0] for span in LAST_SPANS]
+
+        yield compute
 
 
-def test_results_are_those_of_plain_attention(kind: Kind, dtype: torch.dtype, kernel: Any) -> None:
+def test_results_are_those_of_plain_attention(kind: Kind, dtype: torch.dtype, alone: Alone) -> None:
     sequences = Sequences(kind, dtype)
     plain = TorchOperations(1).paged_attention
-    for (sequence, first, stop), out in zip(LAST_SPANS, each(sequences, kernel), strict=True):
+    for (sequence, first, stop), out in zip(LAST_SPANS, alone(kind, dtype), strict=True):
         for row in {first, (first + stop) // 2, stop - 1}:
             (expected,) = sequences.attend([(sequence, row, row + 1)], plain)
             torch.testing.assert_close(out[row - first][None], expected, atol=NEAR[dtype], rtol=NEAR[dtype])
 
 
-def test_mates_and_the_places_of_blocks_change_no_bits(kind: Kind, dtype: torch.dtype, kernel: Any) -> None:
-    expected = each(Sequences(kind, dtype), kernel)
+def test_mates_and_the_places_of_blocks_change_no_bits(
+    kind: Kind, dtype: torch.dtype, kernel: Any, alone: Alone
+) -> None:
+    expected = alone(kind, dtype)
     together = Sequences(kind, dtype, order=1).attend(LAST_SPANS, kernel)
     assert all(map(torch.equal, together, expected))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100] if ON_GPU else [4])
-def test_chunks_change_no_bits(kind: Kind, dtype: torch.dtype, kernel: Any, chunk: int) -> None:
-    sequences = Sequences(kind, dtype)
-    expected = each(sequences, kernel)
+def test_chunks_change_no_bits(kind: Kind, dtype: torch.dtype, kernel: Any, alone: Alone, chunk: int) -> None:
+    sequences, expected = Sequences(kind, dtype), alone(kind, dtype)
     before = {sequence: first for sequence, first, _ in LAST_SPANS}
     number = 30 if ON_GPU else 3
     done = {sequence: max(first, stop - number * chunk) for sequence, first, stop in LAST_SPANS}

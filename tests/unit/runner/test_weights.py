@@ -411,14 +411,18 @@ def _status(key: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "stored"), [("qwen2", "bfloat16"), ("qwen3_moe", "float32"), ("gpt_oss", "float32")]
+    ("architecture", "stored", "num_layers"),
+    [("qwen2", "bfloat16", 12), ("qwen3_moe", "float32", 9), ("gpt_oss", "float32", 8)],
 )
-def test_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path, architecture: str, stored: str) -> None:
+def test_weights_are_in_memory_once_while_they_are_loaded(
+    tmp_path: Path, architecture: str, stored: str, num_layers: int
+) -> None:
     """Weights that are cast (qwen2), merged (the experts of qwen3_moe) or transposed (the experts of gpt_oss)."""
-    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16, "moe_intermediate_size": 512}
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512}
     write_random_model(tmp_path / "tiny", TINY_MODELS[architecture], 0)
     load_runner(tmp_path / "tiny", dtype="float32", num_blocks=16)
-    write_random_model(tmp_path / "large", {**TINY_MODELS[architecture], **shape}, 0, stored)
+    large = {**TINY_MODELS[architecture], **shape, "num_hidden_layers": num_layers}
+    write_random_model(tmp_path / "large", large, 0, stored)
     gc.collect()
     # Memory that the allocator kept from earlier tests would be used again and hide a copy.
     ctypes.CDLL(None).malloc_trim(0)
@@ -427,7 +431,7 @@ def test_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path, archit
     runner = load_runner(tmp_path / "large", dtype="float32", num_blocks=16)
     weights = (tmp_path / "large/model.safetensors").stat().st_size * (2 if stored == "bfloat16" else 1)
     assert weights > 100 << 20  # many times what one layer needs on its way
-    # 1.08 to 1.14 with memory to convert one layer and what earlier tests left in the allocator; a copy gives 2.
+    # 1.08 to 1.18 with memory to convert one layer and what earlier tests left in the allocator; a copy gives 2.
     assert _status("VmHWM") - before < 1.3 * (weights + runner.memory.num_bytes)
 
 

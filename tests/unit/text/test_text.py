@@ -1,9 +1,13 @@
-"""The text package with the real tokenizers library: pieces add up to the whole text, wherever they are split."""
+"""The text package with the real tokenizers library: pieces add up to the whole text, wherever they are split.
+
+`BATON_FUZZ_EXAMPLES=10000` tries that many texts.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +28,7 @@ from baton.text.tokenizer import Tokenizer
 from router.flight.text_stream import TextStream
 from router.http.logprobs import CompletionLogprobs, TokenTexts, as_token_id, unknown
 
+EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "120"))
 CORPUS = ["def fibonacci(n): return n", "naïve café – 中文 字 😀👩‍👩‍👧 ≠", "  indented\n\ttabs", "wordpiece words"] * 4
 
 
@@ -91,7 +96,7 @@ TOKENIZERS = {name: Tokenizer(make()) for name, make in MAKERS.items()}
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
-@settings(max_examples=400)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_the_pieces_add_up_to_the_whole_text_and_none_is_revised(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -156,7 +161,7 @@ def test_a_prompt_that_cuts_a_character_holds_no_text_back(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
-@settings(max_examples=300)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_the_text_behind_a_prompt_is_the_rest_of_the_whole_text(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -186,7 +191,7 @@ def test_the_text_behind_a_prompt_is_the_rest_of_the_whole_text(kind: str, data:
         assert text == tokenizer.decode([*before, *output])[len(tokenizer.decode(before)) :]
 
 
-@settings(max_examples=200)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_the_text_does_not_depend_on_how_tokens_are_grouped(data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[data.draw(st.sampled_from(sorted(TOKENIZERS)))]
@@ -328,7 +333,7 @@ def reference_cut(text: str, stops: list[str], keeps_found: bool) -> tuple[str, 
     return text, None
 
 
-@settings(max_examples=500)
+@settings(max_examples=EXAMPLES)
 @given(
     text=st.text("abc", max_size=20),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),

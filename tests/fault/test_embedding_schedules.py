@@ -1,4 +1,7 @@
-"""The fault schedules of test_fault_schedules.py with as many requests for embeddings as for text."""
+"""The fault schedules of test_fault_schedules.py with as many requests for embeddings as for text.
+
+`BATON_EMBEDDING_SCHEDULES=1000` runs that many.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from baton.runner.simulated import expected_embedding
 from tests.fault.test_fault_schedules import HAPPENING_S, Schedule
 from tests.support.virtual_time import run_virtually
 
-NUM_SCHEDULES = int(os.environ.get("BATON_EMBEDDING_SCHEDULES", "60"))
+NUM_SCHEDULES = int(os.environ.get("BATON_EMBEDDING_SCHEDULES", "30"))
 
 
 class EmbeddingSchedule(Schedule):

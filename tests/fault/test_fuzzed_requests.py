@@ -24,7 +24,7 @@ from tests.support.local_rpc import Reply
 from tests.support.mutations import mutated
 from tests.support.request_bounds import num_prompt_tokens, wrong_fields
 
-EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "200"))
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +262,7 @@ ANSWERS = {
 }
 
 
-@settings(fuzzed, max_examples=max(100, EXAMPLES // 10))
+@settings(fuzzed, max_examples=max(50, EXAMPLES // 10))
 @given(question=QUESTIONS, tail=st.one_of(st.just(b""), st.just(b""), st.binary(max_size=6)))
 def test_every_other_call_gets_an_answer(run: Run, question: tuple[str, Any], tail: bytes) -> None:
     method, request = question

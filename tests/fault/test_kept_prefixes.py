@@ -1,6 +1,6 @@
 """A transfer fails in its middle and the decode node computes the prompt: blocks that arrived are not recomputed.
 
-Over TCP only, where a read continues by itself, and over the transport that UCX prefers on this machine.
+Over TCP, where a read continues by itself.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from tests.support.slow_model import CHUNK, FLAGS, STEP_TIMES, assert_undisturbe
 
 BLOCK_SIZE = 16
 KEPT_CHUNKS = 3
-TRANSPORTS: dict[str, dict[str, str]] = {"tcp": {"UCX_TLS": "tcp,self"}, "default": {}}
 
 
-@pytest.fixture(params=[*TRANSPORTS.values()], ids=[*TRANSPORTS])
-def recomputing(
-    request: pytest.FixtureRequest, tmp_path: Path, model: Path, metrics_ports: int
-) -> Iterator[ProcessCluster]:
-    environment = {**STEP_TIMES, **request.param}
+@pytest.fixture
+def recomputing(tmp_path: Path, model: Path, metrics_ports: int) -> Iterator[ProcessCluster]:
+    environment = {**STEP_TIMES, "UCX_TLS": "tcp,self"}
     flags = ("--prefill", "1", "--decode", "1", "--on-transfer-failure", "recompute", "--block-size", str(BLOCK_SIZE))
     ports = ("--metrics-port", str(metrics_ports))
     with process_cluster(tmp_path / "run", model, *FLAGS, *flags, *ports, environment=environment) as cluster:

@@ -55,20 +55,6 @@ async def test_killing_the_decode_node_before_the_first_token(session: ClusterSe
     await session.wait_until_replaced(before)
 
 
-async def test_killing_the_decode_node_in_mid_stream(session: ClusterSession) -> None:
-    request = slow_request("decode-dies-late", chunks=2, max_tokens=48, sampled=True)
-    count = TokenCount()
-    answering = asyncio.create_task(session.generate(request, on_event=count))
-    await count.wait_for_tokens(4)
-    decode = await session.wait_for_event("decode", "kv_arrived", "decode-dies-late")
-    before = session.cluster.signal(decode, signal.SIGKILL)
-    assert 4 <= count.by_sequence[0] < 48
-    answer = await answering
-    assert_undisturbed(answer, request)
-    assert answer.end.path.attempts == 2
-    await session.wait_until_replaced(before)
-
-
 async def test_killing_the_decode_node_of_several_sequences(session: ClusterSession) -> None:
     """All sequences are replayed, wherever each was; a sequence that had ended is not sent again."""
     request = replace(slow_request("many-die", chunks=2, max_tokens=12, sampled=True), n=3)

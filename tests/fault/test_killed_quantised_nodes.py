@@ -32,7 +32,7 @@ FLAGS = (
     *("--prefill", "1", "--decode", "2", "--threads", "1", "--kv-cache-memory", "16MiB", "--kv-cache-dtype", "int8"),
     *("--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
 )
-SIZES = {"decode-dies": (100, 1900), "prefill-dies": (1900, 60)}
+SIZES = {"decode-dies": (100, 1200), "prefill-dies": (1900, 60)}
 """Tokens of prompt and output, by the id of the request."""
 
 
@@ -56,13 +56,9 @@ def expected(model: Path) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.fixture(scope="module", params=["ngram", "draft_model"])
-def cluster(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, failpoints_dir: Path
-) -> Iterator[ProcessCluster]:
-    drafts = SpeculationConfig(prompt_lookup_min=1)
-    if request.param == "draft_model":
-        drafts = SpeculationConfig("draft_model", num_speculative_tokens=4, model=str(model))
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path, failpoints_dir: Path) -> Iterator[ProcessCluster]:
+    drafts = SpeculationConfig("draft_model", num_speculative_tokens=4, model=str(model))
     place, environment = tmp_path_factory.mktemp("cluster") / "run", {"BATON_FAILPOINTS": str(failpoints_dir)}
     flags = (*FLAGS, "--speculative-config", drafts.to_json())
     with process_cluster(place, model, *flags, environment=environment) as running:

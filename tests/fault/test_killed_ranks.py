@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -24,21 +22,12 @@ from baton.runner.model_runner import TorchModelRunner
 from baton.runner.ranks.group_files import GroupFiles
 from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_spec import RankSpec
+from tests.support.idle_leader import ranks_of_killed_leader
 from tests.support.process_counts import shared_memory_segments
 from tests.support.rank_processes import wait_until_gone
 from tests.support.tiny_models import TINY_MODELS
 
 BOUND_S = 100.0
-_LOAD_AND_WAIT = """
-import sys
-from pathlib import Path
-from baton.runner.loading import load_runner
-runner = load_runner(Path(sys.argv[1]), dtype="float32", num_blocks=16, tensor_parallel=2)
-print(*runner._leader.followers.pids, flush=True)
-sys.stdin.read()
-"""
-
-
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
@@ -87,11 +76,7 @@ def test_a_killed_or_stopped_rank_ends_the_group(model: Path, kind: str, number:
 
 
 def test_ranks_end_with_the_process_that_started_them(model: Path) -> None:
-    command = [sys.executable, "-c", _LOAD_AND_WAIT, str(model)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        pids = [int(pid) for pid in first.stdout.readline().split()]
-        first.kill()
+    pids = ranks_of_killed_leader("ranks", model)
     assert len(pids) == 1
     wait_until_gone(pids)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -18,20 +16,9 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.remote_stages.stages_here import start_on
 from tests.fault.test_killed_ranks import BOUND_S, step
+from tests.support.idle_leader import ranks_of_killed_leader
 from tests.support.rank_processes import wait_until_gone
 from tests.support.tiny_models import TINY_MODELS
-
-_LOAD_AND_WAIT = """
-import sys
-from pathlib import Path
-from baton.runner.loading import load_runner
-from baton.runner.remote_stages.stages_here import start_on
-model = Path(sys.argv[1])
-runner = load_runner(model, dtype="float32", num_blocks=16, pipeline_parallel=2, stages=start_on(["cpu"], model, 1))
-print(*[one.pid for one in runner.rank_reports()[1:]], flush=True)
-sys.stdin.read()
-"""
-
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -68,11 +55,7 @@ def test_a_killed_or_stopped_stage_ends_them_all(model: Path, number: signal.Sig
 
 
 def test_stages_end_with_the_process_that_started_them(model: Path) -> None:
-    command = [sys.executable, "-c", _LOAD_AND_WAIT, str(model)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        pids = [int(pid) for pid in first.stdout.readline().split()]
-        first.kill()
+    pids = ranks_of_killed_leader("stages", model)
     assert len(pids) == 1
     wait_until_gone(pids)
 

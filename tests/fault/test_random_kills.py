@@ -21,7 +21,7 @@ from tests.support.process_cluster import ProcessCluster, process_cluster
 NUM_KILLS = int(os.environ.get("BATON_KILLS", "2"))
 SEED = int(os.environ.get("BATON_KILLS_SEED", "1"))
 NUM_CLIENTS = 6
-NUM_REQUESTS = 30
+NUM_REQUESTS = 18
 VOCAB_SIZE = 1024
 FLAGS = ("--prefill", "2", "--decode", "2", "--routers", "2", "--threads", "1", "--http-port", "0")
 

@@ -2,7 +2,8 @@
 
 A rank is killed, stopped or cut off from its node, a node is killed or stopped, or connections between processes are
 cut, while clients stream. Every stream goes on elsewhere with the same tokens, nothing of a lost rank is left, and all
-blocks come back. `BATON_RANK_PROCESS_SCHEDULES=100` runs a hundred, `BATON_FAULT_SEED=N` begins with that one.
+blocks come back. Three of them run, since other tests show each of these faults alone or in virtual time;
+`BATON_RANK_PROCESS_SCHEDULES=20`, as for a night, runs all kinds, `BATON_FAULT_SEED=N` begins with that one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tests.support.requested_fault import RequestedFault
 from tests.support.seeds import named_seed, seeds_from_first
 from tests.support.tiny_models import TINY_MODELS
 
-NUM_SCHEDULES = int(os.environ.get("BATON_RANK_PROCESS_SCHEDULES", "20"))
+NUM_SCHEDULES = int(os.environ.get("BATON_RANK_PROCESS_SCHEDULES", "3"))
 ROLES = {"prefill-0": "prefill", "decode-1": "prefill", "decode-0": "decode", "prefill-1": "decode"}
 """The role of each node. A node is named after the role with which it starts, and its shape is that of this role."""
 SHAPES = {"one and two ranks": ("--prefill-tp", "1"), "two stages and two ranks": ("--prefill-pp", "2")}
@@ -176,9 +177,9 @@ class Schedule:
         it."""
         ends_a_node = [
             self._kill_a_rank_at_a_step,
-            self._kill_a_rank,
-            self._cut_a_rank_off,
             self._kill_a_rank_while_all_are_idle,
+            self._cut_a_rank_off,
+            self._kill_a_rank,
             self._kill_a_node,
             self._kill_a_rank_at_a_step,
             self._kill_a_rank,

@@ -27,7 +27,7 @@ from tests.support.simulated_ranks import RankedCluster, RankedLimits, RankedNod
 from tests.support.trace_rules import broken_rules
 from tests.support.virtual_time import run_virtually
 
-NUM_SCHEDULES = int(os.environ.get("BATON_RANK_SCHEDULES", "200"))
+NUM_SCHEDULES = int(os.environ.get("BATON_RANK_SCHEDULES", "100"))
 PER_TEST = 100
 SHAPES = [NodeShape(), NodeShape(tp=2), NodeShape(pp=2), NodeShape(tp=2, pp=2), NodeShape(tp=4)]
 EVENTS = {

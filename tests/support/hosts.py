@@ -32,9 +32,12 @@ class Hosts:
     def address(self, name: str) -> str:
         return f"{self._network}.{self._numbers[name]}"
 
+    def namespace(self, name: str) -> str:
+        return f"{self._tag}-{name}"
+
     def command(self, name: str, words: Sequence[str]) -> list[str]:
         """Return the command line that runs a command on this host. The command keeps the process id of `ip`."""
-        return ["ip", "netns", "exec", f"{self._tag}-{name}", *words]
+        return ["ip", "netns", "exec", self.namespace(name), *words]
 
     def down(self, name: str) -> None:
         """Unplug the host."""

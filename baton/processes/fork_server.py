@@ -153,7 +153,7 @@ class ForkServer:
         """Run `python -m MODULE …` in a new process; returns None if the fork server can't start it.
 
         `descriptors`: those that the process gets, and which of this process they are copies of. `environment`:
-        variables in addition to those of the fork server. `has_fork_server`: whether the process has one of its own.
+        variables in addition to this process's. `has_fork_server`: whether the process has one of its own.
         """
         if not self._is_usable or not self.is_owned:
             return None
@@ -165,7 +165,7 @@ class ForkServer:
             "command": list(command),
             "directory": directory,
             "descriptors": list(descriptors),
-            "environment": dict(environment),
+            "environment": {**os.environ, **environment},
             "has_fork_server": has_fork_server,
         }
         with self._lock, _adopting():

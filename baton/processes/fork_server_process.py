@@ -141,6 +141,7 @@ def _with_fork_server(request: _Request) -> _Request | None:
 def _run(request: _Request) -> int:
     """Run a command in this process, as if it had been started as a program; returns the exit code."""
     os.chdir(request.directory)
+    os.environ.clear()
     os.environ.update(request.environment)
     module = request.command.index("-m") + 1
     show_command(request.command)

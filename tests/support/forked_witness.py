@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from baton.processes.fork_server import own_fork_server
 
 VARIABLE = "FORKED_WITNESS"
+OTHER_VARIABLE = "FORKED_WITNESS_OTHER"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
         "pid": os.getpid(),
         "parent": os.getppid(),
         "directory": os.getcwd(),
-        "environment": os.environ.get(VARIABLE),
+        "environment": [os.environ.get(name) for name in (VARIABLE, OTHER_VARIABLE)],
         "command": open("/proc/self/cmdline").read().rstrip("\0").split("\0"),  # noqa: SIM115
         "has_fork_server": own is not None,
     }

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from baton.processes.fork_server import ForkServer
-from tests.support.forked_witness import VARIABLE
+from tests.support.forked_witness import OTHER_VARIABLE, VARIABLE
 
 WITNESS = [sys.executable, "-m", "tests.support.forked_witness"]
 BOUND_S = 60.0
@@ -48,11 +48,13 @@ def test_a_forked_process_is_a_child_of_the_owner_and_what_its_command_says(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(OTHER_VARIABLE, "set since the fork server was started")
     for number in (3, 17):
         code, (told,) = run(server, "5", number=number)
         assert code == 5
         assert told["parent"] == os.getpid()
-        assert (told["environment"], told["directory"]) == ("told", str(tmp_path))
+        assert told["environment"] == ["told", "set since the fork server was started"]
+        assert told["directory"] == str(tmp_path)
         assert told["command"] == [*WITNESS, str(number), "5"]
         assert not told["has_fork_server"]
 

@@ -193,6 +193,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WITHIN_S
     while not condition():
         assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.0001)  # a mover's own thread needs the core, and may take a second
 
 
 def wait_until_lost(backend: TransferBackend, handle: ReadHandle) -> None:

@@ -45,7 +45,7 @@ KINDS = {
     "groups of 8": Kind(8, 1, 64, has_sinks=True),
     "groups of 8, bfloat16": Kind(8, 1, 128, torch.bfloat16),
 }
-FEW_KINDS = ("groups of 1, bfloat16, sinks", "groups of 3, softcap and sinks", "groups of 4, bfloat16, softcap")
+FEW_KINDS = ("groups of 1, bfloat16, sinks", "groups of 3, softcap and sinks")
 """For the interpreter, which takes seconds for each: all features. The tests below have the other groups."""
 NEVER_SHARING = {
     "groups of 16": Kind(16, 1, 64),

@@ -479,7 +479,7 @@ def test_ranks_have_their_parts_of_the_weights_while_they_are_loaded(
 
 
 def test_quantised_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path) -> None:
-    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 32}
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 24}
     write_random_model(tmp_path / "tiny", TINY_MODELS["qwen2"], 0)
     load_runner(tmp_path / "tiny", dtype="bfloat16", num_blocks=16, quantization="int4")
     write_random_model(tmp_path / "large", {**TINY_MODELS["qwen2"], **shape}, 0, "bfloat16")
@@ -489,7 +489,7 @@ def test_quantised_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Pa
     before = _status("VmRSS")
     runner = load_runner(tmp_path / "large", dtype="bfloat16", num_blocks=16, quantization="int4")
     plain = (tmp_path / "large/model.safetensors").stat().st_size
-    assert plain > 130 << 20
+    assert plain > 100 << 20
     packed = plain * 4.5 / 16
     # Reading ahead, a region of the kernels' memory and one layer's tensors are a constant; a plain copy is `plain`.
     assert _status("VmHWM") - before < packed + runner.memory.num_bytes + (64 << 20)

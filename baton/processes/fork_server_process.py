@@ -124,6 +124,8 @@ def _with_fork_server(request: _Request) -> _Request | None:
     pid = os.fork()
     if pid == 0:
         die_with_parent()
+        # Ctrl-C is for the process that this one serves.
+        os.setsid()
         ours.close()
         for descriptor in request.descriptors:
             if descriptor > _STANDARD_ERROR:

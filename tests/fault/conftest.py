@@ -1,4 +1,4 @@
-"""The cluster that fault tests share: two processes of each role with the simulated model, slow enough to be hit."""
+"""The cluster that the tests of a file share: two processes of each role with the simulated model, slow enough to hit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return simulated_model_dir(tmp_path_factory.mktemp("simulated"), VOCAB_SIZE, MAX_MODEL_LEN)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[ProcessCluster]:
     run_dir = tmp_path_factory.mktemp("cluster") / "run"
     sizes = ("--prefill", "2", "--decode", "2", "--routers", "2")

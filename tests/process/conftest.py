@@ -1,4 +1,4 @@
-"""A shell for each test, and one running cluster of a tiny model for tests that change nothing in it."""
+"""A shell for each test, and for each file a running cluster of a tiny model, in which no test changes anything."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[ProcessCluster]:
     with process_cluster(tmp_path_factory.mktemp("cluster") / "run", model, "--threads", "1") as running:
         yield running

@@ -10,6 +10,7 @@ import fcntl
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,6 +112,8 @@ def main(arguments: Sequence[str]) -> int:
     what = json.loads(arguments[0])
     show_command([sys.executable, "-P", "-m", _MODULE, *what["words"]])
     _take_terminal()
+    # Without job control a shell has its background commands, this test run perhaps, ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(what["environment"])
     os.chdir(what["directory"])

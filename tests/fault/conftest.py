@@ -1,4 +1,4 @@
-"""The cluster that the tests of a file share: two processes of each role with the simulated model, slow enough to hit."""
+"""The cluster that the tests of a file share: two processes of each role with a simulated model, slow enough to hit."""
 
 from __future__ import annotations
 

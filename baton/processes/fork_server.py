@@ -91,8 +91,8 @@ class ForkServer:
     def start(imports: str, environment: Mapping[str, str], longest_title: int, log: Path) -> ForkServer:
         """Start one as a program, which then imports for seconds. Raises OSError.
 
-        `imports`: the module that imports what processes need. `environment`: variables of all of them, in addition to
-        this process's. `longest_title`: the bytes of their longest command line.
+        `imports`: the module that imports what processes need. `environment`: variables that are set while it does, in
+        addition to this process's. `longest_title`: the bytes of the longest command line of a forked process.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", "-m", PROCESS, str(theirs.fileno()), imports, "-" * longest_title]

@@ -167,7 +167,7 @@ async def test_an_attempt_continues_a_constrained_output_with_the_same_tokens() 
         for name, how in CONSTRAINTS.items():
             params = replace(how, seed=7, max_tokens=NEW_TOKENS)
             expected = await legs.whole(prompt, params)
-            # Of a constraint's two ways of being continued each split takes one; those at the ends of the output, both.
+            # Each split takes one of the two ways of continuing a constraint; one at an end of the output takes both.
             num_splits = len(expected.tokens) - 2
             for split in range(1, num_splits + 1):
                 where, given = f"{name}, {split}", expected.tokens[:split]

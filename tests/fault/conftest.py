@@ -27,7 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[P
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def forked_ranks() -> Iterator[None]:
     """Meanwhile the processes of ranks and stages that this process starts are forked."""
     give_fork_server(fork_server())

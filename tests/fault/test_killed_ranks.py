@@ -15,6 +15,7 @@ import pytest
 from baton.engine.batch import NewRequestData, SchedulerOutput
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
+from baton.processes.fork_server import own_fork_server
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -28,7 +29,6 @@ from tests.support.rank_processes import wait_until_gone
 from tests.support.tiny_models import TINY_MODELS
 
 BOUND_S = 100.0
-pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     write_random_model(directory, TINY_MODELS["llama"], seed=5)
     return directory
+
+
+@pytest.fixture
+def ranks_as_programs() -> None:
+    """Nothing forks: so ranks start on GPUs, and in nodes that were started by hand."""
+    assert own_fork_server() is None
 
 
 def pids_of(runner: TorchModelRunner) -> list[int]:
@@ -51,13 +57,16 @@ def step(request_id: str) -> SchedulerOutput:
 
 
 @pytest.mark.parametrize(
-    ("kind", "number", "reason"),
+    ("kind", "number", "reason", "start"),
     [
-        ("tensor_parallel", signal.SIGKILL, "was ended by SIGKILL"),
-        ("pipeline_parallel", signal.SIGSTOP, "sends no heartbeats"),
+        ("tensor_parallel", signal.SIGKILL, "was ended by SIGKILL", "ranks_as_programs"),
+        ("pipeline_parallel", signal.SIGSTOP, "sends no heartbeats", "forked_ranks"),
     ],
 )
-def test_a_killed_or_stopped_rank_ends_the_group(model: Path, kind: str, number: signal.Signals, reason: str) -> None:
+def test_a_killed_or_stopped_rank_ends_the_group(
+    model: Path, kind: str, number: signal.Signals, reason: str, start: str, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(start)
     shared, told = shared_memory_segments(), queue.SimpleQueue[str]()
     with closing(load_runner(model, dtype="float32", num_blocks=16, **{kind: 2})) as runner:  # type: ignore[arg-type]
         (pid,) = pids_of(runner)
@@ -81,6 +90,7 @@ def test_ranks_end_with_the_process_that_started_them(model: Path) -> None:
     wait_until_gone(pids)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_can_not_load_the_model_says_why(model: Path) -> None:
     def start(spec: RankSpec, files: GroupFiles, abort: Callable[[], None]) -> RankGroup:
         return RankGroup(replace(spec, model_dir="/nowhere"), files, abort)

@@ -1,7 +1,7 @@
 """Commands of Baton that start at once: forked from a process that has imported what all of Baton's processes need.
 
-A start as a program takes seconds of CPU time, most of them for imports. What a test says of a start as a program
-itself, it says with `subprocess`.
+A start as a program takes seconds of CPU time, most of them for imports. A test whose subject is the start itself asks
+for one (`as_program`).
 """
 
 from __future__ import annotations

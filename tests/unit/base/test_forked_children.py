@@ -68,7 +68,7 @@ def test_a_forked_process_may_have_a_fork_server_of_its_own(server: ForkServer) 
 
 def test_a_wait_ends_and_a_signal_is_an_exit_code(server: ForkServer) -> None:
     read_end, write_end = os.pipe()
-    # It waits for a reader: the pipe is full.
+    # The witness waits for a reader, since the pipe is full.
     os.set_blocking(write_end, False)
     while True:
         try:

@@ -47,10 +47,22 @@ class ChildRun:
         read_end, write_end = os.pipe()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
+            passed = [write_end, self._death_pipe.read_end] if spec.announces else []
+            words = [*command, *flags_of_descriptors(*passed)] if passed else command
             if fork_server is not None:
-                self._process = self._forked(fork_server, spec, command, output, write_end)
+                descriptors = {1: output, 2: output} | {one: one for one in passed}
+                self._process = fork_server.fork(words, descriptors, spec.environment, has_fork_server=spec.has_ranks)
             if self._process is None:
-                self._process = self._program(spec, command, output, write_end)
+                self._process = subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output if spec.announces else write_end,
+                    stderr=output,
+                    env={**os.environ, **spec.environment},
+                    pass_fds=passed,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )
         except OSError:
             os.close(read_end)
             os.close(output)
@@ -59,30 +71,6 @@ class ChildRun:
             os.close(write_end)
         self._listen(read_end, output, None if spec.announces else _RedisOutput())
         self._watch(self._process)
-
-    def _forked(
-        self, fork_server: ForkServer, spec: ChildSpec, command: Sequence[str], output: int, write_end: int
-    ) -> ForkedProcess | None:
-        passed = [write_end, self._death_pipe.read_end]
-        words = [*command, *flags_of_descriptors(*passed)]
-        descriptors = {1: output, 2: output} | {one: one for one in passed}
-        return fork_server.fork(words, descriptors, spec.environment, has_fork_server=spec.has_ranks)
-
-    def _program(self, spec: ChildSpec, command: Sequence[str], output: int, write_end: int) -> subprocess.Popen[bytes]:
-        words, passed = list(command), []
-        if spec.announces:
-            words += flags_of_descriptors(write_end, self._death_pipe.read_end)
-            passed = [write_end, self._death_pipe.read_end]
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=output if spec.announces else write_end,
-            stderr=output,
-            env={**os.environ, **spec.environment},
-            pass_fds=passed,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal if the process still runs."""

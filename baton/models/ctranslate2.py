@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from baton.errors import ConfigError
-from baton.model_formats.json_files import read_object
+from baton.model_formats.files import read_object
 
 _VERSION, _SPEC = 6, "WhisperSpec"
 _FLOAT16 = 4

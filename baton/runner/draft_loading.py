@@ -12,7 +12,7 @@ from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.operations import Operations
 from baton.runner.execution.draft_model import DraftModel
 from baton.runner.model.attention import UnsupportedAttention
-from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.spec import DraftSpec

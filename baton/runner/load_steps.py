@@ -11,7 +11,7 @@ from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.model.attention import UnsupportedAttention
-from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.stored.weight import UnusableWeight
 
 
 @contextmanager

@@ -19,21 +19,19 @@ from baton.messages.node_report import ComputePath
 from baton.messages.pooling import ModelPooling
 from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from baton.model_formats.adapters import DEFAULT_MAX_RANK
-from baton.model_formats.images.encoded import ImageLimits
+from baton.model_formats.images import ImageLimits
 from baton.runner.against_transformers import TransformersLogits, UnverifiedModel
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.compute_paths import compute_paths
 from baton.runner.draft_loading import LoadedDraftModel
-from baton.runner.images.image_encoder import ImageEncoder
-from baton.runner.images.image_inputs import ImageInputs
-from baton.runner.images.pixels import ImageProcessor
+from baton.runner.images import ImageEncoder, ImageInputs, ImageProcessor
 from baton.runner.load_steps import named_errors, settle
 from baton.runner.model import attention, layers
 from baton.runner.model.pooling_files import read_pooling
-from baton.runner.model.quantization.quantize import Quantization
 from baton.runner.model.stage import Stage
+from baton.runner.model.stored.quantize import Quantization
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from baton.engine.batch import NewRequestData
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.input_batch import RequestState, flatten
-from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel
 

@@ -15,7 +15,7 @@ import torch
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.model_formats.images import image_family
-from baton.runner.images.pixels import ImageProcessor
+from baton.runner.images import ImageProcessor
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
 from baton.text.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ from baton.model_formats.adapters import open_adapter
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.loading import load_runner
-from baton.runner.model.quantization.quantize import Quantization
 from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stored.quantize import Quantization
 from tests.oracle.test_bit_exact import (
     AMONG_OTHERS,
     BLOCK_SIZE,

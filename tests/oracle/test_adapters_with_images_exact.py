@@ -10,7 +10,7 @@ import pytest
 from baton.engine.request import Request
 from baton.errors import AdapterRefused
 from baton.model_formats.adapters import open_adapter
-from baton.runner.images.pixels import ImageProcessor
+from baton.runner.images import ImageProcessor
 from baton.runner.loading import load_runner
 from tests.oracle.test_image_exact import GREEDY, Prompt, engine_of, generate_from_images, prompt_of
 from tests.oracle.test_token_exact import run_all

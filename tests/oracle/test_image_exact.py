@@ -22,7 +22,7 @@ from baton.messages.encoder_contents import EncoderContent
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 from baton.model_formats.images import image_family
-from baton.runner.images.pixels import ImageProcessor
+from baton.runner.images import ImageProcessor
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_clock import FakeClock

@@ -19,8 +19,7 @@ from baton.messages.sampling import SamplingParams
 from baton.model_formats.images import UnusableImage
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.execution.grid_positions import Grid, GridPositions
-from baton.runner.images.image_encoder import ImageEncoder
-from baton.runner.images.pixels import ImageProcessor
+from baton.runner.images import ImageEncoder, ImageProcessor
 from baton.runner.loading import load_runner
 from baton.runner.model import attention, layers
 from baton.runner.model.decoder import RotaryTable

@@ -31,8 +31,8 @@ from baton.runner.backends.sharded.sharded_program import ShardedProgram
 from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
-from baton.runner.model.gguf.convert import convert
 from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stored.convert_gguf import convert
 from baton.runner.model.transformer import HiddenAndLogits
 from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_clock import FakeClock

@@ -20,7 +20,7 @@ from baton.runner.execution.input_batch import Rows, flatten_rows
 from baton.runner.load_steps import named_errors, settle
 from baton.runner.model import attention, layers
 from baton.runner.model.pooling_files import read_pooling
-from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.weights import load_model_for
 from baton.runner.numerics import numerics_of
 from baton.runner.spec import CacheSpec, TorchSpec

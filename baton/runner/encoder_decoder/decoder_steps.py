@@ -26,12 +26,12 @@ from baton.runner.encoder_decoder.attention import (
 )
 from baton.runner.execution.input_batch import NO_SLOT, FlatBatch, RequestState
 from baton.runner.model.attention import cache_views
-from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.decoder import ModelOutput
 from baton.runner.model.layers import PackedLinear, ProductWatch, replace_products
-from baton.runner.model.mapped_files import MappedFiles
 from baton.runner.model.recognition import fuse
 from baton.runner.model.stage import Stages
+from baton.runner.model.stored.mapped_files import MappedFiles
+from baton.runner.model.stored.plan import CheckpointNames
 from baton.runner.model.transformer import HiddenAndLogits, Transformer, on_device, on_host, row_quantum, row_widths
 from baton.runner.model.weights import DTYPES, LoadedModel
 from baton.runner.spec import CacheSpec

@@ -29,7 +29,7 @@ from baton.runner.execution.given_rows import with_given_rows, with_sources
 from baton.runner.execution.input_batch import RequestState, flatten
 from baton.runner.load_steps import named_errors, settle
 from baton.runner.model import layers
-from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.numerics import numerics_of

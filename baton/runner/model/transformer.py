@@ -29,19 +29,17 @@ from baton.runner.model.attention import (
     UnsupportedAttention,
     bind,
 )
-from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.decode_graphs import DecodeGraphs
-from baton.runner.model.decoder import Decoder, ModelOutput, NotAPlainDecoder
-from baton.runner.model.given_rows import GivenRows, given_to
+from baton.runner.model.decoder import Decoder, GivenRows, ModelOutput, NotAPlainDecoder, given_to
 from baton.runner.model.layer_groups import group_layers
 from baton.runner.model.layers import ProductWatch, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
-from baton.runner.model.mapped_files import MappedFiles
-from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.recognition import fuse
-from baton.runner.model.stage import ONE_STAGE, LayerReport, Stage, StageReport, Stages
-from baton.runner.model.stage_module import StageModule
-from baton.runner.model.stored_layers import widths_of
+from baton.runner.model.stage import ONE_STAGE, LayerReport, Stage, StageModule, StageReport, Stages
+from baton.runner.model.stored.layers import widths_of
+from baton.runner.model.stored.mapped_files import MappedFiles
+from baton.runner.model.stored.plan import CheckpointNames
+from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.weights import DTYPES, LoadedModel
 from baton.runner.spec import CacheSpec
 from baton.runner.torch_threads import elementwise_threads

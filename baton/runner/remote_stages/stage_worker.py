@@ -22,8 +22,8 @@ from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.model import attention, layers
-from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.stage import StageReport
+from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model_for
 from baton.runner.numerics import numerics_of

@@ -12,7 +12,7 @@ import transformers
 
 import baton
 from baton.errors import ConfigError
-from baton.model_formats.end_tokens import read_end_tokens
+from baton.model_formats.special_tokens import read_end_tokens
 from baton.runner.model.checkpoint import open_checkpoint
 from baton.text.model_files import read_model_files
 

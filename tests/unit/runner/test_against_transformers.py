@@ -14,13 +14,13 @@ from baton.errors import ConfigError
 from baton.runner.against_transformers import UnverifiedModel
 from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.loading import load_runner
-from baton.runner.model import quantize_at_load
 from baton.runner.model.attention import UnsupportedAttention
-from baton.runner.model.plain_on_file import dequantized_on_file
-from baton.runner.model.quantization.quantize import quantized
-from baton.runner.model.quantization.stored_weight import StoredWeight
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.stored_layers import StoredEmbedding
+from baton.runner.model.stored import held
+from baton.runner.model.stored.held import dequantized_on_file
+from baton.runner.model.stored.layers import StoredEmbedding
+from baton.runner.model.stored.quantize import quantized
+from baton.runner.model.stored.weight import StoredWeight
 from baton.testing.fake_rank_group import FakeRankGroup
 from tests.support.tiny_models import TINY_MODELS
 
@@ -140,7 +140,7 @@ def test_the_check_does_not_quantise_a_weight_again(
         made.append(weight.numpy().tobytes())
         return quantized(weight, bits)
 
-    monkeypatch.setattr(quantize_at_load, "quantized", counted)
+    monkeypatch.setattr(held, "quantized", counted)
     # Tied, so that the embedding and the head are one weight.
     write_random_model(tmp_path, {**TINY_MODELS[architecture], "tie_word_embeddings": True}, seed=1)
     assert load_runner(tmp_path, dtype="float32", num_blocks=16, quantization="int4").model.is_verified

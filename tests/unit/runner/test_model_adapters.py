@@ -18,8 +18,8 @@ from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter, read_adapter
 from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.loading import load_runner
-from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stored.plan import CheckpointNames
 from baton.runner.model_runner import TorchModelRunner
 from baton.testing.fake_adapter_files import FakeAdapterFiles
 from tests.support.adapter_files import PREFIX, lora_tensors, write_adapter

@@ -32,7 +32,7 @@ from baton.runner.loading import load_runner
 from baton.runner.model import weights
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.stored_layers import StoredLinear
+from baton.runner.model.stored.layers import StoredLinear
 from baton.runner.model_runner import TorchModelRunner
 from kv_transfer.layout import LayoutFingerprint, layout_mismatch
 from tests.support.quantized_models import (

@@ -23,8 +23,8 @@ from baton.runner.loading import load_runner
 from baton.runner.model import attention, layers
 from baton.runner.model import weights as weights_module
 from baton.runner.model.checkpoint import open_checkpoint
-from baton.runner.model.gguf.convert import convert
 from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stored.convert_gguf import convert
 from baton.runner.model.transformer import row_quantum
 from baton.runner.model.weights import load_model, resolve_dtype
 from baton.runner.model_runner import TorchModelRunner

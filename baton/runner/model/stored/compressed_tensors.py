@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from baton.runner.backends.quantized_weight import QuantizedWeight
-from baton.runner.model.quantization.fp8 import Fp8, block_of
-from baton.runner.model.quantization.packed_integers import one_or_each, unpack
-from baton.runner.model.quantization.stored_weight import (
+from baton.runner.model.stored.fp8 import Fp8, block_of
+from baton.runner.model.stored.weight import (
     FLOATS,
     CheckpointTensor,
     StoredWeight,
@@ -33,9 +32,11 @@ from baton.runner.model.quantization.stored_weight import (
     group_size,
     groups_of,
     matrix_shape,
+    one_or_each,
     packed_bytes,
     require,
     scale_bytes,
+    unpack,
     whole_number,
 )
 

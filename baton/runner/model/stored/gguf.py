@@ -1,7 +1,11 @@
-"""Unpacks the blocks of GGUF's quantised formats into integer codes with scales, without rounding anything.
+"""Weights in the blocks of GGUF's quantised formats, as Baton's converter takes them over from a GGUF file.
 
-The layouts are those of `block_q4_0` to `block_q6_K` in ggml's `ggml-common.h`. Weights are uint8 [n, bytes of a row];
-each function of a format takes the blocks of some rows as uint8 [m, B, bytes of a block].
+A weight is one tensor uint8 [n, bytes of a row], named after the format of its blocks: `….q_proj.q4_k`. The rows are in
+transformers' order. A checkpoint may mix formats; its `quantization_config` lists them.
+
+Blocks are unpacked into integer codes with scales, without rounding anything. Their layouts are those of `block_q4_0`
+to `block_q6_K` in ggml's `ggml-common.h`; each function of a format takes the blocks of some rows as uint8 [m, B, bytes
+of a block].
 """
 
 from __future__ import annotations
@@ -15,6 +19,13 @@ import torch
 
 from baton.model_formats.gguf.container import BLOCK_FORMATS, BlockFormat
 from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.model.stored.weight import (
+    CheckpointTensor,
+    StoredWeight,
+    UnusableWeight,
+    expect,
+    matrix_shape,
+)
 
 _GROUP = 32
 _SUPERBLOCK_GROUPS = 8
@@ -164,3 +175,61 @@ QUANTIZED_FORMATS: Mapping[str, QuantizedFormat] = {
     "Q6_K": QuantizedFormat(_LAYOUTS["Q6_K"], (208,), 256 + 16 + 2, _q6_k),
 }
 """The quantised formats that are read, by their names."""
+
+
+METHOD = "gguf"
+"""The `quant_method` of a configuration."""
+
+
+def quantization_config(formats: list[str]) -> Mapping[str, Any]:
+    """The `quantization_config` of a checkpoint with weights of these formats."""
+    return {"quant_method": METHOD, "formats": formats}
+
+
+def part_of(kind: str) -> str:
+    """The last part of the name of a tensor whose blocks have this format."""
+    return kind.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """The formats of one checkpoint."""
+
+    formats: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Gguf:
+        """Read a `quantization_config`; raises UnusableWeight."""
+        found = config.get("formats")
+        if not isinstance(found, list) or not found or not all(kind in QUANTIZED_FORMATS for kind in map(str, found)):
+            known = ", ".join(QUANTIZED_FORMATS)
+            raise UnusableWeight(f"its quantization_config has formats {found!r:.80}; Baton reads {known}")
+        return cls(tuple(dict.fromkeys(map(str, found))))
+
+    @property
+    def description(self) -> str:
+        return f"{', '.join(self.formats)} (GGUF)"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(part_of(kind) for kind in self.formats)
+
+    @property
+    def main_parts(self) -> tuple[str, ...]:
+        return self.parts
+
+    def stored(self, layer: str, parts: Mapping[str, CheckpointTensor], dequantize: bool) -> StoredWeight:
+        """Raises UnusableWeight for wrong shapes and scales that are not finite."""
+        if len(parts) > 1:
+            raise UnusableWeight(f"{layer} is there in several formats: {', '.join(parts)}")
+        ((part, tensor),) = parts.items()
+        name, kind = f"{layer}.{part}", QUANTIZED_FORMATS[part.upper()]
+        expect(tensor, name, ("U8",))
+        n, row_bytes = matrix_shape(tensor, name)
+        k = kind.columns(row_bytes)
+        if k is None:
+            raise UnusableWeight(f"{name} has rows of {row_bytes} bytes, which is no whole number of blocks")
+        if not kind.has_finite_scales(tensor.read()):
+            raise UnusableWeight(f"{name} has scales that are not finite; copy the file again")
+        blocks = n * k // kind.layout.num_elements
+        return StoredWeight((n, k), lambda: kind.unpack(tensor.read()), blocks * kind.packed_bytes)

@@ -19,7 +19,7 @@ from baton.runner.backends.quantized_product import narrow_product, product_of_p
 from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
 from baton.runner.backends.weight_on_file import WeightOnFile
 from baton.runner.backends.weight_rows import Weight, read_weight, rows_of
-from baton.runner.model.quantization.stored_weight import StoredWeight
+from baton.runner.model.stored.weight import StoredWeight
 
 
 class StoredLinear(nn.Linear):

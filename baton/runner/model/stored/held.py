@@ -1,7 +1,13 @@
 """Finds the plain tensors of a checkpoint that layers can hold as weights in their file, until they are packed.
 
 They are those of linear layers, experts and embeddings. Norms, biases and the routers of mixtures are loaded by
-transformers, and so is whatever its loader makes by more than stacking.
+transformers, and so is whatever its loader makes by more than stacking. Plain weights are held for two reasons:
+
+- They are quantised while they are packed (`--quantization`). The head always gets 8 bits: its errors go straight into
+  the choice of the next token, and with 4 bits they are seen. Embeddings that share nothing with it, gates of a few
+  outputs, and rows that groups do not divide stay as they are.
+- A rank reads no more of them than its part. Otherwise transformers' loader would cast, merge or dequantise the weights
+  of all ranks and stages before they are divided.
 """
 
 from __future__ import annotations
@@ -13,9 +19,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from baton.runner.model.checkpoint_names import CheckpointNames
-from baton.runner.model.quantization.stored_weight import FLOATS, CheckpointTensor, StoredWeight
-from baton.runner.model.weight_plan import is_experts
+from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.weight_on_file import WeightOnFile
+from baton.runner.model.stored.plan import CheckpointNames, is_experts
+from baton.runner.model.stored.quantize import GROUP, Quantization, bits_of, quantized
+from baton.runner.model.stored.weight import (
+    FLOATS,
+    CheckpointTensor,
+    StoredWeight,
+    UnusableWeight,
+    packed_bytes,
+)
 
 View: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """From a tensor as it is in its file to the weight [n, k] in it, without a copy."""
@@ -111,3 +125,70 @@ def _stacked(name: str, key: str, tensor: CheckpointTensor, *, transposed: bool)
         return lambda found: found[expert].T if transposed else found[expert]
 
     return [FoundWeight(name, key, tensor, shape, view(expert)) for expert in range(count)]
+
+
+def weights_on_file(
+    skeleton: Any,
+    names: CheckpointNames,
+    plain: Mapping[str, CheckpointTensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> HeldWeights:
+    """Leave all `plain` tensors that layers can hold in their file; `skeleton` is the model on the meta device."""
+
+    def store(found: FoundWeight) -> StoredWeight:
+        def rows(first: int, stop: int) -> torch.Tensor:
+            return found.view(found.tensor.read())[first:stop].to(device, dtype).contiguous()
+
+        return _plain_stored(WeightOnFile(rows, 0, *found.shape), dtype)
+
+    return hold_weights(skeleton, names, plain, store, embeddings=True)
+
+
+def dequantized_on_file(stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> StoredWeight:
+    """The plain form of a quantised weight, which is dequantised whenever it is read."""
+
+    def rows(first: int, stop: int) -> torch.Tensor:
+        return stored.dequantized()[first:stop].to(device, dtype)
+
+    return _plain_stored(WeightOnFile(rows, 0, *stored.shape, reads_all=True), dtype)
+
+
+def _plain_stored(weight: WeightOnFile, dtype: torch.dtype) -> StoredWeight:
+    n, k = weight.shape
+    return StoredWeight(weight.shape, lambda: weight, n * k * dtype.itemsize, is_plain=True)
+
+
+_FEWEST_OUTPUTS = 16
+_HEAD_BITS = 8
+_SCALE_BYTES = 2
+
+
+def weights_to_quantize(
+    skeleton: Any, names: CheckpointNames, plain: Mapping[str, CheckpointTensor], quantization: Quantization
+) -> HeldWeights:
+    """Choose among the `plain` tensors of a checkpoint; `skeleton` is the model on the meta device."""
+    heads = _heads(skeleton) | shared_with_the_head(skeleton, names, plain)
+
+    def store(found: FoundWeight) -> StoredWeight | None:
+        n, k = found.shape
+        if n < _FEWEST_OUTPUTS or k == 0 or k % GROUP:
+            return None
+        bits = _HEAD_BITS if found.key in heads else bits_of(quantization)
+
+        def read() -> QuantizedWeight:
+            weight = found.view(found.tensor.read())
+            try:
+                return quantized(weight.contiguous(), bits)
+            except UnusableWeight as error:
+                raise UnusableWeight(f"{found.name} {error}") from error
+
+        return StoredWeight(found.shape, read, packed_bytes(found.shape, bits, GROUP, _SCALE_BYTES))
+
+    return hold_weights(skeleton, names, plain, store, embeddings=False)
+
+
+def _heads(skeleton: Any) -> set[str]:
+    """The names of the head's weight."""
+    head = skeleton.get_output_embeddings()
+    return {f"{path}.weight" for path, part in skeleton.named_modules() if part is head and head is not None}

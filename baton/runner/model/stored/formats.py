@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton.runner.model.quantization.awq import Awq
-from baton.runner.model.quantization.compressed_tensors import CompressedTensors
-from baton.runner.model.quantization.fp8 import Fp8
-from baton.runner.model.quantization.gguf import METHOD as GGUF
-from baton.runner.model.quantization.gguf import Gguf
-from baton.runner.model.quantization.gptq import Gptq
-from baton.runner.model.quantization.stored_weight import UnusableWeight, WeightFormat
+from baton.runner.model.stored.compressed_tensors import CompressedTensors
+from baton.runner.model.stored.fp8 import Fp8
+from baton.runner.model.stored.gguf import METHOD as GGUF
+from baton.runner.model.stored.gguf import Gguf
+from baton.runner.model.stored.gptq_awq import Awq, Gptq
+from baton.runner.model.stored.weight import UnusableWeight, WeightFormat
 
 _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
     "gptq": Gptq.of,

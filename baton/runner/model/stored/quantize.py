@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from baton.runner.backends.quantized_weight import QuantizedWeight
-from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.stored.weight import UnusableWeight
 
 Quantization: TypeAlias = Literal["int8", "int4"]
 

@@ -1,6 +1,6 @@
 """Decides for every weight of a checkpoint that stays in its file until it is packed which part of the model holds it.
 
-Linear layers, experts and embeddings hold it as it is (stored_layers.py). For any other part, and for a weight that
+Linear layers, experts and embeddings hold it as it is (layers.py). For any other part, and for a weight that
 has no packed form, transformers' loader gets it dequantised, one tensor after the other. The decision is made on a
 module without memory (on torch's meta device), so a checkpoint that does not fit its config.json is refused before
 anything is allocated. transformers' own quantizers play no part (docs/decisions/0027).
@@ -9,6 +9,7 @@ anything is allocated. transformers' own quantizers play no part (docs/decisions
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +17,51 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.runner.model.checkpoint_names import CheckpointNames, in_natural_order
-from baton.runner.model.quantization.stored_weight import CheckpointTensor, StoredWeight, UnusableWeight
-from baton.runner.model.stored_layers import StoredEmbedding, StoredLinear, hold_experts
+from baton.runner.model.stored.layers import StoredEmbedding, StoredLinear, hold_experts
+from baton.runner.model.stored.weight import CheckpointTensor, StoredWeight, UnusableWeight
+
+_STACKING = ("MergeModulelist", "Concatenate")
+"""The conversions of the loader that stack the weights of experts, and change no number."""
+
+
+class CheckpointNames:
+    """The names that checkpoints of one model have."""
+
+    def __init__(self, skeleton: Any) -> None:
+        """`skeleton`: the model on the meta device."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        self._rename = rename_source_key
+        conversions = get_model_conversion_mapping(skeleton)
+        self._renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        self._prefix = skeleton.base_model_prefix
+        self.parameters: dict[str, Any] = skeleton.state_dict()
+        """The model's parameters, without memory, by their names in the model."""
+
+    def parameter_of(self, name: str) -> tuple[str, str | None]:
+        """The name of the parameter, and the pattern of the conversion that makes it; None: the tensor is as it is."""
+        key, pattern = self._rename(name, self._renamings, self._converters, self._prefix, self.parameters)
+        if key not in self.parameters and name in self.parameters:
+            return name, None
+        return key, pattern
+
+    def stacked_patterns(self, pattern: str) -> list[str]:
+        """The patterns of all tensors that are stacked with those of `pattern`, in their order.
+
+        Empty if the conversion does more than stacking.
+        """
+        converter = next(each for each in self._converters if pattern in each.source_patterns)
+        if any(type(operation).__name__ not in _STACKING for operation in converter.operations):
+            return []
+        return list(converter.source_patterns)
+
+
+def in_natural_order(name: str) -> list[tuple[int, str]]:
+    """A key that sorts names as people do: expert 2 before expert 10."""
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
+
 
 _MOST_LACKING = 1 << 27
 """How many numbers a checkpoint may lack until the loader, which allocates them first, names what is missing."""

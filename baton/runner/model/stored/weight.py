@@ -167,3 +167,17 @@ def scale_bytes(scales: CheckpointTensor) -> int:
 def groups_of(size: int | None) -> str:
     """How descriptions name groups."""
     return "one scale a row" if size is None else f"groups of {size}"
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The integers in words int32 [..., m]: uint8 [..., m * 32 / bits]."""
+    octets = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
+
+
+def one_or_each(zeros: torch.Tensor) -> int | torch.Tensor:
+    """The codes that mean zero, uint8 [n, G]: as one number where all are equal, which costs no memory."""
+    first = int(zeros.flatten()[0])
+    return first if bool((zeros == first).all()) else zeros.contiguous()

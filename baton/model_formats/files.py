@@ -1,4 +1,4 @@
-"""Reads files that others may have put there: JSON, and the headers of safetensors. Opens no tensor.
+"""Reads files that others may have put there: JSON, and the headers of safetensors; and writes the latter.
 
 `open_regular` opens never a pipe or a device, which could let a reader wait for ever. Where others also say which file
 is read, `only_below` bounds where it may be. What counts is the place of the file that was opened: a path can lead
@@ -11,12 +11,12 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from baton.errors import ConfigError
 
@@ -144,3 +144,47 @@ def read_header(
     if 8 + length + end != size:
         raise UnsoundSafetensors(f"{path} is truncated: {size} bytes instead of {8 + length + end}; copy it again")
     return SafetensorsHeader(header, tensors)
+
+
+class NewTensor(NamedTuple):
+    """A tensor of a safetensors file that is to be written."""
+
+    name: str
+    dtype: str
+    """As safetensors names it: F16, U8, …"""
+    shape: tuple[int, ...]
+    num_bytes: int
+    content: Callable[[], bytes | memoryview]
+    """Reads its bytes, when it is its turn."""
+
+
+def write_safetensors(
+    path: Path, tensors: Iterable[NewTensor], on_progress: Callable[[int, int], None] = lambda _done, _total: None
+) -> None:
+    """Write a file tensor by tensor, of which one is in memory at a time, and flush it. Raises OSError.
+
+    Calls `on_progress` with the bytes of tensors that are written, and their total: first with 0.
+    """
+    tensors = list(tensors)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.num_bytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    on_progress(0, end)
+    with written(path) as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            out.write(tensor.content())
+            on_progress(header[tensor.name]["data_offsets"][1], end)
+
+
+@contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """A new file to write to, which is flushed to the disk behind the block. Raises OSError."""
+    with path.open("wb") as out:
+        yield out
+        out.flush()
+        os.fsync(out.fileno())

@@ -30,10 +30,8 @@ from baton.models.hub import HubName, fetched_directory
 from baton.models.model_cache import FileState, KnownDigests, ModelCache, default_cache_dir
 from baton.models.named_models import (
     NAMED_MODELS,
-    convert_directory,
-    copy_directory,
-    directory_of,
     known_facts,
+    make_directory,
     source_of,
 )
 from baton.models.progress import bar_of_bytes, mebibytes, say
@@ -105,15 +103,11 @@ def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
         directory = cache.directory_of(sha256, lambda _scratch: _while_unchanged(source, state), state.size)
         return FoundModel(directory, _client_name(source.stem))
     model = NAMED_MODELS.get(str(named))
-    if model is not None and model.beside:
-        make = convert_directory if model.is_ctranslate2 else copy_directory
-        cache = ModelCache(default_cache_dir(environ), partial(make, model))
-        directory = cache.directory_of(
-            model.sha256, lambda scratch: directory_of(model, scratch), model.num_bytes_to_make
-        )
-        return FoundModel(directory, _client_name(str(named)))
     if model is not None:
-        cache = _cache(environ, model.sha256)
+        if model.beside:
+            cache = ModelCache(default_cache_dir(environ), partial(make_directory, model))
+        else:
+            cache = _cache(environ, model.sha256)
         directory = cache.directory_of(model.sha256, lambda scratch: source_of(model, scratch), model.num_bytes_to_make)
         return FoundModel(directory, _client_name(str(named)), model.dequantize)
     # A name whose first part is a folder here is a path with a mistake in it, never a model of a stranger.

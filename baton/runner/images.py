@@ -28,12 +28,13 @@ from baton.errors import InvalidRequest
 from baton.messages.encoder_contents import EncoderContent
 from baton.model_formats.images import ImageLimits, image_size
 from baton.runner.backends.operations import Operations
+from baton.runner.model.cached_model import on_device, on_host
 from baton.runner.model.layers import PackedLinear, replace_products
+from baton.runner.model.model_classes import first_line
 from baton.runner.model.recognition import children_of
 from baton.runner.model.stored.mapped_files import MappedFiles
-from baton.runner.model.transformer import on_device, on_host
 from baton.runner.model.weights import LoadedModel
-from baton.runner.torch_threads import one_thread
+from baton.runner.torch_threads import torch_threads
 
 _ROWS_AT_ONCE = 64
 
@@ -58,10 +59,8 @@ class ImageProcessor:
             )
         # transformers has no list of what it raises for a configuration that it does not expect.
         except Exception as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ConfigError(
-                f"the image processor in {directory} can't be made ({said:.200}); copy it again"
-            ) from error
+            said = first_line(error)
+            raise ConfigError(f"the image processor in {directory} can't be made ({said}); copy it again") from error
 
     def pixels(self, data: bytes) -> Mapping[str, npt.NDArray[Any]]:
         """The encoder's input, by the names of its arguments. `data`: checked by `image_size` before.
@@ -192,7 +191,7 @@ class ImageEncoder:
 
         Raises ArithmeticError for rows that are not finite.
         """
-        with self._where(), torch.inference_mode(), one_thread():
+        with self._where(), torch.inference_mode(), torch_threads(1):
             given = {name: torch.from_numpy(array).to(self._device) for name, array in image.items()}
             rows = on_host(self._image_part(**given))
         if not np.isfinite(rows).all():

@@ -85,7 +85,26 @@ class ModuleOutputs(NamedTuple):
     num_outputs: int
 
 
-class AdaptableProduct:
+class _Adaptable:
+    """What is the same for all products that adapters may change."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._number: int | None = None
+        self._rows = _NO_ROWS
+        self._num_rows: set[int] = set()
+
+    def attach(self, number: int, rows: RowsOfStep) -> None:
+        """Give the product its number in tables of adapters, and the rows of the steps to come."""
+        self._number, self._rows = number, rows
+
+    @property
+    def computes_all_rows(self) -> bool:
+        """Whether the step that was to find out gave it all of its rows, once each; experts are given rows to route."""
+        return self._num_rows == {0}
+
+
+class AdaptableProduct(_Adaptable):
     """A product of the model. Rows whose adapter changes it get what the adapter adds."""
 
     def __init__(
@@ -98,6 +117,7 @@ class AdaptableProduct:
         """`packed`: the weight of all modules, which are given by name and number of outputs, stacked; of a gated
         product the gate and up.
         """
+        super().__init__(operations)
         self.packed = packed
         self.num_inputs = num_inputs
         self.modules: list[ModuleOutputs] = []
@@ -105,20 +125,7 @@ class AdaptableProduct:
         for name, num_outputs in modules:
             self.modules.append(ModuleOutputs(name, first, num_outputs))
             first += num_outputs
-        self._operations = operations
-        self._number: int | None = None
-        self._rows = _NO_ROWS
-        self._num_rows: set[int] = set()
         self._row_dtypes: set[torch.dtype] = set()
-
-    def attach(self, number: int, rows: RowsOfStep) -> None:
-        """Give the product its number in tables of adapters, and the rows of the steps to come."""
-        self._number, self._rows = number, rows
-
-    @property
-    def computes_all_rows(self) -> bool:
-        """Whether it computed all rows of the step that was to find out, once each."""
-        return self._num_rows == {0}
 
     @property
     def row_dtype(self) -> torch.dtype | None:
@@ -141,15 +148,11 @@ class AdaptableProduct:
         `packed`: the same weight in another dtype, that of x.
         """
         packed = self.packed if packed is None else packed
-        if (adapters := self._adapters(x)) is None:
-            return self._operations.linear(x, packed, bias, out_dtype=out_dtype)
-        return self._operations.linear(x, packed, bias, out_dtype=out_dtype, adapters=adapters)
+        return self._operations.linear(x, packed, bias, out_dtype=out_dtype, adapters=self._adapters(x))
 
     def gated_linear(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """The gated product, as `Operations.gated_linear` computes it, with the adapters of the step's rows."""
-        if (adapters := self._adapters(x)) is None:
-            return self._operations.gated_linear(x, self.packed, activation=activation)
-        return self._operations.gated_linear(x, self.packed, activation=activation, adapters=adapters)
+        return self._operations.gated_linear(x, self.packed, activation=activation, adapters=self._adapters(x))
 
     def record(self, program: Program, x: Rows, bias: torch.Tensor | None, *, into: str | Rows) -> Rows:
         """Append to a program what `linear` computes."""
@@ -194,7 +197,7 @@ def routed(slots: torch.Tensor | None, index: torch.Tensor, num_rows: int) -> to
     return own if len(own) == num_rows else functional.pad(own, (0, num_rows - len(own)), value=-1)
 
 
-class AdaptableExperts:
+class AdaptableExperts(_Adaptable):
     """One product of every expert of a mixture: gate and up, or down. An adapter has a part for each expert.
 
     Each expert computes the rows that were routed to it.
@@ -202,26 +205,14 @@ class AdaptableExperts:
 
     def __init__(self, operations: Operations, packed: Sequence[Any], num_outputs: int, num_inputs: int) -> None:
         """`packed`: the weight of each expert; of a gated product gate and up."""
+        super().__init__(operations)
         self.num_outputs = num_outputs
         self.num_inputs = num_inputs
         self.packed = packed
-        self._operations = operations
-        self._number: int | None = None
-        self._rows = RowsOfStep()
-        self._num_rows: set[int] = set()
 
     @property
     def num_experts(self) -> int:
         return len(self.packed)
-
-    @property
-    def computes_all_rows(self) -> bool:
-        """Whether the experts got all rows of the step that was to find out, to be routed, once each."""
-        return self._num_rows == {0}
-
-    def attach(self, number: int, rows: RowsOfStep) -> None:
-        """Give the product its number in tables of adapters, and the rows of the steps to come."""
-        self._number, self._rows = number, rows
 
     def slots(self, num_rows: int) -> torch.Tensor | None:
         """Int32 [rows] on the CPU: the slots of the rows that are to be routed, or -1; None: no adapter is for these
@@ -237,16 +228,13 @@ class AdaptableExperts:
         self, x: torch.Tensor, expert: int, slots: torch.Tensor | None, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """The product of one expert and rows with these slots [rows], or none, as `Operations.linear` computes it."""
-        if (adapters := self._adapters(expert, slots)) is None:
-            return self._operations.linear(x, self.packed[expert], bias)
-        return self._operations.linear(x, self.packed[expert], bias, adapters=adapters)
+        return self._operations.linear(x, self.packed[expert], bias, adapters=self._adapters(expert, slots))
 
     def gated_linear(
         self, x: torch.Tensor, expert: int, slots: torch.Tensor | None, activation: Activation
     ) -> torch.Tensor:
         """The gated product of one expert and rows with these slots [rows], or none, as operations compute it."""
-        if (adapters := self._adapters(expert, slots)) is None:
-            return self._operations.gated_linear(x, self.packed[expert], activation=activation)
+        adapters = self._adapters(expert, slots)
         return self._operations.gated_linear(x, self.packed[expert], activation=activation, adapters=adapters)
 
     def _adapters(self, expert: int, slots: torch.Tensor | None) -> RowAdapters | None:

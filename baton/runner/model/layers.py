@@ -203,10 +203,6 @@ class PackedExperts:
         products = {self._up_name: self._up, "down_proj": self._down}
         hold_parameters(module, products | {name: None for name in others if name not in products})
 
-    @property
-    def is_fused(self) -> bool:
-        return self._activation is not None
-
     def _pack(
         self, module: Any, name: str, release: Callable[[nn.Module], None], gated: bool = False
     ) -> AdaptableExperts:

@@ -35,8 +35,9 @@ from baton.runner.model.stored.formats import format_of
 from baton.runner.model.stored.held import dequantized_on_file, weights_on_file, weights_to_quantize
 from baton.runner.model.stored.mapped_files import DuplicateTensor, TensorOnFile, tensors_on_file
 from baton.runner.model.stored.plan import CheckpointNames, WeightPlan, check_shapes, check_size, plan_weights
-from baton.runner.model.stored.quantize import GROUP, Quantization
+from baton.runner.model.stored.quantize import GROUP
 from baton.runner.model.stored.weight import StoredWeight, UnusableWeight, WeightFormat, stored_weights
+from baton.runner.spec import WeightSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -124,54 +125,42 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(flags.partition(":")[2].split())
 
 
-def load_model_for(
-    operations: Operations,
-    directory: Path,
-    dtype: str,
-    device: torch.device,
-    quantization: Quantization | None,
-    *,
-    dequantize: bool = False,
-    in_parts: bool = False,
-) -> LoadedModel:
+def load_model_for(operations: Operations, directory: Path, how: WeightSpec, device: torch.device) -> LoadedModel:
     """Load a model directory as `load_model` does, with quantised weights made plain if operations don't pack them.
 
     Raises ConfigError also for a quantization that these operations can't compute.
     """
-    if quantization is not None and not operations.packs_quantized:
+    if how.quantization is not None and not operations.packs_quantized:
         raise ConfigError(
-            f"{quantization} weights can't be computed by {operations.numerics()}; leave quantization out"
+            f"{how.quantization} weights can't be computed by {operations.numerics()}; leave quantization out"
         )
-    dequantize = dequantize or not operations.packs_quantized
-    # What a GPU has while it loads in parts was not measured yet.
-    in_parts = in_parts and device.type == "cpu"
-    return load_model(directory, dtype, device, quantization, dequantize=dequantize, in_parts=in_parts)
+    return load_model(
+        directory,
+        replace(
+            how,
+            dequantize=how.dequantize or not operations.packs_quantized,
+            # What a GPU has while it loads in parts was not measured yet.
+            in_parts=how.in_parts and device.type == "cpu",
+        ),
+        device,
+    )
 
 
-def load_model(
-    directory: Path,
-    dtype: str,
-    device: torch.device = CPU,
-    quantization: Quantization | None = None,
-    *,
-    dequantize: bool = False,
-    in_parts: bool = False,
-) -> LoadedModel:
-    """Load a model directory; `dtype` is auto, float32 or bfloat16.
+def load_model(directory: Path, how: WeightSpec, device: torch.device = CPU) -> LoadedModel:
+    """Load a model directory.
 
-    `quantization`: quantise plain weights; `dequantize`: make quantised ones plain. Otherwise they are for
-    operations that pack them as they are. `in_parts`: for a rank, which packs some of each weight; until then all stay
-    in their files. Raises ConfigError (one line: what, and how to fix it) for a directory
-    that is missing, incomplete, corrupt, pickled or of an architecture or a format that can't run here. Never
-    reaches for the network and runs no code from the directory.
+    Raises ConfigError (one line: what, and how to fix it) for a directory that is missing, incomplete, corrupt, pickled
+    or of an architecture or a format that can't run here. Never reaches for the network and runs no code from the
+    directory.
     """
-    dtype = resolve_dtype(dtype, device)
+    dtype = resolve_dtype(how.dtype, device)
+    how = replace(how, dtype=dtype)
     checkpoint = open_checkpoint(directory)
     try:
         weight_format = format_of(checkpoint.config)
     except UnusableWeight as error:
         raise ConfigError(f"{directory} can't be served: {error}") from error
-    if quantization is not None and weight_format is not None:
+    if how.quantization is not None and weight_format is not None:
         raise ConfigError(f"{directory} is quantised already ({weight_format.description}); leave quantization out")
     # Imported only now, since transformers is slow to import and a bad directory is refused without it.
     import transformers
@@ -188,7 +177,7 @@ def load_model(
             num_layers = config.get_text_config().num_hidden_layers
             if not 0 < num_layers <= len(tensors):
                 raise UnusableWeight(f"{num_layers} layers can't be made of {len(tensors)} tensors")
-            plan = _plan(skeleton, tensors, weight_format, quantization, dequantize, DTYPES[dtype], device, in_parts)
+            plan = _plan(skeleton, tensors, weight_format, how, device)
             _check_types(plan)
             _warn_of_lost_bits(plan, directory, dtype)
             module, info = _class_with(plan, model_class, DTYPES[dtype], device).from_pretrained(
@@ -213,7 +202,7 @@ def load_model(
             f"the weights in {directory} lack {len(missing)} tensors that its config.json asks for, first {missing[0]}"
         )
     module.eval().requires_grad_(False)
-    weights = _weights(plan, module, weight_format, quantization, dequantize, dtype)
+    weights = _weights(plan, module, weight_format, how)
     loaded = LoadedModel(module, config.get_text_config(), checkpoint, dtype, model_class.__name__, device, weights)
     if not takes_images(config):
         return loaded
@@ -245,40 +234,34 @@ def _plan(
     skeleton: nn.Module,
     tensors: Mapping[str, TensorOnFile],
     weight_format: WeightFormat | None,
-    quantization: Quantization | None,
-    dequantize: bool,
-    dtype: torch.dtype,
+    how: WeightSpec,
     device: torch.device,
-    in_parts: bool,
 ) -> WeightPlan:
     """Decide where the weights of a checkpoint belong; raises UnusableWeight."""
-    names = CheckpointNames(skeleton)
+    names, dtype = CheckpointNames(skeleton), DTYPES[how.dtype]
     weights: dict[str, StoredWeight] = {}
     experts: dict[str, list[list[StoredWeight]]] = {}
     plain: Mapping[str, TensorOnFile] = tensors
     if weight_format is not None:
-        weights, used = stored_weights(weight_format, tensors, dequantize)
+        weights, used = stored_weights(weight_format, tensors, how.dequantize)
         plain = _without(tensors, used)
-        if dequantize:
+        if how.dequantize:
             weights = {name: replace(stored, packed_bytes=None) for name, stored in weights.items()}
     sizes = [*(stored.shape for stored in weights.values()), *(tensor.shape for tensor in plain.values())]
     check_size(skeleton, sizes)
     check_shapes(names, plain)
-    if quantization is not None:
-        chosen = weights_to_quantize(skeleton, names, _of_text(skeleton, names, plain), quantization)
+    if how.quantization is not None:
+        chosen = weights_to_quantize(skeleton, names, _of_text(skeleton, names, plain), how.quantization)
         weights, experts, plain = chosen.weights, chosen.experts, _without(plain, chosen.tensors)
     dtypes = {tensor.dtype for tensor in plain.values()}
-    if in_parts:
+    if how.in_parts:
         left = weights_on_file(skeleton, names, plain, dtype, device)
         weights = {
             name: dequantized_on_file(stored, dtype, device) if stored.packed_bytes is None else stored
             for name, stored in weights.items()
         }
         weights, experts, plain = weights | left.weights, experts | left.experts, _without(plain, left.tensors)
-    plan = plan_weights(skeleton, names, weights, plain)
-    for key, of_experts in experts.items():
-        path, _, leaf = key.rpartition(".")
-        plan.experts.setdefault(path, {})[leaf] = of_experts
+    plan = plan_weights(skeleton, names, weights, experts, plain)
     plan.plain_dtypes.update(dtypes)
     return plan
 
@@ -327,22 +310,15 @@ def _class_with(plan: WeightPlan, model_class: Any, dtype: torch.dtype, device: 
     return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
 
 
-def _weights(
-    plan: WeightPlan,
-    module: nn.Module,
-    weight_format: WeightFormat | None,
-    quantization: Quantization | None,
-    dequantize: bool,
-    dtype: str,
-) -> ModelWeights:
+def _weights(plan: WeightPlan, module: nn.Module, weight_format: WeightFormat | None, how: WeightSpec) -> ModelWeights:
     plain_bytes = sum(parameter.nbytes for parameter in module.parameters())
     plain_bytes += sum(stored.packed_bytes or 0 for stored in plan.held if stored.is_plain)
-    treatment = quantization or ("dequantized" if dequantize and weight_format is not None else "")
+    treatment = how.quantization or ("dequantized" if how.dequantize and weight_format is not None else "")
     held = [stored for stored in plan.held if not stored.is_plain]
     if not held:
-        description = "" if weight_format is None else f"{weight_format.description}, dequantised to {dtype}"
+        description = "" if weight_format is None else f"{weight_format.description}, dequantised to {how.dtype}"
         return ModelWeights(treatment, description, plain_bytes)
     packed_bytes = sum(stored.packed_bytes or 0 for stored in held)
-    name = f"{quantization}, groups of {GROUP}" if weight_format is None else weight_format.description
+    name = f"{how.quantization}, groups of {GROUP}" if weight_format is None else weight_format.description
     bits = 8 * packed_bytes / sum(stored.shape[0] * stored.shape[1] for stored in held)
     return ModelWeights(treatment, f"{name}, {bits:.3g} bits a weight", plain_bytes + packed_bytes, is_quantized=True)

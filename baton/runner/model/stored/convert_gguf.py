@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from io import BufferedWriter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import tokenizers
 import torch
 
 from baton.errors import ConfigError, ExitCode
+from baton.model_formats.files import NewTensor, write_safetensors, written
 from baton.model_formats.gguf.architectures import Architecture, architecture_of, configuration
 from baton.model_formats.gguf.container import GgufFile, TensorPlace, open_gguf
 from baton.model_formats.gguf.facts import Facts
@@ -56,13 +55,10 @@ def convert(source: Path, directory: Path, on_progress: Callable[[int, int], Non
         }
         try:
             for name, content in texts.items():
-                _write(directory / name, json.dumps(content, ensure_ascii=False, indent=1).encode())
-            _write_weights(
-                directory / "model.safetensors",
-                [_entry(name, tensor, architecture) for name, tensor in places.items()],
-                lambda tensor: read_weight(file, tensor, architecture, config),
-                on_progress,
-            )
+                with written(directory / name) as out:
+                    out.write(json.dumps(content, ensure_ascii=False, indent=1).encode())
+            tensors = _new_tensors(file, places, architecture, config)
+            write_safetensors(directory / "model.safetensors", tensors, on_progress)
         except OSError as error:
             raise ConfigError(
                 f"the model directory {directory} can't be written ({error.strerror}): it takes about "
@@ -86,64 +82,26 @@ def _quantized_formats(tensors: Iterable[TensorPlace]) -> list[str]:
     return [name for name, _ in sizes.most_common() if name in QUANTIZED_FORMATS]
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A tensor of the safetensors file."""
-
-    name: str
-    tensor: TensorPlace
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * _NUM_BYTES[self.dtype]
-
-
-def _entry(name: str, tensor: TensorPlace, architecture: Architecture) -> _Entry:
-    kind = tensor.format
-    if kind.name in QUANTIZED_FORMATS:
-        rows = tensor.shape[0]
-        return _Entry(
-            f"{name.removesuffix('.weight')}.{part_of(kind.name)}", tensor, "U8", (rows, tensor.num_bytes // rows)
-        )
-    is_changed = architecture.norms_include_one and tensor.name.endswith("norm.weight")
-    return _Entry(name, tensor, "F32" if is_changed else kind.name, tensor.shape)
+def _new_tensors(
+    file: GgufFile, places: Mapping[str, TensorPlace], architecture: Architecture, config: Mapping[str, Any]
+) -> list[NewTensor]:
+    """The tensors of the safetensors file. Wide dtypes come first, so that every tensor is aligned."""
+    tensors = []
+    for name, tensor in places.items():
+        kind, dtype, shape = tensor.format.name, tensor.format.name, tensor.shape
+        if kind in QUANTIZED_FORMATS:
+            dtype, shape = "U8", (shape[0], tensor.num_bytes // shape[0])
+            name = f"{name.removesuffix('.weight')}.{part_of(kind)}"
+        elif architecture.norms_include_one and tensor.name.endswith("norm.weight"):
+            dtype = "F32"
+        content = partial(_content, file, tensor, architecture, config)
+        tensors.append(NewTensor(name, dtype, shape, math.prod(shape) * _NUM_BYTES[dtype], content))
+    return sorted(tensors, key=lambda tensor: (-_NUM_BYTES[tensor.dtype], tensor.name))
 
 
-def _write_weights(
-    path: Path,
-    entries: Sequence[_Entry],
-    read: Callable[[TensorPlace], torch.Tensor],
-    on_progress: Callable[[int, int], None],
-) -> None:
-    """Write a safetensors file tensor by tensor. Wide dtypes come first, so that every tensor is aligned."""
-    entries = sorted(entries, key=lambda entry: (-_NUM_BYTES[entry.dtype], entry.name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        start, end = end, end + entry.num_bytes
-        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    on_progress(0, end)
-    with path.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for entry in entries:
-            out.write(read(entry.tensor).contiguous().view(torch.uint8).numpy().data)
-            on_progress(header[entry.name]["data_offsets"][1], end)
-        _flush(out)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as out:
-        out.write(content)
-        _flush(out)
-
-
-def _flush(out: BufferedWriter) -> None:
-    out.flush()
-    os.fsync(out.fileno())
+def _content(file: GgufFile, tensor: TensorPlace, architecture: Architecture, config: Mapping[str, Any]) -> memoryview:
+    content: memoryview = read_weight(file, tensor, architecture, config).contiguous().view(torch.uint8).numpy().data
+    return content
 
 
 def weight_places(file: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Mapping[str, TensorPlace]:

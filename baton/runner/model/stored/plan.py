@@ -120,13 +120,22 @@ class WeightPlan:
 
 
 def plan_weights(
-    skeleton: Any, names: CheckpointNames, weights: Mapping[str, StoredWeight], plain: Mapping[str, CheckpointTensor]
+    skeleton: Any,
+    names: CheckpointNames,
+    weights: Mapping[str, StoredWeight],
+    experts: Mapping[str, list[list[StoredWeight]]],
+    plain: Mapping[str, CheckpointTensor],
 ) -> WeightPlan:
-    """Decide where `weights` that stay in their files and the `plain` tensors of a checkpoint belong.
+    """Decide where `weights` and `experts` that stay in their files and the `plain` tensors of a checkpoint belong.
 
-    `skeleton` is the model on the meta device. Raises UnusableWeight for weights that don't fit it.
+    `skeleton` is the model on the meta device. `experts`: by the name of the parameter that they are stacked in. Raises
+    UnusableWeight for weights that don't fit it.
     """
-    return _Planner(skeleton, names, weights, plain).plan()
+    plan = _Planner(skeleton, names, weights, plain).plan()
+    for key, of_experts in experts.items():
+        path, _, leaf = key.rpartition(".")
+        plan.experts.setdefault(path, {})[leaf] = of_experts
+    return plan
 
 
 def check_shapes(names: CheckpointNames, plain: Mapping[str, CheckpointTensor]) -> None:

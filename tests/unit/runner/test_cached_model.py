@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.runner import KVLayout, LayerGeometry, LayerGroup
-from baton.runner.model.layer_groups import group_layers
+from baton.runner.model.cached_model import group_layers
 
 ONE = LayerGeometry(2, 8, 8)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.beams import BeamSearch
 from baton.messages.generation import Chunk, GenerateRequest
 from baton.runner import SimulatedSpec
 from baton.runner.loading import load_runner

@@ -15,7 +15,7 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.speculation.stats import SpecDecodingStats
+from baton.engine.stats import SpecDecodingStats
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.speculation import SpeculationConfig

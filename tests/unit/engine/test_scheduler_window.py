@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from baton.engine.core import EngineCore
-from baton.engine.kv_cache.allocation import AllocationAnswer
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields, group_key
 from baton.engine.kv_cache.block_pool import Block, BlockPool
+from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.kv_cache.host_tier import HostTier
 from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request, RequestStatus

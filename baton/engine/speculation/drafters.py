@@ -1,15 +1,51 @@
-"""Drafts from a sequence's own text: what followed the last occurrence of its end ("prompt lookup decoding").
-
-Code edits, extraction and structured answers repeat long pieces of their prompt, and the text of a loop repeats itself.
-The search is that of DEFLATE compressors (RFC 1951, section 4): a hash table leads from the last few tokens to the
-latest place where they occurred, and from each place to the one before it. So a token costs the same whatever the
-length of the sequence, and so does a draft.
-"""
+"""The interface of what guesses the tokens that will follow a sequence."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from baton.engine.constraints import TokenMatcher
+from baton.errors import BatonError
+
+
+class Drafter(Protocol):
+    """Guesses the tokens that follow those of one sequence.
+
+    A guess may be wrong, too short or empty: the runner verifies every token of it. It costs time and never quality.
+    """
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append the sequence's next tokens; the first call has its prompt."""
+        ...
+
+    def draft(self, most: int) -> Sequence[int]:
+        """Guess at most `most` tokens that follow all tokens so far."""
+        ...
+
+
+class ForcedDrafter:
+    """A `Drafter` for one sequence with a grammar, from the sequence's own matcher.
+
+    The runner uses the matcher, too: `draft` may be called only while no step with the sequence is in flight.
+    """
+
+    def __init__(self, matcher: TokenMatcher, output_token_ids: Sequence[int]) -> None:
+        """`output_token_ids`: the sequence's output so far; it may grow until `draft` is called."""
+        self._matcher = matcher
+        self._output_token_ids = output_token_ids
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        return
+
+    def draft(self, most: int) -> Sequence[int]:
+        try:
+            self._matcher.advance(self._output_token_ids[self._matcher.num_tokens :])
+            return self._matcher.forced_tokens()[:most]
+        except BatonError:
+            return ()  # the runner meets the same error when it samples, and ends the request with it
+
 
 WINDOW = 1 << 14
 """The number of latest tokens among which occurrences are found; a power of two."""

@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.kv_cache.allocation import AllocationAnswer
+from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_state import SchedulerState
 from baton.engine.speculation.request_drafts import RequestDrafts
-from baton.engine.speculation.stats import SpecDecodingCounts
 from baton.engine.speculation.step_cost import FadingMean, Prices, StepCost
+from baton.engine.stats import SpecDecodingCounts
 from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.preemption import Preemption
 from baton.messages.draft_counts import DraftCounts

@@ -20,8 +20,8 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.ranks import following_rank
-from baton.testing.fake_rank_group import FakeRankGroup
-from baton.testing.fake_ranked_runner import FakeRankedRunner, LossMoment
+from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_ranked_runner import FakeRankedRunner, LossMoment
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 4

@@ -15,7 +15,7 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.fake_runner import FakeRunner
+from tests.doubles.fake_runner import FakeRunner
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 

@@ -64,8 +64,6 @@ from baton.model_formats.adapters import AdapterInfo
 from baton.security.authority import make_certificates
 from baton.security.matrix import CallerRole
 from baton.security.tls_files import TlsBytes, TlsFiles, certificate_files
-from baton.testing.fake_generation_handler import FINISHED, FakeGenerationHandler
-from baton.testing.fake_node_handler import FakeNodeHandler
 from baton.v1 import generation_pb2, generation_pb2_grpc, node_pb2, node_pb2_grpc
 from baton.wire import status
 from baton.wire.clients.generation_client import GenerationStub
@@ -78,6 +76,8 @@ from baton.wire.services import generation_service, node_service, operator_servi
 from baton.wire.services.generation_service import GenerationServicer
 from baton.wire.services.node_service import NodeServicer
 from baton.wire.services.operator_service import OperatorServicer
+from tests.doubles.fake_generation_handler import FINISHED, FakeGenerationHandler
+from tests.doubles.fake_node_handler import FakeNodeHandler
 from tests.support.reports import QueuedReports
 from tests.support.router_parts import decode
 

@@ -19,7 +19,7 @@ import pytest
 from baton.errors import Cancelled, DeadlineExceeded, TransferFailed, WouldBeLate
 from baton.messages.node import Role
 from baton.messages.node_shape import NodeShape
-from baton.testing.fake_ranked_runner import LossMoment
+from tests.doubles.fake_ranked_runner import LossMoment
 from tests.fault.test_fault_schedules import PATIENCE_S, Schedule
 from tests.support.seeds import drawn_seeds, named_seed
 from tests.support.simulated_cluster import Answer, simulated_cluster

@@ -25,8 +25,8 @@ from baton.model_formats.images import image_family
 from baton.runner.images.pixels import ImageProcessor
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import NEW_TOKENS, run_all
 from tests.support.image_models import IMAGE_MODELS, IMAGE_TOKEN_ID, random_image, write_image_model
 

@@ -30,7 +30,7 @@ from baton.runner import DraftSpec
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 from tests.support.rotary_models import PHI3_LONGROPE, ROPE_TYPES
 
 _SCHEDULES = int(os.environ.get("BATON_SCHEDULES") or 0)

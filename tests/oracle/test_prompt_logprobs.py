@@ -20,7 +20,7 @@ from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 

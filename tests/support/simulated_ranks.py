@@ -22,9 +22,9 @@ from baton.node.stop import NodeStop
 from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
 from baton.runner.ranks.heartbeats import INTERVAL_S
-from baton.testing.fake_ranked_runner import FakeRankedRunner
-from baton.testing.faulty_transfer_backend import Faults
 from prefill_node.handoff import HandOff
+from tests.doubles.fake_ranked_runner import FakeRankedRunner
+from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.simulated_cluster import ENGINE, SimulatedCluster, SimulatedLimits, SimulatedNode
 
 DRAIN_S = 10.0

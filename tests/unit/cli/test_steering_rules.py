@@ -19,12 +19,12 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription, Role
 from baton.messages.steering import ClusterEvent, DrainProgress
 from baton.node.leftovers import GIVE_UP_AFTER_S
-from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
-from baton.testing.fake_timers import FakeTimers
 from router.operations.event_ring import EventRing
 from router.operations.steering import SETTLE_S, Steering
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
+from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
+from tests.doubles.fake_timers import FakeTimers
 from tests.support.router_parts import MODEL, decode, prefill, record_of
 
 KEY = AttemptKey("r", 1, 5)

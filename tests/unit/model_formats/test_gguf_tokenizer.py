@@ -19,9 +19,9 @@ from baton.model_formats.gguf.container import open_gguf
 from baton.model_formats.gguf.facts import Facts
 from baton.model_formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 from baton.model_formats.gguf.tokenizer import generation_config_json, tokenizer_config_json, tokenizer_json
-from baton.testing.fake_workers import FakeWorkers
 from baton.text.model_template import ModelTemplate
 from baton.text.tokenizer import Tokenizer
+from tests.doubles.fake_workers import FakeWorkers
 from tests.support.gguf_files import write_gguf
 from tests.support.gguf_models import byte_level_tokens
 

@@ -23,7 +23,7 @@ from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
 from baton.node.port import Port
 from baton.node.reports.deltas import split_by_size
-from baton.testing.fake_runner import expected_tokens
+from tests.doubles.fake_runner import expected_tokens
 from tests.support.node_rig import PROMPT, VOCAB, NodeRig, queued_reports, submit
 from tests.support.transitions import check_pair, every_pair, row
 from tests.support.virtual_time import LoopClock, VirtualTimeLoop

@@ -31,9 +31,9 @@ from baton.node.outbox import Outbox
 from baton.runner import SimulatedSpec
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.simulated import SimulatedRunner, expected_tokens
-from baton.testing.fake_connector import FakeConnector
-from baton.testing.fake_row_source import FakeRowSource
-from baton.testing.fake_runner import rows_of
+from tests.doubles.fake_connector import FakeConnector
+from tests.doubles.fake_row_source import FakeRowSource
+from tests.doubles.fake_runner import rows_of
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 from tests.support.step_gate import StepGate
 

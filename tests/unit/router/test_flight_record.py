@@ -15,11 +15,11 @@ from baton.messages.encoder_contents import ContentKind, EncoderContent, source_
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.sampling import SamplingParams
-from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from router.admission.request import ValidRequest
 from router.flight.flight_journal import FlightJournal
 from router.flight.flight_record import FlightRecord, read_record
 from router.placement.placement import Origin, Placement
+from tests.doubles.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from tests.support.router_parts import decode, prefill
 
 CARD = ModelCard("m", 64, 300)

@@ -21,7 +21,7 @@ from baton.runner.model.quantization.quantize import quantized
 from baton.runner.model.quantization.stored_weight import StoredWeight
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stored_layers import StoredEmbedding
-from baton.testing.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.support.tiny_models import TINY_MODELS
 
 _SHAPE = {name: value for name, value in TINY_MODELS["llama"].items() if name != "model_type"}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from baton.messages.encoder_contents import EncoderContent
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 from baton.values import value
 
 

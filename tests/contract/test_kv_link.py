@@ -14,9 +14,8 @@ from baton.engine.connector import BlockFate, LostKV
 from baton.engine.request import RequestStatus
 from baton.engine.runner import KVMemory
 from baton.errors import TransferCause, TransferFailed
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import StageTimings
-from baton.messages.peer import Peer
 from baton.runner.blocks.known_bytes import block_filler
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
 from kv_transfer.backends.base import TransferBackend

@@ -16,9 +16,9 @@ from baton.clock import SystemClock
 from baton.engine.encoder_input import EncoderInput
 from baton.engine.runner import ModelInfo
 from baton.errors import BackgroundFault, DeadlineExceeded
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.ids import Peer
 from baton.messages.node import NodeDescription
-from baton.messages.peer import Peer
+from baton.messages.spans import EncoderContent
 from baton.node.encoding.fetch_policy import FetchPolicy
 from baton.node.encoding.row_fetcher import RowFetcher, RowSource
 from baton.runner import SimulatedSpec

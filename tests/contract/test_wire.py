@@ -34,7 +34,6 @@ from baton.errors import (
     TransferFailed,
     Unreachable,
 )
-from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -44,7 +43,7 @@ from baton.messages.generation import (
     ModelCard,
 )
 from baton.messages.generation import Path as NodePath
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 from baton.messages.node import (
     Abort,
@@ -58,7 +57,7 @@ from baton.messages.node import (
     WatchKVCache,
 )
 from baton.messages.node_report import HandoffReport, NodeReport, TraceEvent, TraceStep
-from baton.messages.peer import Peer
+from baton.messages.pooling import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.model_formats.adapters import AdapterInfo
 from baton.security.authority import make_certificates

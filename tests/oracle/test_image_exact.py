@@ -18,9 +18,8 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 from baton.model_formats.images import image_family
 from baton.runner.images.pixels import ImageProcessor
 from baton.runner.loading import load_runner

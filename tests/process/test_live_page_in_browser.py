@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from random import Random
 
-from baton.messages.cluster import ClusterStatus
-from baton.messages.steering import ClusterEvent
+from baton.messages.operator import ClusterEvent, ClusterStatus
 from router.http.app import HttpFront
 from router.http.live import LiveData, live_pages
 from router.http.model import ServedModel

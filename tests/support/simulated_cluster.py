@@ -28,10 +28,9 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, PromptLogprobs
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import NodeDescription, Role, RouterMessage, StageTimings, StepReport
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
-from baton.messages.peer import Peer
 from baton.messages.sampling import TokenLogprobs
 from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.node.attempts.attempt_clock import TransferFigures

@@ -15,8 +15,7 @@ from typing import Any
 
 from baton.engine.runner import RunnerLost
 from baton.messages.ids import AttemptKey
-from baton.messages.node import NodeDescription, Role
-from baton.messages.node_shape import ONE_RANK, NodeShape
+from baton.messages.node import ONE_RANK, NodeDescription, NodeShape, Role
 from baton.node.reports.event_log import EventLog
 from baton.node.stop import NodeStop
 from baton.registry import NodeRecord

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, OneProcessRunner
 from baton.errors import AdapterRefused, InvalidRequest
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.pooling import PoolingParams
+from baton.messages.spans import EncoderContent
 from baton.model_formats.adapters import AdapterInfo
 from baton.runner.encoder.encoder import Encoder
 from baton.runner.execution.input_batch import RequestTable, Scheduled, flatten

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import InvalidRequest
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.spans import EncoderContent
 from baton.model_formats.images import UnusableImage
 from baton.model_formats.images.encoded import ImageLimits, image_size
 from baton.runner.images.image_encoder import ImageEncoder

@@ -9,8 +9,8 @@ from typing import cast
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, ModelRunner, RemotePart
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.node_report import RankReport
+from baton.messages.spans import EncoderContent
 from baton.model_formats.adapters import AdapterInfo
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.timed_operations import StepSplit, TimedOperations

@@ -14,10 +14,9 @@ from baton.cli.commands.events import event_row
 from baton.cli.commands.set_role import OtherWishes
 from baton.cli.commands.wait import nodes_by_name, parse_condition
 from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, NodeNotFound, Unreachable, UsageError
-from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription, Role
-from baton.messages.steering import ClusterEvent, DrainProgress
+from baton.messages.operator import ClusterEvent, DrainProgress, NodeStatus
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from router.operations.event_ring import EventRing
 from router.operations.steering import SETTLE_S, Steering

@@ -9,7 +9,7 @@ import pytest
 
 from baton.engine.encoder_cache import EncoderCache
 from baton.engine.encoder_input import EncoderInput
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.spans import EncoderContent
 
 
 def of(name: str, start: int, stop: int, num_rows: int) -> EncoderInput:

@@ -30,8 +30,7 @@ from typing import Any
 import pytest
 
 from baton.errors import TransferCause
-from baton.messages.ids import AttemptKey
-from baton.messages.peer import Peer
+from baton.messages.ids import AttemptKey, Peer
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (
     Abandon,

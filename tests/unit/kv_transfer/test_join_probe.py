@@ -11,8 +11,8 @@ import pytest
 
 from baton.errors import TransferCause, TransferFailed
 from baton.machine import Machine, render_mermaid
+from baton.messages.ids import Peer
 from baton.messages.node_report import ProbeFault
-from baton.messages.peer import Peer
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.receiver.join_probe import (
     EndLink,

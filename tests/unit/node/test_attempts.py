@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import TransferCause
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, Outcome, RequestDelta
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.messages.speculation import DraftCounts
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
 from baton.node.port import Port

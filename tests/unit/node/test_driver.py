@@ -20,11 +20,10 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import CacheInUse, TransferCause
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.kv_cache import AllBlocksCleared
 from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.encoding.row_fetcher import RowSource
 from baton.node.outbox import Outbox

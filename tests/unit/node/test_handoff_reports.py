@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import TransferCause
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node_report import (
     EndedHandoffs,
@@ -19,7 +19,6 @@ from baton.messages.node_report import (
     ProbeFault,
     RefusedLink,
 )
-from baton.messages.peer import Peer
 from baton.node.reports.reports import handoff_notice
 from baton.observe.metrics import Distribution, Figure, declared_figures
 from kv_transfer.figures import failure_figures, probe_figures, read_figures, transfer_figures

@@ -19,9 +19,8 @@ from baton.engine.connector import KVTransferOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.errors import BackgroundFault, BatonError, ConfigError, EngineFault, NodeLost
 from baton.messages.ids import AttemptKey
-from baton.messages.node import Adopt, Leg, NodeDescription, Outcome, RequestDelta, Role, Submit
+from baton.messages.node import Adopt, Leg, NodeDescription, NodeShape, Outcome, RequestDelta, Role, Submit
 from baton.messages.node_report import HandoffReport, HandoffSide, OpenHandoff
-from baton.messages.node_shape import NodeShape
 from baton.messages.sampling import SamplingParams
 from baton.node.process import RoleMaker, serve_roles
 from baton.node.role import NodeRole, RoleContext

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from baton.errors import TransferCause, TransferFailed
+from baton.messages.ids import Peer
 from baton.messages.node_report import ProbeFault
-from baton.messages.peer import Peer
 from decode_node.pair_prober import PairProber
 from kv_transfer.link.link_messages import ProbeResult, ReaderMessage
 from kv_transfer.mover.part_mover import DeliverEvent

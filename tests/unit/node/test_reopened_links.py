@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from baton.engine.runner import KVLayout, LayerGeometry, LayerGroup
-from baton.messages.peer import Peer
+from baton.messages.ids import Peer
 from decode_node.intake import Intake
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link.link_messages import LinkWelcome, MemoryPart

@@ -9,10 +9,18 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
 from baton.messages.generation import Finished, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN
-from baton.messages.pooling import ModelPooling, Pooling, PoolingRequest
+from baton.messages.pooling import (
+    EmbedInput,
+    EmbedRequest,
+    EmbedResponse,
+    EmbedResult,
+    EmbedTask,
+    ModelPooling,
+    Pooling,
+    PoolingRequest,
+)
 from router.admission.pooling import check_generates
 from router.embed_call import embed
 from router.pooling import part_ids

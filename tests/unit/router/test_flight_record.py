@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.messages.capabilities import Capability
-from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.sampling import SamplingParams
+from baton.messages.spans import ContentKind, EncoderContent, source_spans
 from router.admission.request import ValidRequest
 from router.flight.flight_journal import FlightJournal
 from router.flight.flight_record import FlightRecord, read_record

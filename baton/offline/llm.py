@@ -41,6 +41,7 @@ from router.admission.validation import longest_answer, validate
 from router.cards import card_of_nodes, sampling_defaults
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.strict import read_as
+from router.http.chat_plan import chat_prompt
 from router.http.model import ServedModel
 
 Message = Mapping[str, Any]
@@ -160,7 +161,7 @@ class LLM:
 
         def request(place: int) -> GenerateRequest:
             body = read_as(ChatBody, {"messages": chats[place], **options})
-            prompt = self._chats.chat_prompt(body)
+            prompt = chat_prompt(body, self._chats)
             given = replace(params[place].request(prompt), model=adapter)
             if given.max_tokens is not None:
                 return given

@@ -16,6 +16,7 @@ from router.admission.validation import check_model, check_token_ids
 from router.http.bodies.chats import ChatPrompt
 from router.http.bodies.fields import TokenIds
 from router.http.bodies.strict import Strict, read_as
+from router.http.chat_plan import chat_prompt
 from router.http.client import Client
 from router.http.endpoints import Handler, in_thread_if_large, render_chat
 from router.http.json_body import parse_json, read_body
@@ -86,7 +87,7 @@ class Tokenize(_TokenEndpoint):
         if isinstance(body, TokenizeText):
             field, tokens = "prompt", self._model.encode(body.prompt, special=body.add_special_tokens is not False)
         else:
-            field, tokens = "messages", self._model.chat_prompt(body)
+            field, tokens = "messages", chat_prompt(body, self._model)
         if len(tokens) > MAX_TOKEN_IDS:
             raise InvalidRequest(field, f"has {len(tokens)} tokens; at most {MAX_TOKEN_IDS} are returned")
         spelling = self._model.spelling

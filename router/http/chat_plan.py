@@ -22,23 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import compress
 from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest, ModelCard
-from baton.messages.request_limits import MAX_TEMPLATE_VARIABLE_BYTES
 from baton.text.reasoning import BEGIN, END, opens_reasoning
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.formats import CallGrammarOptions, Tool
-from router.admission.validation import check_text
-from router.http.bodies.chats import ChatBody, ChatPrompt
-from router.http.bodies.tools import CHAT_TOOL_FIELDS, ChosenTools, NamedTool, ToolBody, ToolFields, tools_of
+from router.http.bodies.tools import CHAT_TOOL_FIELDS, NamedTool, ToolBody, ToolFields, tools_of
 from router.http.model import NO_TOOLS, ServedModel
 from router.http.parsed_text import TextParsing
-from router.http.template_messages import template_message
 
 _OPEN_REASONING = (
     "demands a call, which begins at the end of this model's prompt, but the chat template opens reasoning there: "
@@ -96,52 +91,6 @@ class ToolOffer:
     def permits(self, name: str) -> bool:
         """Whether the model may call the tool of this name, and so gets to know it."""
         return self.choice != "none" and (self.allowed is None or name in self.allowed)
-
-
-def plan_chat(body: ChatBody, model: ServedModel, card: ModelCard) -> ChatPlan:
-    """Plan a chat; raises InvalidRequest that names the wrong field. May be called in a thread."""
-    is_parallel = body.parallel_tool_calls is not False
-    tools = body.tools or ()
-    chosen = ChosenTools.of_chat(body.tool_choice, tools)
-    offer = ToolOffer(tools, chosen.choice, is_parallel, body.constraint_field, allowed=chosen.allowed)
-    variables = reasoning_variables(body.reasoning_effort)
-    return plan_offer(offer, partial(chat_text, body, model, variables=variables), model, card)
-
-
-def chat_text(
-    body: ChatPrompt, model: ServedModel, tools: Sequence[ToolBody], variables: Mapping[str, Any] | None = None
-) -> str:
-    """The text of a chat's prompt; raises InvalidRequest that names the wrong field. Waits for a child process.
-
-    `tools`: those that the model gets to know. `variables`: for the template, where the body has none of the name.
-    """
-    body.check_continuation()
-    return model.text_of(
-        [template_message(message, place) for place, message in enumerate(body.messages)],
-        tools,
-        {**(variables or {}), **_checked_variables(body.chat_template_kwargs)},
-        body.images,
-        body.chat_template,
-        add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-    )
-
-
-def chat_prompt(body: ChatPrompt, model: ServedModel) -> list[int]:
-    """The token ids of a chat; raises InvalidRequest that names the wrong field. Waits for a child process."""
-    return model.rendered_ids(chat_text(body, model, body.tools or ()))
-
-
-def _checked_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The variables, if a template can use them safely: their keys are names, their values scalars."""
-    for name, value in (variables or {}).items():
-        if not name.isidentifier():
-            raise InvalidRequest("chat_template_kwargs", f"has the key {name[:32]!r}, which is no name")
-        if not isinstance(value, str | int | float | bool | None):
-            raise InvalidRequest(f"chat_template_kwargs.{name[:32]}", "must be a string, a number, a boolean or null")
-        if isinstance(value, str) and len(value) > MAX_TEMPLATE_VARIABLE_BYTES // 4:
-            check_text(f"chat_template_kwargs.{name[:32]}", value, MAX_TEMPLATE_VARIABLE_BYTES)
-    return variables or {}
 
 
 def plan_offer(

@@ -20,8 +20,7 @@ from router.admission.images import ImageRules, check_takes_images
 from router.admission.validation import check_text
 from router.http.bodies.tools import ToolBody
 from router.http.image_urls import ImageFetcher
-from router.http.logprobs import as_token_id
-from router.http.parsed_text import AnswerParsers
+from router.http.parsed_text import AnswerParsers, as_token_id
 
 NO_TOOLS = (
     "are not served for this model: its chat template describes no known format of calls "

@@ -12,8 +12,8 @@ from baton.messages.steering import ClusterEvent
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_handler import FakeHandler
 from router.http.app import HttpFront
-from router.http.live import LiveData, live_pages
 from router.http.model import ServedModel
+from router.http.pages.html import LiveData, live_pages
 from router.http.responses.store import ResponseStore
 from router.http.server import HttpServer
 from router.operations.live_page import live_page_data

@@ -1,22 +1,20 @@
-"""Writes log-probabilities in the formats of OpenAI's two endpoints."""
+"""Writes log-probabilities in the formats of OpenAI's two endpoints, and says how their answers differ."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from baton.messages.sampling import TokenLogprobs
 from baton.text.detokenizer import Detokenizer
+from router.http.parsed_text import Spelling
 
 LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON does not have; as in vLLM."""
 
 ListWriter = Callable[[Sequence[TokenLogprobs]], list[Any]]
 """Makes the entries of a list for the next positions."""
-
-Spelling = Callable[[int], bytes]
-"""The bytes that a token stands for, or a name of the token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +55,6 @@ class TextOffsets:
             # not: one without a text is that with which the text would begin.
             self._held += raw
         return offset
-
-
-def as_token_id(token_id: int) -> bytes:
-    """A token's spelling that tells tokens with the same text apart; as in vLLM."""
-    return b"token_id:%d" % token_id
 
 
 def unknown(token_id: int) -> TokenLogprobs:
@@ -165,3 +158,63 @@ def _text(spelling: bytes) -> str:
 def _finite(logprob: float) -> float:
     # NaN becomes the least one, too.
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
+
+
+class LogprobWriter(Protocol):
+    """Writes the log-probabilities of one sequence, piece by piece."""
+
+    @property
+    def lists(self) -> Mapping[str, ListWriter]:
+        """The lists of the format, by name. Each is to be given all positions, in order."""
+        ...
+
+    def take(self, positions: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        """All lists, by name, for the next positions."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """The format of one endpoint's answers."""
+
+    id_prefix: str
+    object_name: str
+    """OpenAI's name (`object`) of an answer that is no stream."""
+    event_name: str
+    """OpenAI's name (`object`) of each event of a stream."""
+    text_head: str
+    text_tail: str
+    """JSON before (`text_head`) and after the text in an event's choice."""
+    opening: str
+    """What the first event of a sequence has in its choice, before any text; empty: there is no such event."""
+    logprobs: Callable[[TokenTexts, int, int], LogprobWriter]
+    """Its arguments: how tokens are shown, and how many tokens and characters of the prompt come first."""
+    choice_of: Callable[[str], dict[str, Any]]
+    """The fields with the text, in a choice of an answer that is no stream."""
+
+    @property
+    def has_one_prompt(self) -> bool:
+        """Whether a call has one prompt, which therefore belongs to the whole answer and to no choice."""
+        return bool(self.opening)
+
+
+COMPLETION = AnswerFormat(
+    id_prefix="cmpl-",
+    object_name="text_completion",
+    event_name="text_completion",
+    text_head='"text":',
+    text_tail="",
+    opening="",
+    logprobs=CompletionLogprobs,
+    choice_of=lambda text: {"text": text},
+)
+CHAT = AnswerFormat(
+    id_prefix="chatcmpl-",
+    object_name="chat.completion",
+    event_name="chat.completion.chunk",
+    text_head='"delta":{"content":',
+    text_tail="}",
+    opening='"delta":{"role":"assistant","content":""}',
+    logprobs=lambda texts, _num_echoed, _echoed_chars: ChatLogprobs(texts.spelling),
+    choice_of=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+)

@@ -1,4 +1,4 @@
-"""The routes that tell about this router: its models, its health, its version and its metrics."""
+"""The routes that tell about this router, its models and its health, and those with which operators name adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import baton
 from baton.messages.capabilities import Capability, in_order
 from baton.messages.generation import ModelCard
 from baton.observe.metrics import CONTENT_TYPE
+from baton.wire.services.operator_service import AdapterHandler
 from router.admission.validation import check_model
+from router.http.bodies.fields import Strict, read_as
+from router.http.json_body import parse_json, read_body
 from router.http.model import ServedModel
 
 
@@ -66,4 +69,39 @@ def status_routes(
         Route("/health", ready),
         Route("/version", version),
         Route("/metrics", metrics),
+    ]
+
+
+class LoadAdapterBody(Strict):
+    """POST /v1/load_lora_adapter"""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class UnloadAdapterBody(Strict):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: str
+
+
+def adapter_routes(handler: Callable[[], AdapterHandler]) -> list[Route]:
+    """The routes. `handler` returns what carries out the commands; it is called for each of them."""
+
+    async def load(request: Request) -> Response:
+        body = read_as(LoadAdapterBody, parse_json(await read_body(request.scope, request.receive)))
+        loaded = await handler().load_adapter(body.lora_name, body.lora_path, replaces=bool(body.load_inplace))
+        done = "has" if loaded.unchanged else "was given"
+        notes = "".join(f"\nWarning: {warning}" for warning in loaded.warnings)
+        return PlainTextResponse(f"Success: {body.lora_name} {done} the adapter {loaded.digest:.12}.{notes}\n")
+
+    async def unload(request: Request) -> Response:
+        body = read_as(UnloadAdapterBody, parse_json(await read_body(request.scope, request.receive)))
+        await handler().unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: {body.lora_name} has no adapter any more.\n")
+
+    return [
+        Route("/v1/load_lora_adapter", load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
     ]

@@ -1,11 +1,14 @@
-"""The bodies of /classify, /score and /rerank. Fields are vLLM's, and for reranking those of Jina and Cohere."""
+"""The bodies of /v1/embeddings, /classify, /score and /rerank.
+
+Fields are OpenAI's and vLLM's, and for reranking those of Jina and Cohere.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator
 
@@ -13,12 +16,87 @@ from baton.errors import InvalidRequest
 from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_INPUTS, MAX_POOLING_BODY_BYTES, MAX_WORDS
 from router.admission.validation import check_text
-from router.http.bodies.embeddings import Inputs, inputs_of
-from router.http.bodies.fields import Texts
-from router.http.bodies.pooling import PoolingBody
-from router.http.bodies.strict import Bounded
+from router.http.bodies.fields import Bounded, Ignored, OnlyTrue, Strict, Texts, TextsOrIds, Truncation, is_ids
 from router.pooling import PoolingCall, PoolingInput
 from router.scoring import TextPair
+
+
+class PoolingBody(Strict):
+    """What a call for vectors has beside its inputs."""
+
+    model: str | None = None
+    truncate_prompt_tokens: Truncation = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+    add_special_tokens: OnlyTrue = None
+    user: Ignored = None
+    # What the text is for, in Cohere's words: where a model wants a prefix for that, the client writes it.
+    input_type: Ignored = None
+
+    def pooling_inputs(self) -> Sequence[PoolingInput]:
+        """What vectors are made of."""
+        raise NotImplementedError
+
+    def pooling(self) -> PoolingRequest:
+        """The vectors that are wanted."""
+        raise NotImplementedError
+
+    def call(self, request_id: str, traceparent: str = "") -> PoolingCall:
+        """The call as the router's core serves it."""
+        return PoolingCall(
+            inputs=self.pooling_inputs(),
+            pooling=self.pooling(),
+            request_id=request_id,
+            model=self.model or "",
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            traceparent=traceparent,
+            truncate=self.truncate_prompt_tokens,
+        )
+
+
+def _inputs(value: Any) -> Sequence[str | Sequence[int]]:
+    if value in ("", []):
+        raise ValueError("is empty")
+    if isinstance(value, str) or is_ids(value):
+        return (value,)
+    if isinstance(value, list) and len(value) > MAX_INPUTS and not isinstance(value[0], int):
+        raise ValueError(f"has {len(value)} inputs; at most {MAX_INPUTS} are taken")
+    is_alike = isinstance(value, list) and (all(isinstance(one, str) for one in value) or all(map(is_ids, value)))
+    if not is_alike:
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
+    if not all(value):
+        raise ValueError(f"has an input that is empty: number {next(n for n, one in enumerate(value) if not one)}")
+    return tuple(value)
+
+
+Inputs = Annotated[Sequence[str | Sequence[int]], PlainValidator(_inputs, json_schema_input_type=TextsOrIds)]
+
+
+def inputs_of(inputs: Sequence[str | Sequence[int]]) -> Sequence[PoolingInput]:
+    """The inputs of a call, each with the name of its field."""
+    alone = len(inputs) == 1
+    return [PoolingInput(one, field="input" if alone else f"input[{place}]") for place, one in enumerate(inputs)]
+
+
+class EmbeddingBody(PoolingBody):
+    """POST /v1/embeddings"""
+
+    inputs: Inputs = Field(alias="input")
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    pooling_type: Literal["last", "cls", "mean"] | None = Field(None, alias="pooling")
+    normalize: bool | None = None
+
+    def pooling_inputs(self) -> Sequence[PoolingInput]:
+        return inputs_of(self.inputs)
+
+    def pooling(self) -> PoolingRequest:
+        kind = None if self.pooling_type is None else Pooling(self.pooling_type)
+        return PoolingRequest(kind, self.normalize, self.dimensions)
+
 
 _SCORE_BYTES = 64
 """A score in an answer, beside the text that it may repeat."""

@@ -13,11 +13,10 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import ModelCard
 from baton.messages.request_limits import MAX_TOKEN_IDS
 from router.admission.validation import check_model, check_token_ids
-from router.http.bodies.chats import ChatPrompt
-from router.http.bodies.fields import TokenIds
-from router.http.bodies.strict import Strict, read_as
+from router.http.bodies.fields import Strict, TokenIds, read_as
 from router.http.client import Client
-from router.http.endpoints import Handler, in_thread_if_large, render_chat
+from router.http.completions.bodies import ChatPrompt, chat_prompt
+from router.http.endpoint import Handler, in_thread_if_large, render_chat
 from router.http.json_body import parse_json, read_body
 from router.http.model import ServedModel
 
@@ -86,7 +85,7 @@ class Tokenize(_TokenEndpoint):
         if isinstance(body, TokenizeText):
             field, tokens = "prompt", self._model.encode(body.prompt, special=body.add_special_tokens is not False)
         else:
-            field, tokens = "messages", self._model.chat_prompt(body)
+            field, tokens = "messages", chat_prompt(body, self._model)
         if len(tokens) > MAX_TOKEN_IDS:
             raise InvalidRequest(field, f"has {len(tokens)} tokens; at most {MAX_TOKEN_IDS} are returned")
         spelling = self._model.spelling

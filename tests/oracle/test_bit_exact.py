@@ -14,9 +14,9 @@ import torch
 
 from baton.engine.batch import BlockCopy, NewRequestData, SchedulerOutput
 from baton.messages.sampling import SamplingParams
-from baton.runner.backends.cache_rows import keys_and_values, scales
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
+from baton.runner.backends.paged_cache import keys_and_values, scales
 from baton.runner.backends.ranks.shard import Shard
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.input_batch import FlatBatch, RequestState, Scheduled, flatten

@@ -14,7 +14,7 @@ import torch
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory
 from baton.errors import ConfigError
 from baton.runner.adapters.model_adapters import ModelAdapters
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
+from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.shared_splits import Int32Array, find_in_groups
 from baton.runner.backends.operations import Operations

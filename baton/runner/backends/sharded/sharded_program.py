@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed
 from baton.runner.backends.cpu.kernels.adapters import StepAdapters
 from baton.runner.backends.cpu.kernels.barrier import BarrierTag
@@ -18,7 +19,6 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.call_structs import BarrierCall, Call, OperationKind
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.program import Program
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.ranks.host_ranks import HostRanks
 from baton.runner.backends.sharded.sharded_weight import ShardedWeight
 

@@ -18,7 +18,8 @@ from typing import Self
 import numpy as np
 
 from baton.errors import ConfigError
-from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.execution.input_batch import flatten
+from baton.runner.execution.request_table import RequestState
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.eager_logits import EagerLogits, eager_logits, row_errors
 from baton.runner.model.quantization.stored_weight import UnusableWeight

@@ -1,4 +1,4 @@
-"""Steps that all loaders of models share: naming what can go wrong, and making torch's products bit-exact."""
+"""Steps that all loaders share: naming errors, naming what decides the bits, making torch's products bit-exact."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
+from baton.engine.runner import KVLayout
 from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.operations import Operations
@@ -43,3 +46,17 @@ def settle(
         if reason is None:
             break
     return reason
+
+
+def numerics_of(treatment: str, operations: Operations, layout: KVLayout) -> str:
+    """A name for everything that decides the bits, beside the files of the model.
+
+    `treatment`: what was made of the weights (`ModelWeights`). Operations may name more once a step was computed.
+    """
+    numerics = f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    if treatment:
+        numerics += f"/{treatment}"
+    if layout.has_scales:
+        # A stream must not move between decode nodes whose caches round differently.
+        numerics += f"/kv-{layout.dtype}"
+    return numerics

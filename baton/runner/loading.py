@@ -29,7 +29,7 @@ from baton.runner.draft_loading import LoadedDraftModel
 from baton.runner.images.image_encoder import ImageEncoder
 from baton.runner.images.image_inputs import ImageInputs
 from baton.runner.images.pixels import ImageProcessor
-from baton.runner.load_steps import named_errors, settle
+from baton.runner.load_steps import named_errors, numerics_of, settle
 from baton.runner.model import attention, layers
 from baton.runner.model.pooling_files import read_pooling
 from baton.runner.model.quantization.quantize import Quantization
@@ -37,7 +37,6 @@ from baton.runner.model.stage import Stage
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.numerics import numerics_of
 from baton.runner.pipelined_runner import PipelinedModelRunner
 from baton.runner.ranks.first_rank import FirstRank, StartRanks
 from baton.runner.ranks.pipelined_transformer import PipelinedTransformer

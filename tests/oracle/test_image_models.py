@@ -18,7 +18,7 @@ from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.images import UnusableImage
 from baton.runner.backends.kernel_choice import choose_operations
-from baton.runner.execution.grid_positions import Grid, GridPositions
+from baton.runner.execution.request_table import Grid, GridPositions
 from baton.runner.images.image_encoder import ImageEncoder
 from baton.runner.images.pixels import ImageProcessor
 from baton.runner.loading import load_runner

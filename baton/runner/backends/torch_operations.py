@@ -20,12 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
 from baton.runner.backends.device import CPU
-from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
 from baton.runner.backends.quantized_product import block_of, narrow_product, require_float8_groups
-from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
+from baton.runner.backends.quantized_weight import Float8Weight, NarrowWeight, QuantizedWeight
 from baton.runner.backends.ranks.ranks import ONE_RANK
 from baton.runner.backends.weight_rows import Weight, read_weight
 

@@ -16,8 +16,9 @@ from baton.messages.encoder_contents import EncoderContent
 from baton.messages.pooling import PoolingParams
 from baton.model_formats.adapters import AdapterInfo
 from baton.runner.encoder.encoder import Encoder
-from baton.runner.execution.input_batch import RequestTable, Scheduled, flatten
+from baton.runner.execution.input_batch import flatten
 from baton.runner.execution.pooling import Pooler
+from baton.runner.execution.request_table import RequestTable, Scheduled
 
 
 class EncoderRunner(OneProcessRunner):

@@ -17,12 +17,11 @@ from baton.runner.compute_paths import products_path
 from baton.runner.encoder.encoder import Encoder
 from baton.runner.encoder.encoder_runner import EncoderRunner
 from baton.runner.execution.input_batch import Rows, flatten_rows
-from baton.runner.load_steps import named_errors, settle
+from baton.runner.load_steps import named_errors, numerics_of, settle
 from baton.runner.model import attention, layers
 from baton.runner.model.pooling_files import read_pooling
 from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.weights import load_model_for
-from baton.runner.numerics import numerics_of
 from baton.runner.spec import CacheSpec, TorchSpec
 from baton.runner.torch_threads import elementwise_threads
 

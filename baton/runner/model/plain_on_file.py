@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from baton.runner.backends.weight_on_file import WeightOnFile
+from baton.runner.backends.weight_rows import WeightOnFile
 from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.held_weights import FoundWeight, HeldWeights, hold_weights
 from baton.runner.model.quantization.stored_weight import CheckpointTensor, StoredWeight

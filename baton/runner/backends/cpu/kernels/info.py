@@ -15,9 +15,8 @@ from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, isa_name, l
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.rows import rms_norm, rotate
 from baton.runner.backends.cpu.kernels.weights import gated_linear, linear, pack, pack_gated
-from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.paged_cache import CacheView
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.quantized_weight import Float8Weight, QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from baton.runner.backends import reference
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
@@ -20,6 +19,7 @@ from baton.runner.backends.operations import Activation
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.torch_operations import TorchOperations, activate
 from baton.testing.fake_attention import fake_paged_attention
+from tests.support import reference_operations as reference
 from tests.support.kernel_inputs import randn
 from tests.support.pairs import all_pairs
 

@@ -89,7 +89,7 @@ class CompiledOperations:
 def choose_operations(num_threads: int, device: torch.device = CPU) -> Operations:
     """On a CPU the C kernels if they can run, otherwise torch's products; on a GPU the CUDA operations.
 
-    Their numerics have different names. The reference is never chosen, since it is a thousand times slower.
+    Their numerics have different names.
     """
     if device.type != "cpu":
         return CudaOperations(device)

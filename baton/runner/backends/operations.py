@@ -1,7 +1,7 @@
 """The interface of the operations that a step consists of; a row's result must not depend on the other rows.
 
 One model uses one implementation: the C kernels (kernel_choice.py), torch's products in calls of a fixed number of rows
-(torch_operations.py), the same on a GPU (cuda_operations.py), or a slow, plain one for tests (reference.py).
+(torch_operations.py), or the same on a GPU (cuda_operations.py).
 """
 
 from __future__ import annotations

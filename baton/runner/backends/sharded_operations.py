@@ -167,7 +167,7 @@ class ShardedOperations:
         return self._sharded(num_columns, gate.shape[1], own, self._inner.pack_gated)
 
     def adapt(self, weight: Any, terms: Sequence[LowRank], dtype: torch.dtype) -> Any:
-        """Never called: models in several ranks refuse adapters (`TorchModelRunner.load_adapter`)."""
+        """Never called: models in several ranks refuse adapters (`TorchModelRunner.adapters`)."""
         raise NotImplementedError("a model in several ranks computes no adapters")
 
     def take_rows(self, weight: ShardedWeight, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

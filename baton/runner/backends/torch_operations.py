@@ -60,22 +60,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) 
     return weight * normal.to(x.dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate the two halves of the first R columns of x [T, H, D] by cos and sin [T, R], in place."""
-    half = cos.shape[-1] // 2
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    x[..., : 2 * half] = rotated.to(x.dtype)
-
-
-def store_kv(key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
-    """Write rows into the cache at `slots`; rows with a negative slot are skipped."""
-    kept = slots >= 0
-    slots = slots[kept]
-    write_rows(cache, key[kept], value[kept], slots // cache.block_size, slots % cache.block_size)
-
-
 @dataclass(frozen=True, slots=True)
 class TorchWeight:
     """A weight [N, K] as torch takes it; for gated products the stacked gate and up weights [2 N, K]."""
@@ -204,10 +188,16 @@ class TorchOperations:
         return total, rms_norm(total, weight, eps, plus_one)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        rotate(x, cos, sin)
+        half = cos.shape[-1] // 2
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+        cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        x[..., : 2 * half] = rotated.to(x.dtype)
 
     def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
-        store_kv(key, value, cache, slots)
+        kept = slots >= 0
+        slots = slots[kept]
+        write_rows(cache, key[kept], value[kept], slots // cache.block_size, slots % cache.block_size)
 
     def paged_attention(self, call: AttentionCall) -> torch.Tensor:
         query, cache, how = call.query, call.cache, call.how

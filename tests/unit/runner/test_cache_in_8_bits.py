@@ -11,12 +11,13 @@ from itertools import product
 import pytest
 import torch
 
-from baton.runner.backends import paged_cache, reference
+from baton.runner.backends import paged_cache
 from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.torch_operations import TorchOperations
+from tests.support import reference_operations as reference
 from tests.support.kernel_inputs import randn
 from tests.support.pairs import all_pairs
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import cast
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import KVLayout, KVMemory, ModelInfo, ModelRunner, RemotePart
-from baton.messages.encoder_contents import EncoderContent
+from baton.engine.runner import ModelRunner, RemotePart
 from baton.messages.node_report import RankReport
-from baton.model_formats.adapters import AdapterInfo
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.timed_operations import StepSplit, TimedOperations
 from baton.runner.spec import TorchSpec
@@ -22,24 +19,11 @@ class TimedRunner:
 
     def __init__(self, runner: ModelRunner, stopwatch: TimedOperations) -> None:
         self._runner = runner
+        self.model, self.layout, self.memory = runner.model, runner.layout, runner.memory
+        self.num_host_blocks = runner.num_host_blocks
+        self.adapters, self.encoder = runner.adapters, runner.encoder
         self._stopwatch = stopwatch
         self._step_end = 0.0
-
-    @property
-    def model(self) -> ModelInfo:
-        return self._runner.model
-
-    @property
-    def layout(self) -> KVLayout:
-        return self._runner.layout
-
-    @property
-    def memory(self) -> KVMemory:
-        return self._runner.memory
-
-    @property
-    def num_host_blocks(self) -> int:
-        return self._runner.num_host_blocks
 
     @property
     def timing(self) -> bool:
@@ -64,27 +48,6 @@ class TimedRunner:
     @property
     def remote_parts(self) -> Sequence[RemotePart]:
         return self._runner.remote_parts
-
-    def encode(self, content: EncoderContent, num_rows: int) -> None:
-        self._runner.encode(content, num_rows)
-
-    def encoded_bytes(self, digest: str) -> memoryview | None:
-        return self._runner.encoded_bytes(digest)
-
-    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
-        self._runner.keep_encoded(digest, num_rows, rows)
-
-    def forget_encoded(self, digests: Sequence[str] | None) -> None:
-        self._runner.forget_encoded(digests)
-
-    def check_adapter(self, directory: Path) -> AdapterInfo:
-        return self._runner.check_adapter(directory)
-
-    def load_adapter(self, directory: Path, digest: str) -> None:
-        self._runner.load_adapter(directory, digest)
-
-    def unload_adapter(self, digest: str) -> None:
-        self._runner.unload_adapter(digest)
 
     def rank_reports(self) -> Sequence[RankReport]:
         return self._runner.rank_reports()

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from baton.background import gather_all
 from baton.errors import BatonError
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, SequenceFinished
+from baton.messages.speculation import DraftCounts
 from router.http.answers import Events, accepted_of
 
 

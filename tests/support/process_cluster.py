@@ -16,9 +16,9 @@ import grpc
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.errors import NodeLost, Unreachable
-from baton.messages.cluster import ClusterStatus
 from baton.messages.node import LoadReport
 from baton.messages.node_report import TraceEvent
+from baton.messages.operator import ClusterStatus
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.codec.operator import CLUSTER_STATUS

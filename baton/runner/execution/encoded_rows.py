@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import InvalidRequest
-from baton.messages.encoder_contents import EncoderContent
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 
 
 class EncodedInputs(Protocol):

@@ -13,7 +13,7 @@ from torch.nn import functional
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.low_rank import LowRank, Outputs, RowAdapters
-from baton.runner.model.quantization.quantize import quantized
+from baton.runner.model.stored.quantize import quantized
 from tests.support import reference_operations as reference
 
 ISAS = kernels.available().isas

@@ -16,7 +16,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.execution.request_table import RequestState
 from baton.runner.execution.sampler import SamplingState, sample
 from baton.runner.execution.token_masks import ALONE_S, BURST_S, COSTLY_S, SHARE, MaskBudget, Masks, TokenMasks
-from baton.testing.fake_grammar import FakeMatcher
+from tests.doubles.fake_grammar import FakeMatcher
 
 VOCAB = 75
 """The size is not a multiple of 32, so the last word of a mask is not full."""

@@ -77,7 +77,7 @@ PagedAttention = Callable[[AttentionCall], torch.Tensor]
 """Computes a causal call without biases of distances, without reading from the device, in one order of summation for
 every row.
 
-Implemented by `triton_attention.triton_attention` and, for tests, by `baton.testing.fake_attention`."""
+Implemented by `triton_attention.triton_attention` and, for tests, by `tests.doubles.fake_attention`."""
 
 
 def _triton_attention(call: AttentionCall) -> torch.Tensor:

@@ -138,6 +138,67 @@ def rows_of(digest: str, num_rows: int) -> bytes:
     return struct.pack("<I", zlib.crc32(digest.encode())) * num_rows
 
 
+class FakeAdapters:
+    """Adapters that are noted; their files are read only to check them."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Path] = {}
+        """The directories of the loaded adapters, by digest."""
+        self.refusals: dict[str, str] = {}
+        """Adapters that can't be loaded, by digest, with the reason."""
+
+    def check(self, directory: Path) -> AdapterInfo:
+        """What an adapter's files say. Raises AdapterRefused for unsound ones, and for those in `refusals`."""
+        info = open_adapter(directory).info()
+        if info.digest in self.refusals:
+            raise AdapterRefused(self.refusals[info.digest])
+        return info
+
+    def load(self, directory: Path, digest: str) -> None:
+        """Take note of an adapter; its files aren't read. Raises AdapterRefused for those in `refusals`."""
+        if digest in self.refusals:
+            raise AdapterRefused(self.refusals[digest])
+        self.loaded[digest] = directory
+
+    def unload(self, digest: str) -> None:
+        """Forget an adapter."""
+        self.loaded.pop(digest, None)
+
+
+class FakeEncoder:
+    """Inputs that are noted; the rows of an input are its digest's."""
+
+    def __init__(self) -> None:
+        self.encoded: dict[str, int] = {}
+        """Numbers of rows of the inputs that are kept, by digest."""
+        self.num_encoded = 0
+        """How many inputs were encoded."""
+        self.unusable: dict[str, str] = {}
+        """Inputs that can't be encoded, by digest, with the reason."""
+
+    def encode(self, content: EncoderContent, num_rows: int) -> None:
+        """Take note of an input. Raises InvalidRequest for those in `unusable`."""
+        if content.digest in self.unusable:
+            raise InvalidRequest("images", self.unusable[content.digest])
+        self.encoded[content.digest] = num_rows
+        self.num_encoded += 1
+
+    def bytes_of(self, digest: str) -> memoryview | None:
+        """The rows of an input, of one number each, which differs from input to input."""
+        return None if digest not in self.encoded else memoryview(rows_of(digest, self.encoded[digest]))
+
+    def keep(self, digest: str, num_rows: int, rows: bytes) -> None:
+        """Take note of an input. Raises ValueError for rows that this runner would not make."""
+        if rows != rows_of(digest, num_rows):
+            raise ValueError(f"these are not {num_rows} rows of {digest}")
+        self.encoded[digest] = num_rows
+
+    def forget(self, digests: Sequence[str] | None) -> None:
+        """Forget inputs."""
+        for digest in [*self.encoded] if digests is None else digests:
+            self.encoded.pop(digest, None)
+
+
 class FakeRunner(OneProcessRunner):
     """Computes deterministic tokens on a cache of `num_blocks` blocks.
 
@@ -185,16 +246,9 @@ class FakeRunner(OneProcessRunner):
         cache = np.ctypeslib.as_array(self._slots).reshape(num_blocks + PROBE_BLOCKS, block_size)[:num_blocks]
         self._host = HostBlocks(cache, np.zeros((num_host_blocks, block_size), dtype=np.uint64))
         self._known: dict[str, _RequestState] = {}
-        self.adapters: dict[str, Path] = {}
-        """The directories of the loaded adapters, by digest."""
-        self.refusals: dict[str, str] = {}
-        """Adapters that can't be loaded, by digest, with the reason."""
-        self.encoded: dict[str, int] = {}
-        """Numbers of rows of the images that are kept, by digest."""
-        self.num_encoded = 0
-        """How many images were encoded."""
-        self.unusable: dict[str, str] = {}
-        """Images that can't be encoded, by digest, with the reason."""
+        self.num_host_blocks = num_host_blocks
+        self.adapters = FakeAdapters()
+        self.encoder = FakeEncoder()
         self.ahead: dict[str, int] = {}
         """How many tokens the draft model has left to compute of requests whose KV is on its way."""
         self.failures: dict[str, str] = {}
@@ -215,10 +269,6 @@ class FakeRunner(OneProcessRunner):
         """The duration that steps report for a round of the draft model."""
 
     @property
-    def num_host_blocks(self) -> int:
-        return self._host.num_blocks
-
-    @property
     def num_requests(self) -> int:
         """Number of requests of which the runner has a state."""
         return len(self._known)
@@ -234,45 +284,6 @@ class FakeRunner(OneProcessRunner):
             place = self._slot(block_ids, position, group)
             if place >= self.layout.block_size:
                 self._slots[place] = value
-
-    def check_adapter(self, directory: Path) -> AdapterInfo:
-        """What an adapter's files say. Raises AdapterRefused for unsound ones, and for those in `refusals`."""
-        info = open_adapter(directory).info()
-        if info.digest in self.refusals:
-            raise AdapterRefused(self.refusals[info.digest])
-        return info
-
-    def load_adapter(self, directory: Path, digest: str) -> None:
-        """Take note of an adapter; its files aren't read. Raises AdapterRefused for those in `refusals`."""
-        if digest in self.refusals:
-            raise AdapterRefused(self.refusals[digest])
-        self.adapters[digest] = directory
-
-    def unload_adapter(self, digest: str) -> None:
-        """Forget an adapter."""
-        self.adapters.pop(digest, None)
-
-    def encode(self, content: EncoderContent, num_rows: int) -> None:
-        """Take note of an input. Raises InvalidRequest for those in `unusable`."""
-        if content.digest in self.unusable:
-            raise InvalidRequest("images", self.unusable[content.digest])
-        self.encoded[content.digest] = num_rows
-        self.num_encoded += 1
-
-    def encoded_bytes(self, digest: str) -> memoryview | None:
-        """The rows of an input, of one number each, which differs from input to input."""
-        return None if digest not in self.encoded else memoryview(rows_of(digest, self.encoded[digest]))
-
-    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
-        """Take note of an input. Raises ValueError for rows that this runner would not make."""
-        if rows != rows_of(digest, num_rows):
-            raise ValueError(f"these are not {num_rows} rows of {digest}")
-        self.encoded[digest] = num_rows
-
-    def forget_encoded(self, digests: Sequence[str] | None) -> None:
-        """Forget images."""
-        for digest in [*self.encoded] if digests is None else digests:
-            self.encoded.pop(digest, None)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step."""
@@ -337,7 +348,7 @@ class FakeRunner(OneProcessRunner):
         """The digest of an image whose rows the next tokens of a request need, and which are not here."""
         start, stop = known.num_computed_tokens, known.num_computed_tokens + num_tokens
         needed = (span.digest for span in known.spans if span.is_encoded and span.overlaps(start, stop))
-        return next((digest for digest in needed if digest not in self.encoded), "")
+        return next((digest for digest in needed if digest not in self.encoder.encoded), "")
 
     def _take_in(self, scheduler_output: SchedulerOutput) -> None:
         forks = {data.request_id: self._fork(data) for data in scheduler_output.scheduled_forked_reqs}
@@ -387,7 +398,7 @@ class FakeRunner(OneProcessRunner):
             self._known[request_id] = _RequestState([], [], SamplingParams(), 0, "lost with an earlier step")
 
     def _compute(self, request_id: str, known: _RequestState, num_tokens: int) -> int:
-        if known.adapter and known.adapter not in self.adapters:
+        if known.adapter and known.adapter not in self.adapters.loaded:
             raise ContradictoryStep(f"{request_id}: the adapter {known.adapter} is not loaded")
         start, stop = known.num_computed_tokens, known.num_computed_tokens + num_tokens
         num_groups = len(self.layout.groups)

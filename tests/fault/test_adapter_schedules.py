@@ -56,7 +56,7 @@ class _Threads(FakeAdapterThreads):
                 done(AdapterFault("its files changed", may_pass=self._rng.random() < 0.5))
             else:
                 self._struck["a load"] += 1
-                self._node.runner.load_adapter(Path(directory), digest)
+                self._node.runner.adapters.load(Path(directory), digest)
                 done(None)
             self._node.driver.wake()
 

@@ -59,7 +59,7 @@ def run_of(
             tensors = lora_tensors(runner._transformer.adapters.modules, rank, seed=rank, scale=0.1)
             write_adapter(files, tensors, rank)
         digests.append(open_adapter(files).digest())
-        runner.load_adapter(files, digests[-1])
+        runner.adapters.load(files, digests[-1])
     return Run(runner._transformer, runner.model.vocab_size, length), digests
 
 
@@ -161,7 +161,7 @@ def run_of_mixture(directory: Path, name: str, dtype: str, length: int = LENGTH,
             target_parameters=targets,
         )
         digests.append(open_adapter(files).digest())
-        runner.load_adapter(files, digests[-1])
+        runner.adapters.load(files, digests[-1])
     return Run(runner._transformer, runner.model.vocab_size, length), digests
 
 

@@ -47,7 +47,7 @@ def test_greedy_tokens_equal_those_of_peft(tmp_path: Path, name: str) -> None:
     runner = load_runner(TorchSpec(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96))
     digests = [open_adapter(tmp_path / f"{index}").digest() for index in range(len(chosen))]
     for index, digest in enumerate(digests):
-        runner.load_adapter(tmp_path / f"{index}", digest)
+        runner.adapters.load(tmp_path / f"{index}", digest)
     prompts = prompts_of(runner)
     expected: dict[str, list[int]] = {}
     for index, digest in enumerate(["", *digests]):
@@ -72,7 +72,7 @@ def test_vocabulary_adapters_equal_those_of_peft(tmp_path: Path, name: str) -> N
     write_peft_adapter(base, adapter, seed=1, r=4, lora_alpha=8, target_modules=targets)
     runner = load_runner(TorchSpec(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96))
     digest = open_adapter(adapter).digest()
-    runner.load_adapter(adapter, digest)
+    runner.adapters.load(adapter, digest)
     prompts = prompts_of(runner)
     expected = generate_with_peft(base, adapter, prompts, NEW_TOKENS)
     without = generate_with_peft(base, None, prompts, NEW_TOKENS)
@@ -97,7 +97,7 @@ def test_cached_preempted_and_forked_requests_keep_the_tokens_of_peft(tmp_path: 
         if settings is not None:
             write_peft_adapter(base, adapter, seed=index, target_modules="all-linear", **settings)
             digest = open_adapter(adapter).digest()
-            cramped.load_adapter(adapter, digest)
+            cramped.adapters.load(adapter, digest)
         of_one = generate_with_peft(base, adapter if digest else None, prompts, NEW_TOKENS)
         expected |= {f"{key}-{index}": tokens for key, tokens in of_one.items()}
         requests += [(f"{key}-{index}", prompt, digest) for key, prompt in prompts.items()]

@@ -49,7 +49,7 @@ def test_tokens_behind_images_are_those_of_peft(tmp_path: Path, name: str) -> No
     requests: list[tuple[str, Prompt, str]] = []
     for digest, adapter in digests.items():
         if adapter is not None:
-            runner.load_adapter(adapter, digest)
+            runner.adapters.load(adapter, digest)
         expected |= {f"{key}-{digest}": tokens for key, tokens in generate(base, adapter, prompts).items()}
         requests += [(f"{key}-{digest}", prompt, digest) for key, prompt in prompts.items()]
     assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
@@ -77,4 +77,4 @@ def test_what_changes_the_images_is_refused(tmp_path: Path) -> None:
     write(base, adapter, 1, r".*vision_model.*\.q_proj")
     runner = load_runner(TorchSpec(base, dtype="float32", num_blocks=8))
     with pytest.raises(AdapterRefused, match=r"changes model\.vision_model.*, which is no product of this model"):
-        runner.load_adapter(adapter, open_adapter(adapter).digest())
+        runner.adapters.load(adapter, open_adapter(adapter).digest())

@@ -59,7 +59,7 @@ def test_tokens_with_adapters_are_those_of_peft(tmp_path: Path, name: str) -> No
             targets["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj", "mlp.gate.weight"]
         write_peft_adapter(base, adapter, seed=index, **targets, **settings)
         digest = open_adapter(adapter).digest()
-        runner.load_adapter(adapter, digest)
+        runner.adapters.load(adapter, digest)
         with_it = generate_with_peft(base, adapter, prompts)
         expected |= {f"{key}-{index}": tokens for key, tokens in with_it.items()}
         requests += [
@@ -83,7 +83,7 @@ def test_other_adapters_in_the_batch_change_no_bit(tmp_path: Path, name: str, dt
         files = tmp_path / f"{rank}"
         write_adapter(files, lora_tensors(runner._transformer.adapters.modules, rank, seed=rank, scale=0.1), rank)
         digests.append(open_adapter(files).digest())
-        runner.load_adapter(files, digests[-1])
+        runner.adapters.load(files, digests[-1])
     prompts = dict(list(make_prompts(runner.model.vocab_size).items())[:3])
 
     def requests() -> list[Request]:

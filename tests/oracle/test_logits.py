@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.batch import NewRequestData
 from baton.messages.sampling import SamplingParams
-from baton.runner.backends import reference
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.execution.input_batch import flatten
+from baton.runner.execution.request_table import RequestState
 from baton.runner.loading import load_runner
 from baton.runner.model import attention, layers
 from baton.runner.model.random_model import write_random_model
@@ -29,6 +29,7 @@ from baton.runner.model.transformer import HiddenAndLogits, Transformer
 from baton.runner.model.weights import load_model
 from baton.runner.spec import CacheSpec, TorchSpec, WeightSpec
 from tests.doubles.fake_attention import fake_paged_attention
+from tests.support import reference_operations as reference
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 

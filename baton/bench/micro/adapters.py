@@ -117,7 +117,7 @@ def _load_adapters(runner: TorchModelRunner, place: Path, count: int, rank: int)
         directory = place / f"{seed}"
         write_adapter(directory, lora_tensors(modules, rank, seed, scale=0.02), rank)
         digests.append(open_adapter(directory).digest())
-        runner.load_adapter(directory, digests[-1])
+        runner.adapters.load(directory, digests[-1])
     return digests
 
 

@@ -37,7 +37,7 @@ class EncoderThread:
         def run() -> None:
             began = self._clock.monotonic()
             try:
-                self._runner.encode(each.content, each.num_rows)
+                self._runner.encoder.encode(each.content, each.num_rows)
             except BatonError as error:
                 failed(each.digest, error)
             except Exception as error:
@@ -62,4 +62,4 @@ class EncoderThread:
         Idempotent. No callback may matter any more.
         """
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._runner.forget_encoded(None)
+        self._runner.encoder.forget(None)

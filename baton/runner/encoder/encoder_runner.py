@@ -6,29 +6,50 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import KVLayout, KVMemory, ModelInfo, OneProcessRunner
-from baton.errors import AdapterRefused, InvalidRequest
+from baton.engine.runner import ModelInfo, OneProcessRunner, RefusedAdapters
+from baton.errors import InvalidRequest
 from baton.messages.node_report import ComputePath
 from baton.messages.pooling import PoolingParams
 from baton.messages.spans import EncoderContent
-from baton.model_formats.adapters import AdapterInfo
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.operations import Operations
 from baton.runner.compute_paths import products_path
 from baton.runner.encoder.encoder import Encoder
-from baton.runner.execution.input_batch import RequestTable, Rows, Scheduled, flatten, flatten_rows
+from baton.runner.execution.input_batch import Rows, flatten, flatten_rows
 from baton.runner.execution.pooling import Pooler
+from baton.runner.execution.request_table import RequestTable, Scheduled
 from baton.runner.load_steps import model_info, named_errors, prepared_operations, refuse_settings, settle
 from baton.runner.model.pooling_files import read_pooling
 from baton.runner.model.weights import load_model_for
 from baton.runner.self_check import TOO_SMALL, require_finite, why_missed
 from baton.runner.spec import TorchSpec
+
+
+class OnlyTexts:
+    """The `RowEncoder` of a model that takes no other inputs."""
+
+    def __init__(self, model_name: str) -> None:
+        self._reason = f"{model_name} takes only texts"
+
+    def encode(self, content: EncoderContent, num_rows: int) -> None:
+        """Raises InvalidRequest."""
+        raise InvalidRequest(content.kind.field, f"can't be encoded: {self._reason}")
+
+    def bytes_of(self, digest: str) -> memoryview | None:
+        """There are no rows of any input."""
+        return None
+
+    def keep(self, digest: str, num_rows: int, rows: bytes) -> None:
+        """Raises ValueError: no step would use them."""
+        raise ValueError(self._reason)
+
+    def forget(self, digests: Sequence[str] | None) -> None:
+        """No input is ever encoded."""
 
 
 class EncoderRunner(OneProcessRunner):
@@ -38,59 +59,21 @@ class EncoderRunner(OneProcessRunner):
     """
 
     def __init__(self, model: ModelInfo, encoder: Encoder) -> None:
-        self._model = model
+        self.model = model
+        self.layout = encoder.layout
+        self.memory = encoder.memory
+        self.num_host_blocks = 0
+        self.adapters = RefusedAdapters(f"{model.name} is an encoder, which takes no adapters")
+        self.encoder = OnlyTexts(model.name)
         self._encoder = encoder
-        self._memory = encoder.memory
         self._requests = RequestTable(
             encoder.layout, encoder.num_blocks, model.vocab_size, model.max_model_len, adapters=(), row_width=0
         )
 
     @property
-    def model(self) -> ModelInfo:
-        return self._model
-
-    @property
-    def layout(self) -> KVLayout:
-        return self._encoder.layout
-
-    @property
-    def memory(self) -> KVMemory:
-        return self._memory
-
-    @property
-    def num_host_blocks(self) -> int:
-        return 0
-
-    @property
     def num_requests(self) -> int:
         """Requests that the runner has not forgotten."""
         return len(self._requests)
-
-    def check_adapter(self, directory: Path) -> AdapterInfo:
-        """Raises AdapterRefused: an encoder takes no adapters."""
-        raise AdapterRefused(f"{directory}: {self._model.name} is an encoder, which takes no adapters")
-
-    def load_adapter(self, directory: Path, digest: str) -> None:
-        """Raises AdapterRefused: an encoder takes no adapters."""
-        raise AdapterRefused(f"{directory}: {self._model.name} is an encoder, which takes no adapters")
-
-    def unload_adapter(self, digest: str) -> None:
-        """No adapter is ever loaded."""
-
-    def encode(self, content: EncoderContent, num_rows: int) -> None:
-        """Raises InvalidRequest: only texts are taken."""
-        raise InvalidRequest(content.kind.field, f"can't be encoded: {self._model.name} takes only texts")
-
-    def encoded_bytes(self, digest: str) -> memoryview | None:
-        """There are no rows of any input."""
-        return None
-
-    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
-        """Raises ValueError: no step would use them."""
-        raise ValueError(f"{self._model.name} takes only texts")
-
-    def forget_encoded(self, digests: Sequence[str] | None) -> None:
-        """No image is ever encoded."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised."""
@@ -118,7 +101,7 @@ class EncoderRunner(OneProcessRunner):
 
     def _vector(self, share: Scheduled, rows: npt.NDArray[np.float32]) -> bytes:
         assert share.state.pooler is not None
-        return vector_of(share.state.pooler.params, rows, self._encoder, self._model)
+        return vector_of(share.state.pooler.params, rows, self._encoder, self.model)
 
 
 def vector_of(params: PoolingParams, rows: npt.NDArray[np.float32], encoder: Encoder, model: ModelInfo) -> bytes:

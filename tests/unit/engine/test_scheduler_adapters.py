@@ -19,7 +19,7 @@ A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 def rig_with(**limits: Any) -> EngineRig:
     """An engine whose runner has the adapters A, B and C loaded."""
     rig = EngineRig(**limits)
-    rig.runner.adapters.update(dict.fromkeys((A, B, C), Path("/adapter")))
+    rig.runner.adapters.loaded.update(dict.fromkeys((A, B, C), Path("/adapter")))
     return rig
 
 

@@ -136,7 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
             speculation=speculation,
             executor=executor_for(ahead),
         )
-        self.rig.runner.adapters = dict.fromkeys(filter(None, ADAPTERS), Path("/adapter"))
+        self.rig.runner.adapters.loaded = dict.fromkeys(filter(None, ADAPTERS), Path("/adapter"))
         self.ahead = ahead
         self.reads_at_once = reads_at_once
         self.rig.runner.seconds_per_copy, self.rig.runner.seconds_per_token = 1e-3, 1.0 if copies_are_cheap else 1e-9

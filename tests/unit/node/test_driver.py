@@ -392,7 +392,7 @@ def test_rows_that_another_node_has_made_are_not_made_again(encoding: EncodingRi
     encoding.submit("r")
     assert encoding.until_end("r")[-1].outcome is Outcome.LENGTH
     assert encoding.counts() == (0, 1)
-    assert encoding.engine.runner.num_encoded == 0
+    assert encoding.engine.runner.encoder.num_encoded == 0
     encoding.submit("again")
     encoding.until_end("again")
     assert encoding.source.asked == [digest]
@@ -432,8 +432,8 @@ def test_an_answer_that_nobody_waits_for_any_more_changes_nothing(encoding: Enco
     other = encoding.submit("s", b"b")
     assert encoding.until_end("s")[-1].outcome is Outcome.LENGTH
     assert encoding.counts() == (1, 0)
-    assert encoding.engine.runner.num_encoded == 1
-    assert encoding.engine.runner.encoded.keys() == {other}
+    assert encoding.engine.runner.encoder.num_encoded == 1
+    assert encoding.engine.runner.encoder.encoded.keys() == {other}
 
 
 def test_an_input_is_encoded_once_although_a_fetch_for_an_ended_request_fails_meanwhile(
@@ -457,4 +457,4 @@ def test_an_input_is_encoded_once_although_a_fetch_for_an_ended_request_fails_me
     encoding.until_end("s")
     encoding.submit("t", b"b", is_held=False)
     encoding.until_end("t")
-    assert encoding.engine.runner.num_encoded == 2
+    assert encoding.engine.runner.encoder.num_encoded == 2

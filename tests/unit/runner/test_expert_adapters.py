@@ -43,7 +43,7 @@ def tokens(runner: TorchModelRunner, adapter: str = "") -> list[int]:
 
 def load(runner: TorchModelRunner, directory: Path) -> str:
     digest = open_adapter(directory).digest()
-    runner.load_adapter(directory, digest)
+    runner.adapters.load(directory, digest)
     return digest
 
 
@@ -140,9 +140,9 @@ def test_adapters_that_do_not_fit_are_refused_before_they_are_read(
 ) -> None:
     write(tmp_path, tensors, **settings)
     with pytest.raises(AdapterRefused, match=message):
-        runner.load_adapter(tmp_path, "not even compared")
+        runner.adapters.load(tmp_path, "not even compared")
     with pytest.raises(AdapterRefused, match=message):
-        runner.check_adapter(tmp_path)
+        runner.adapters.check(tmp_path)
     assert not runner._transformer.adapters.slots
 
 
@@ -161,14 +161,14 @@ def test_biases_of_experts_are_refused(tmp_path: Path) -> None:
     tensors = expert_tensors(EXPERTS, [DOWN], 4)
     write(tmp_path / "adapter", tensors, target_parameters=["experts.down_proj", "experts.gate_up_proj_bias"])
     with pytest.raises(AdapterRefused, match=r"experts\.gate_up_proj_bias, which is no weight of a product"):
-        load_runner(TorchSpec(base, dtype="float32", num_blocks=64)).check_adapter(tmp_path / "adapter")
+        load_runner(TorchSpec(base, dtype="float32", num_blocks=64)).adapters.check(tmp_path / "adapter")
 
 
 def test_what_an_adapter_of_experts_is_said_to_be(runner: TorchModelRunner, tmp_path: Path) -> None:
     tensors = expert_tensors(EXPERTS, [GATE_UP], 4, rank=6)
     tensors |= lora_tensors({"model.layers.1.self_attn.q_proj": (64, 64)}, rank=2)
     write(tmp_path, tensors, 2, target_parameters=BOTH[:1], rank_pattern={"gate_up_proj": 6})
-    info = runner.check_adapter(tmp_path)
+    info = runner.adapters.check(tmp_path)
     assert (info.rank, info.num_modules) == (6, 2)
     assert info.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert open_adapter(tmp_path).info() == info, "also without the model"
@@ -205,7 +205,7 @@ def test_adapters_with_a_and_b_swapped_are_the_same(runner: TorchModelRunner, tm
     ]
     found = [tokens(runner, digest) for digest in digests]
     for digest in digests:
-        runner.unload_adapter(digest)
+        runner.adapters.unload(digest)
     assert found[0] == found[1] != tokens(runner)
 
 
@@ -230,6 +230,6 @@ def test_an_adapter_of_experts_comes_and_goes(runner: TorchModelRunner, tmp_path
     digest = load(runner, write(tmp_path, of_experts()))
     assert tokens(runner, digest) != before
     assert tokens(runner) == before
-    runner.unload_adapter(digest)
+    runner.adapters.unload(digest)
     assert tokens(runner) == before
     assert all(one is None for of_product in runner._transformer.adapters.rows.table.experts for one in of_product)

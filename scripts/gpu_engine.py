@@ -14,6 +14,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -24,11 +25,12 @@ from gpu.shapes import LLAMA_1B, made_module
 from gpu.steps import decode_steps, prompt_seconds, some_tokens, timed_step
 
 from baton.messages.sampling import SamplingParams
-from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.graph_recording import GpuRecorder, Record
 from baton.runner.backends.cuda.shared_splits import find_shared_splits
 from baton.runner.backends.device import resolve_device
+from baton.runner.backends.paged_cache import CacheView
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_module
 from baton.runner.model_runner import TorchModelRunner
@@ -121,13 +123,15 @@ def attention_of_sharers(batch: int, shared: int, own: int, device: torch.device
     cache = CacheView(memory, num_blocks, 2 * half, 0, half, KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM)
     query = torch.randn(batch, HEADS, HEAD_DIM, device=device).to(torch.bfloat16)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    step = (query, cache, starts, lengths.to(device), tables.to(device))
+    alone = AttentionCall(
+        query, cache, starts, lengths.to(device), tables.to(device), AttentionFeatures(HEAD_DIM**-0.5)
+    )
     times, results = [], []
     for places in (None, torch.from_numpy(sharing).to(device)):
 
         def attend(places: torch.Tensor | None = places) -> torch.Tensor:
             for _ in range(CALLS):
-                out = triton_attention(*step, scale=HEAD_DIM**-0.5, sharing=places)
+                out = triton_attention(replace(alone, sharing=places))
             return out
 
         graph, result = record(attend)

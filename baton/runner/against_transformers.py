@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from baton.errors import ConfigError
-from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.execution.input_batch import flatten
+from baton.runner.execution.request_table import RequestState
 from baton.runner.model.attention import ATTENTION_NAME, UnsupportedAttention
 from baton.runner.model.layers import EXPERTS_NAME
 from baton.runner.model.stored.layers import StoredLinear, experts_on_file, held_experts, read_once

@@ -18,7 +18,6 @@ from baton.runner.model import attention, layers
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.weights import LoadedModel
-from baton.runner.numerics import numerics_of
 from baton.runner.spec import TorchSpec
 from baton.runner.torch_threads import elementwise_threads
 
@@ -101,3 +100,17 @@ def model_info(
         bit_exact_reason=why_not_bit_exact or "",
         weight_bytes=loaded.weights.num_bytes,
     )
+
+
+def numerics_of(treatment: str, operations: Operations, layout: KVLayout) -> str:
+    """A name for everything that decides the bits, beside the files of the model.
+
+    `treatment`: what was made of the weights (`ModelWeights`). Operations may name more once a step was computed.
+    """
+    numerics = f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    if treatment:
+        numerics += f"/{treatment}"
+    if layout.has_scales:
+        # A stream must not move between decode nodes whose caches round differently.
+        numerics += f"/kv-{layout.dtype}"
+    return numerics

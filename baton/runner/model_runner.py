@@ -22,12 +22,12 @@ from baton.model_formats.encoder_decoders import EncoderDecoder
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
 from baton.runner.execution.encoded_rows import EncodedInputs, EncodedRows
-from baton.runner.execution.given_rows import with_given_rows, with_grid_positions, with_sources
-from baton.runner.execution.input_batch import RequestState, RequestTable, flatten
+from baton.runner.execution.input_batch import flatten, with_given_rows, with_grid_positions, with_sources
+from baton.runner.execution.pooling import TextQueries
 from baton.runner.execution.prompt_logprobs import take_prompt_logprobs
+from baton.runner.execution.request_table import RequestState, RequestTable
 from baton.runner.execution.sampler import Sampled, SamplingState, sample
 from baton.runner.execution.step_results import PooledShare, StepResults, StepRows
-from baton.runner.execution.text_queries import TextQueries
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.execution.verification import sample_and_verify
 from baton.runner.model.transformer import HiddenAndLogits, Transformer

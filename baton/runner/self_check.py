@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from baton.engine.batch import NewRequestData
 from baton.messages.sampling import SamplingParams
-from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.execution.input_batch import flatten
+from baton.runner.execution.request_table import RequestState
 from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel

@@ -25,10 +25,10 @@ from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.model_formats.adapters import AdapterInfo, open_adapter
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.encoded_rows import EncodedRows
-from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled
 from baton.runner.execution.philox import uniform
 from baton.runner.execution.pooling import embedding_of_number
 from baton.runner.execution.prompt_logprobs import PromptChunk, chunks_of
+from baton.runner.execution.request_table import RequestState, RequestTable, Scheduled
 from baton.runner.spec import SimulatedSpec
 
 Bytes = npt.NDArray[np.uint8]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.torch_operations import TorchOperations
 
 _plain = TorchOperations(num_threads=1)
 
 
-def fake_paged_attention(*arguments: Any, **keywords: Any) -> torch.Tensor:
+def fake_paged_attention(call: AttentionCall) -> torch.Tensor:
     """Compute `Operations.paged_attention`."""
     # Operations inside a kernel are exempt from the checks of a graph that is being recorded (fake_graph.py).
     with torch._C.DisableTorchFunction():
-        return _plain.paged_attention(*arguments, **keywords)
+        return _plain.paged_attention(call)

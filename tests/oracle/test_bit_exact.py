@@ -14,12 +14,13 @@ import torch
 
 from baton.engine.batch import BlockCopy, NewRequestData, SchedulerOutput
 from baton.messages.sampling import SamplingParams
-from baton.runner.backends.cache_rows import keys_and_values, scales
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.ranks.shard import Shard
+from baton.runner.backends.paged_cache import keys_and_values, scales
+from baton.runner.backends.ranks.ranks import Shard
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.execution.input_batch import FlatBatch, RequestState, Scheduled, flatten
+from baton.runner.execution.input_batch import FlatBatch, flatten
+from baton.runner.execution.request_table import RequestState, Scheduled
 from baton.runner.model import attention, layers
 from baton.runner.model.attention import cache_views
 from baton.runner.model.random_model import write_random_model

@@ -18,7 +18,7 @@ from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.images import UnusableImage
 from baton.runner.backends.kernel_choice import choose_operations
-from baton.runner.execution.grid_positions import Grid, GridPositions
+from baton.runner.execution.request_table import Grid, GridPositions
 from baton.runner.images import ImageEncoder, ImageProcessor
 from baton.runner.loading import load_runner
 from baton.runner.model import attention, layers

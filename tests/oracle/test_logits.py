@@ -21,7 +21,8 @@ from baton.runner.backends.device import CPU
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.execution.input_batch import flatten
+from baton.runner.execution.request_table import RequestState
 from baton.runner.loading import load_runner
 from baton.runner.model import attention, layers
 from baton.runner.model.random_model import write_random_model

@@ -17,7 +17,8 @@ from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.execution.input_batch import flatten
+from baton.runner.execution.request_table import RequestState
 from baton.runner.model import attention, layers
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer

@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.batch import NewRequestData
 from baton.messages.sampling import SamplingParams
-from baton.runner.backends.cache_rows import read_blocks
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.kernel_choice import CompiledOperations
-from baton.runner.backends.ranks.shard import Shard
-from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.backends.paged_cache import read_blocks
+from baton.runner.backends.ranks.ranks import Shard
+from baton.runner.execution.input_batch import flatten
+from baton.runner.execution.request_table import RequestState
 from baton.runner.model.attention import cache_views
 from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner

@@ -27,7 +27,7 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from baton.messages.speculation import SpeculationConfig
-from baton.runner.backends.sharded.sharded_program import ShardedProgram
+from baton.runner.backends.sharded_operations import ShardedProgram
 from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner

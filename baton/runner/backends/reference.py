@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.runner.backends.cache_rows import read_blocks, write_rows
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
-from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
+from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
 from baton.runner.backends.quantized_product import narrow_product
 from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.ranks.ranks import ONE_RANK
@@ -186,60 +186,39 @@ def store_kv(key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: to
             write_rows(cache, key[row : row + 1], value[row : row + 1], block, offset)
 
 
-def paged_attention(
-    query: torch.Tensor,
-    cache: CacheView,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    sharing: torch.Tensor | None = None,
-    ahead: int = 0,
-    distance_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    require_distance_bias(distance_bias, query, softcap, ahead)
+def paged_attention(call: AttentionCall) -> torch.Tensor:
+    query, cache, how = call.query, call.cache, call.how
+    require_distance_bias(how, query.shape[1], query.device)
     out = torch.zeros(*query.shape[:2], cache.value_dim, dtype=query.dtype)
-    starts: list[Any] = query_start.tolist()
-    for sequence, length in enumerate(seq_lens.tolist()):
+    starts: list[Any] = call.query_start.tolist()
+    for sequence, length in enumerate(call.seq_lens.tolist()):
         first, last = starts[sequence], starts[sequence + 1]
         if first == last:
             continue
-        blocks = block_tables[sequence, : -(-length // cache.block_size)].long()
+        blocks = call.block_tables[sequence, : -(-length // cache.block_size)].long()
         keys, values = (_array(rows) for rows in read_blocks(cache, blocks, query.dtype))
         for row in range(first, last):
             stop = length - (last - 1 - row)
-            seen = slice(max(0, stop - window) if window else 0, min(stop + ahead, length))
+            seen = slice(max(0, stop - how.window) if how.window else 0, min(stop + how.ahead, length))
             biases = None
-            if distance_bias is not None:
+            if how.distance_bias is not None:
                 distances = stop - 1 - np.arange(seen.start, seen.stop)
-                biases = _array(distance_bias)[:, np.minimum(distances, distance_bias.shape[1] - 1)]
-            attended = _attend(_array(query[row]), keys[:, seen], values[:, seen], scale, softcap, sinks, biases)
+                biases = _array(how.distance_bias)[:, np.minimum(distances, how.distance_bias.shape[1] - 1)]
+            attended = _attend(_array(query[row]), keys[:, seen], values[:, seen], how, biases)
             out[row] = torch.from_numpy(attended).to(query.dtype)
     return out
 
 
-def _attend(
-    query: Array,
-    keys: Array,
-    values: Array,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    biases: Array | None,
-) -> Array:
+def _attend(query: Array, keys: Array, values: Array, how: AttentionFeatures, biases: Array | None) -> Array:
     """Attention of one row: query [H, KD], keys [KH, L, KD], values [KH, L, VD], biases [H, L] to [H, VD]."""
     grouped = query.reshape(keys.shape[0], -1, query.shape[-1])
-    scores = np.einsum("hgd,hld->hgl", grouped, keys, optimize=False) * np.float32(scale)
-    if softcap:
-        scores = np.tanh(scores / np.float32(softcap)) * np.float32(softcap)
+    scores = np.einsum("hgd,hld->hgl", grouped, keys, optimize=False) * np.float32(how.scale)
+    if how.softcap:
+        scores = np.tanh(scores / np.float32(how.softcap)) * np.float32(how.softcap)
     if biases is not None:
         scores += biases.reshape(scores.shape)
-    if sinks is not None:
-        scores = np.concatenate([scores, _array(sinks).reshape(*scores.shape[:2], 1)], axis=-1)
+    if how.sinks is not None:
+        scores = np.concatenate([scores, _array(how.sinks).reshape(*scores.shape[:2], 1)], axis=-1)
     scores -= scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores, dtype=np.float32)
     weights /= weights.sum(axis=-1, keepdims=True)

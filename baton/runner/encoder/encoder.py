@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import nn
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, LayerGeometry
 from baton.errors import ConfigError
 from baton.messages.pooling import ModelPooling, Pooling
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
+from baton.runner.backends.attention_call import AttentionCall, StepLayout
 from baton.runner.backends.operations import Operations
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.model.attention import (
@@ -115,16 +115,11 @@ class BothWays:
         if layout is None:
             raise RuntimeError("attention was called outside of a step")
         self._operations.store_kv(dense_rows(key), dense_rows(value), self._cache, layout.slots[0])
+        both_ways = replace(how, sinks=None, ahead=_ALL if how.window is None else how.window - 1)
         return self._operations.paged_attention(
-            dense_rows(query),
-            self._cache,
-            layout.query_start,
-            layout.seq_lens,
-            layout.block_tables[0],
-            scale=how.scale,
-            window=how.window,
-            softcap=how.softcap,
-            ahead=_ALL if how.window is None else how.window - 1,
+            AttentionCall(
+                dense_rows(query), self._cache, layout.query_start, layout.seq_lens, layout.block_tables[0], both_ways
+            )
         )
 
 

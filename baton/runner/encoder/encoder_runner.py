@@ -22,8 +22,9 @@ from baton.runner.backends.device import resolve_device
 from baton.runner.backends.operations import Operations
 from baton.runner.compute_paths import products_path
 from baton.runner.encoder.encoder import Encoder
-from baton.runner.execution.input_batch import RequestTable, Rows, Scheduled, flatten, flatten_rows
+from baton.runner.execution.input_batch import Rows, flatten, flatten_rows
 from baton.runner.execution.pooling import Pooler
+from baton.runner.execution.request_table import RequestTable, Scheduled
 from baton.runner.load_steps import model_info, named_errors, prepared_operations, refuse_settings, settle
 from baton.runner.model.pooling_files import read_pooling
 from baton.runner.model.weights import load_model_for

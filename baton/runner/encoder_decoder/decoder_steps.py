@@ -24,7 +24,8 @@ from baton.runner.encoder_decoder.attention import (
     decoder_layers,
     distance_bias_of,
 )
-from baton.runner.execution.input_batch import NO_SLOT, FlatBatch, RequestState
+from baton.runner.execution.input_batch import NO_SLOT, FlatBatch
+from baton.runner.execution.request_table import RequestState
 from baton.runner.model.attention import cache_views
 from baton.runner.model.cached_model import CachedModel, on_device, on_device_of_model, on_host
 from baton.runner.model.decoder import ModelOutput

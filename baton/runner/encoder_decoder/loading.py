@@ -21,8 +21,8 @@ from baton.runner.encoder_decoder import attention
 from baton.runner.encoder_decoder.decoder_steps import DecoderSteps
 from baton.runner.encoder_decoder.source_inputs import SourceInputs
 from baton.runner.execution.encoded_rows import EncodedRows
-from baton.runner.execution.given_rows import with_given_rows, with_sources
-from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.execution.input_batch import flatten, with_given_rows, with_sources
+from baton.runner.execution.request_table import RequestState
 from baton.runner.load_steps import model_info, named_errors, prepared_operations, refuse_settings, settle
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner

@@ -19,7 +19,7 @@ import torch
 
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup
 from baton.errors import ConfigError
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
+from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cuda.shared_splits import Int32Array
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.ranks.ranks import Ranks

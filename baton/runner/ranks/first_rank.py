@@ -9,7 +9,7 @@ from baton.engine.runner import RemotePart
 from baton.messages.node_report import ComputePath, RankReport
 from baton.observe.rank_reports import rank_reports
 from baton.runner.backends.cpu.kernels.barrier import Barrier
-from baton.runner.backends.ranks.shared_memory import SharedMemory
+from baton.runner.backends.ranks.host_ranks import SharedMemory
 from baton.runner.model.weights import LoadedModel
 from baton.runner.ranks.following_ranks import FollowingRanks
 from baton.runner.ranks.group_files import GroupFiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels.barrier import Barrier, BarrierTag
-from baton.runner.backends.ranks.shared_memory import SharedMemory
+from baton.runner.backends.ranks.host_ranks import SharedMemory
 from baton.runner.model.stage import Stage, StageReport
 
 _REPORT_BYTES = 1 << 20

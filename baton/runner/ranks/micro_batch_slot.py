@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.runner.backends.ranks.shared_memory import SharedMemory
+from baton.runner.backends.ranks.host_ranks import SharedMemory
 from baton.runner.model.decoder import ModelOutput
 from baton.runner.ranks.micro_batch import MicroBatch, aligned_behind, read_numbers, write_numbers
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.runner.backends.ranks.shard import Shard
+from baton.runner.backends.ranks.ranks import Shard
 from baton.runner.model.decoder import ModelOutput
 from baton.runner.model.transformer import Transformer
 from baton.runner.ranks.micro_batch import MicroBatch, Task

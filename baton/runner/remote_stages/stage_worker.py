@@ -20,12 +20,11 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError, RankLo
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.blocks.host_blocks import host_blocks_in
-from baton.runner.load_steps import prepare
+from baton.runner.load_steps import numerics_of, prepare
 from baton.runner.model.stage import StageReport
 from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model_for
-from baton.runner.numerics import numerics_of
 from baton.runner.ranks.micro_batch import MicroBatch, read_numbers
 from baton.runner.remote_stages.frames import Frame, FrameKind, FrameReader, FrameWriter
 from baton.runner.remote_stages.rows import bytes_of, tensor_of

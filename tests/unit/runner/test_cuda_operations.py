@@ -16,10 +16,11 @@ from baton.errors import ConfigError
 from baton.messages.node_report import ComputePath
 from baton.messages.sampling import SamplingParams
 from baton.runner import TorchSpec, load
-from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU, resolve_device
 from baton.runner.backends.operations import Operations
+from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.loading import load_runner
 from baton.runner.model.decode_graphs import DecodeGraphs
@@ -34,17 +35,17 @@ from tests.support.tiny_models import TINY_MODELS
 PROMPTS = {"short": [5, 3], "long": [(7 * i + 1) % 250 for i in range(45)], "block": list(range(16))}
 
 
-def wrong(*arguments: Any, **keywords: Any) -> torch.Tensor:
+def wrong(call: AttentionCall) -> torch.Tensor:
     """A fake kernel with wrong results."""
-    return fake_paged_attention(*arguments, **keywords) * 1.5
+    return fake_paged_attention(call) * 1.5
 
 
-def batch_dependent(query: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+def batch_dependent(call: AttentionCall) -> torch.Tensor:
     """A fake kernel that rounds differently when there are more rows."""
-    return fake_paged_attention(query, *arguments, **keywords) * (1.0 + 1e-6 * query.shape[0])
+    return fake_paged_attention(call) * (1.0 + 1e-6 * call.query.shape[0])
 
 
-def no_kernel(*arguments: Any, **keywords: Any) -> torch.Tensor:
+def no_kernel(call: AttentionCall) -> torch.Tensor:
     raise NotImplementedError("no kernel image is available\nfor this device")
 
 
@@ -73,8 +74,8 @@ def test_biases_of_distances_are_added_the_plain_way() -> None:
     operations = CudaOperations(CPU, no_kernel)
     cache = CacheView(torch.ones(2 * 8 * 16), 2, 8 * 16, 0, 8 * 8, 1, 8, 8, 8)
     starts, lengths, tables = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [8], [[1]]))
-    step = (torch.ones(1, 2, 8), cache, starts, lengths, tables)
-    operations.paged_attention(*step, scale=1.0, distance_bias=torch.zeros(2, 3))
+    how = AttentionFeatures(1.0, distance_bias=torch.zeros(2, 3))
+    operations.paged_attention(AttentionCall(torch.ones(1, 2, 8), cache, starts, lengths, tables, how))
     assert (operations.ways, operations.why_plain) == ({"plain"}, "Triton's kernel adds no biases to scores")
 
 
@@ -186,9 +187,9 @@ def test_graphs_of_other_products_are_not_replayed(tmp_path: Path) -> None:
     recorder, seen = FakeRecorder(), []
 
     class DependsOnTheBatch(CudaOperations):
-        def paged_attention(self, query: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-            out = super().paged_attention(query, *arguments, **keywords)
-            return out * (1.0 + 1e-3 * query.shape[0]) if self.rows_per_call == 128 else out
+        def paged_attention(self, call: AttentionCall) -> torch.Tensor:
+            out = super().paged_attention(call)
+            return out * (1.0 + 1e-3 * call.query.shape[0]) if self.rows_per_call == 128 else out
 
     def record(compute: Any) -> Any:
         seen.append(operations.rows_per_call)

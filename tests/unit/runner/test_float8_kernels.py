@@ -16,9 +16,8 @@ from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed, Packe
 from baton.runner.backends.cpu.kernels.library import library
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.weights import Weight
-from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.quantized_product import float8_product
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.quantized_weight import Float8Weight, QuantizedWeight
 from baton.runner.backends.torch_operations import TorchOperations
 from tests.support.kernel_inputs import activated, generator, misfits, one_request, randn
 from tests.support.pairs import all_pairs

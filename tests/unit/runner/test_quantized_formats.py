@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.runner.backends.float8_weight import Float8Weight
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.quantized_weight import Float8Weight, QuantizedWeight
 from baton.runner.model.stored.formats import format_of
 from baton.runner.model.stored.quantize import quantized
 from baton.runner.model.stored.weight import StoredWeight, UnusableWeight, WeightFormat, stored_weights

@@ -18,12 +18,12 @@ from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cpu.kernels.barrier import Barrier
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.backends.ranks.shared_memory import SharedMemory
+from baton.runner.backends.ranks.host_ranks import SharedMemory
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.execution.micro_batches import divide
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stage import LayerReport, Stage, StageReport
+from baton.runner.pipelined_runner import divide
 from baton.runner.ranks.group_files import GroupFiles, RankFiles
 from baton.runner.ranks.host_stages import HostStages
 from baton.runner.ranks.micro_batch import MicroBatch, Task

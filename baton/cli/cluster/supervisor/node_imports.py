@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from baton.runner.lean_imports import import_transformers
-from baton.runner.rare_collections import rare_collections
+from baton.runner.lean_imports import import_transformers, rare_collections
 
 _MODULES = (
     "baton.cli.main",

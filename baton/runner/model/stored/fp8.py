@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from baton.runner.backends.float8_weight import GROUP_MULTIPLE, Float8Weight
+from baton.runner.backends.quantized_weight import GROUP_MULTIPLE, Float8Weight
 from baton.runner.model.stored.weight import (
     FLOATS,
     CheckpointTensor,

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from baton.runner.backends.quantized_weight import QuantizedWeight
-from baton.runner.backends.weight_on_file import WeightOnFile
+from baton.runner.backends.weight_rows import WeightOnFile
 from baton.runner.model.stored.plan import CheckpointNames, is_experts
 from baton.runner.model.stored.quantize import GROUP, Quantization, bits_of, quantized
 from baton.runner.model.stored.weight import (

@@ -17,8 +17,7 @@ from torch.nn import functional
 
 from baton.runner.backends.quantized_product import narrow_product, product_of_plain_numbers
 from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
-from baton.runner.backends.weight_on_file import WeightOnFile
-from baton.runner.backends.weight_rows import Weight, read_weight, rows_of
+from baton.runner.backends.weight_rows import Weight, WeightOnFile, read_weight, rows_of
 from baton.runner.model.stored.weight import StoredWeight
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from baton.runner.backends.quantized_weight import NarrowWeight
-from baton.runner.backends.weight_on_file import WeightOnFile
+from baton.runner.backends.weight_rows import WeightOnFile
 
 FLOATS = frozenset({"F16", "BF16", "F32"})
 """The dtypes of scales, as safetensors names them."""

@@ -19,7 +19,7 @@ from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 from baton.runner.backends.cpu.kernels.packing import gated_columns, place_gated, place_stacked
 from baton.runner.backends.cpu.kernels.product import empty_rows, multiply_packed, require_bias, require_input
-from baton.runner.backends.float8_weight import GROUP_MULTIPLE, Float8Weight
+from baton.runner.backends.quantized_weight import GROUP_MULTIPLE, Float8Weight
 
 
 @dataclass(frozen=True, slots=True)

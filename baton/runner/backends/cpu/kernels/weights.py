@@ -32,9 +32,8 @@ from baton.runner.backends.cpu.kernels.quantized import (
     pack_gated_quantized,
     pack_quantized,
 )
-from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.low_rank import LowRank, RowAdapters, parts_of
-from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
+from baton.runner.backends.quantized_weight import Float8Weight, NarrowWeight, QuantizedWeight
 
 Weight: TypeAlias = torch.Tensor | NarrowWeight
 PackedPart: TypeAlias = PackedWeight | PackedQuantizedWeight | PackedFloat8Weight

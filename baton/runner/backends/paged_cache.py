@@ -1,4 +1,4 @@
-"""Keys and values in the paged cache, read and written by torch: as they are, or in 8 bits.
+"""One layer of the paged cache: where its keys and values are, and how torch reads and writes them.
 
 In 8 bits there is a code for each number, and a scale for each key and each value of a head; a number is scale * code.
 The code is an int8 or a float8 (e4m3fn of the OCP's "8-bit Floating Point Specification"), the scale a bfloat16. A
@@ -8,14 +8,44 @@ depend on the chunk in which a token was computed. csrc/cache_8bit.c writes the 
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
-from baton.runner.backends.cpu.kernels.cache import CacheView
+import torch
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The dtypes of a cache in 8 bits, and their largest code."""
 _SMALLEST_SCALE = 2.0**-120
 """Below this, a scale is zero, since numbers could not be divided by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheView:
+    """One layer's part of every block. Offsets and strides count elements of the memory.
+
+    In a block the layer's keys are [num_kv_heads, block_size, key_dim] at `key_offset`, and its values are
+    [num_kv_heads, block_size, value_dim] at `value_offset`. Other layers may have other shapes.
+    """
+
+    memory: torch.Tensor
+    """The whole cache, one dimension: float32 or bfloat16, the dtype of the rows; or int8 or float8_e4m3fn."""
+    num_blocks: int
+    block_stride: int
+    key_offset: int
+    value_offset: int
+    num_kv_heads: int
+    block_size: int
+    key_dim: int
+    value_dim: int
+    scale_offset: int | None = None
+    """In 8 bits: where a block has a scale for each key: bfloat16 [num_kv_heads, block_size]. None: keys and values are
+    stored as they are."""
+    heads_of_block: int | None = None
+    """How many key/value heads the layer has in a block; None: num_kv_heads, all of which this view has."""
+
+    @property
+    def scales_apart(self) -> int:
+        """In 8 bits: how many scales the scale of a value is behind that of its key."""
+        return (self.heads_of_block or self.num_kv_heads) * self.block_size
 
 
 def narrow(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

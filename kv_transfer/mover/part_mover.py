@@ -1,13 +1,100 @@
-"""The interface of the movers of a node's parts: of the one in this process (`mover.py`), and of those in others."""
+"""The interface of the movers of a node's parts, of the one in this process (`mover.py`) and of those in others
+(`remote_mover.py`), and the events by which they answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from baton.errors import TransferCause, TransferFailed
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.mover.mover_events import MoverEvent
 from kv_transfer.piece_plan import ReadRange
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The peer's blocks can be read."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectFailed:
+    """The peer's blocks can't be read."""
+
+    incarnation: str
+    error: TransferFailed
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """All bytes of a read are here."""
+
+    read_id: int
+    num_bytes: int
+    post_s: float
+    """Seconds spent in the backend's post calls."""
+    total_s: float
+    """Seconds from the call of `read` on."""
+    num_descriptors: int
+    """Number of descriptors that were posted; a long read is posted in pieces, which may cut a range."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """A read brought nothing usable, and none of it writes to its local blocks any more."""
+
+    read_id: int
+    cause: TransferCause
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStalled:
+    """No piece of a read has arrived for too long. It may still write; if it ends, ReadDone or ReadFailed follows."""
+
+    read_id: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksDigested:
+    """Digests of some sub-blocks of a read, as they were when it had filled them. Comes before or after ReadDone."""
+
+    read_id: int
+    digests: Mapping[int, int]
+    """The digests, by local sub-block, which are counted as in the call of `read`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DigestsFailed:
+    """The digests of a read's blocks could not be computed."""
+
+    read_id: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFilled:
+    """A block of this node holds the bytes that belong to a seed."""
+
+    fill_id: int
+    digests: Mapping[int, int]
+    """Digests of its last sub-block, by the number of sub-blocks in a block; 1: of the whole block."""
+
+
+@dataclass(frozen=True, slots=True)
+class FillFailed:
+    """A block of this node could not be filled."""
+
+    fill_id: int
+    detail: str
+
+
+DigestEvent = BlocksDigested | DigestsFailed
+MoverEvent = Connected | ConnectFailed | ReadDone | ReadFailed | ReadStalled | DigestEvent | BlockFilled | FillFailed
+
 
 DeliverEvent = Callable[[MoverEvent], None]
 """Takes the events of a mover, in any thread, and returns at once."""

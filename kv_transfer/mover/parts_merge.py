@@ -30,6 +30,7 @@ from baton.errors import TransferCause, TransferFailed
 from baton.machine import Machine
 from baton.runner.blocks.block_digests import DIGEST_MODULUS
 from kv_transfer.backends.base import PeerGone
+from kv_transfer.layout import PeerNode
 from kv_transfer.mover.merge_values import (
     MERGE_TABLE,
     CancelPart,
@@ -42,7 +43,7 @@ from kv_transfer.mover.merge_values import (
     MergeState,
     ReadPart,
 )
-from kv_transfer.mover.mover_events import (
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
@@ -54,7 +55,6 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.peer_node import PeerNode
 from kv_transfer.piece_plan import ReadRange
 
 SUB_READS = 1 << 48

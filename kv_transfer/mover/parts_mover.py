@@ -14,10 +14,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from baton.background import current_watch
-from baton.engine.runner import KVLayout
+from baton.clock import Clock
+from baton.engine.runner import KVLayout, ModelRunner, RemotePart
 from baton.errors import ConfigError
+from baton.runner.blocks.block_digests import BlockDigests, block_digests
+from kv_transfer.layout import PeerNode, part_name, parts_problem
 from kv_transfer.mover.merge_values import (
     CancelPart,
     ConnectPart,
@@ -27,10 +31,18 @@ from kv_transfer.mover.merge_values import (
     MergeEffect,
     ReadPart,
 )
-from kv_transfer.mover.mover_events import BlockFilled, Connected, ConnectFailed, FillFailed, MoverEvent
-from kv_transfer.mover.part_mover import DeliverEvent, PartMover
+from kv_transfer.mover.mover import STALL_S
+from kv_transfer.mover.part_mover import (
+    BlockFilled,
+    Connected,
+    ConnectFailed,
+    DeliverEvent,
+    FillFailed,
+    MoverEvent,
+    PartMover,
+)
 from kv_transfer.mover.parts_merge import SUB_READS, PartsMerge
-from kv_transfer.peer_node import PeerNode, part_name, parts_problem
+from kv_transfer.mover.remote_mover import RemoteMover, digests_of_parts
 from kv_transfer.piece_plan import ReadRange
 
 
@@ -241,3 +253,38 @@ def _is_undivided(event: MoverEvent) -> bool:
         case BlockFilled() | FillFailed():
             return True
     return abs(event.read_id) < SUB_READS
+
+
+def mover_of_node(
+    runner: ModelRunner,
+    incarnation: str,
+    make_mover: Callable[[str, DeliverEvent], PartMover],
+    deliver: DeliverEvent,
+    clock: Clock,
+    stall_s: float = STALL_S,
+) -> PartsMover:
+    """The mover of all parts of a node's KV cache. `make_mover` makes that of the part in this process, with an agent
+    of that name.
+
+    Raises ConfigError if the parts don't have each layer once.
+    """
+    own_layers = runner.memory.layers
+
+    def make(number: int, part: RemotePart | None, deliver: DeliverEvent) -> PartMover:
+        name = part_name(incarnation, number)
+        if part is None:
+            return make_mover(name, deliver)
+        return RemoteMover(part.socket, name, part.layers, runner.layout, deliver, clock, stall_s)
+
+    here = (range(runner.layout.num_layers) if own_layers is None else own_layers, None)
+    parts = sorted([here, *((part.layers, part) for part in runner.remote_parts)], key=lambda part: part[0].start)
+    movers = [OwnPart(layers, partial(make, number, part)) for number, (layers, part) in enumerate(parts)]
+    return PartsMover(runner.layout, movers, deliver)
+
+
+def digests_of_node(runner: ModelRunner, movers: Callable[[], Sequence[PartMover]]) -> BlockDigests:
+    """The digests of a node's blocks, of all their layers. `movers`: the movers of its parts, once there are some."""
+    here = block_digests(runner.memory)
+    if not runner.remote_parts:
+        return here
+    return digests_of_parts(here, lambda: [part for part in movers() if isinstance(part, RemoteMover)])

@@ -15,6 +15,7 @@ from baton.engine.runner import KVLayout, LayerGeometry, LayerGroup
 from baton.errors import TransferCause, TransferFailed
 from baton.machine import IllegalEvent, Machine
 from kv_transfer.backends.base import PeerMemory
+from kv_transfer.layout import MAX_PARTS, PeerNode, part_name
 from kv_transfer.mover.merge_values import (
     MERGE_TABLE,
     CancelPart,
@@ -27,7 +28,7 @@ from kv_transfer.mover.merge_values import (
     MergeState,
     ReadPart,
 )
-from kv_transfer.mover.mover_events import (
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
@@ -40,7 +41,6 @@ from kv_transfer.mover.mover_events import (
     ReadStalled,
 )
 from kv_transfer.mover.parts_merge import SUB_READS, PartsMerge
-from kv_transfer.peer_node import MAX_PARTS, PeerNode, part_name
 from kv_transfer.piece_plan import ReadRange
 
 LAYOUT = KVLayout.uniform(16, 6, 2, 64, "bfloat16")

@@ -14,17 +14,17 @@ from baton.background import BackgroundWatch, current_watch
 from baton.engine.runner import KVLayout
 from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.mover.mover_events import (
+from kv_transfer.layout import PeerNode, part_name
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
+    DeliverEvent,
     MoverEvent,
     ReadDone,
     ReadFailed,
 )
-from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
-from kv_transfer.peer_node import PeerNode, part_name
 from kv_transfer.piece_plan import ReadRange
 from tests.support.virtual_time import run_virtually
 

@@ -1,14 +1,13 @@
-"""The movers of a node's parts as one. Most nodes have one part, and most peers: then reads go straight through.
+"""The movers of a node's parts as one; most nodes have one part.
 
-What is divided, and how answers are merged, is decided by `parts_merge.py`. Any thread may bring it a call or an event.
-What follows is carried out in order and without a lock, by the thread that came first, so that a part's mover may
-answer while it is told something.
+What becomes of a call, and how answers are merged, is decided by `parts_merge.py`. Any thread may bring it a call or an
+event. What follows is carried out in order and without a lock, by the thread that came first, so that a part's mover
+may answer while it is told something.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -33,15 +32,11 @@ from kv_transfer.mover.merge_values import (
 )
 from kv_transfer.mover.mover import STALL_S
 from kv_transfer.mover.part_mover import (
-    BlockFilled,
-    Connected,
-    ConnectFailed,
     DeliverEvent,
-    FillFailed,
     MoverEvent,
     PartMover,
 )
-from kv_transfer.mover.parts_merge import SUB_READS, PartsMerge
+from kv_transfer.mover.parts_merge import PartsMerge
 from kv_transfer.mover.remote_mover import RemoteMover, digests_of_parts
 from kv_transfer.piece_plan import ReadRange
 
@@ -56,7 +51,8 @@ class OwnPart:
 
 
 class PartsMover:
-    """Reads blocks of peers into the memories of this node's parts. Its calls and events are those of `Mover`."""
+    """Reads blocks of peers into the memories of this node's parts. Its calls and events are those of `PartMover`, with
+    whole nodes as peers."""
 
     def __init__(self, layout: KVLayout | None, parts: Sequence[OwnPart], deliver: DeliverEvent) -> None:
         """`layout`: of a block of all layers; None: it is not known, and both this node and its peers have one part.
@@ -77,7 +73,7 @@ class PartsMover:
         self._is_acting = False
         """Whether a thread carries effects out."""
         self.parts: Sequence[PartMover] = [
-            part.make_mover(functools.partial(self._part_said, number)) for number, part in enumerate(parts)
+            part.make_mover(partial(self._part_said, number)) for number, part in enumerate(parts)
         ]
 
     @classmethod
@@ -157,25 +153,16 @@ class PartsMover:
         to_digest: Collection[int] = (),
         digest_parts: int = 1,
     ) -> None:
-        """Read sub-blocks of a peer, as `Mover.read` does."""
-        if self._merge.divides(incarnation):
-            self._decide(lambda: self._merge.read(read_id, incarnation, ranges, to_digest, digest_parts))
-        else:
-            self.parts[0].read(read_id, incarnation, ranges, to_digest, digest_parts)
+        """Read sub-blocks of a peer, as `PartMover.read` does."""
+        self._decide(lambda: self._merge.read(read_id, incarnation, ranges, to_digest, digest_parts))
 
     def fill(self, fill_id: int, block: int, seed: str, group: int = 0) -> None:
-        """Fill one of this node's blocks, as `Mover.fill` does."""
-        if len(self.parts) > 1:
-            self._decide(lambda: self._merge.fill(fill_id, block, seed, group))
-        else:
-            self.parts[0].fill(fill_id, block, seed, group)
+        """Fill one of this node's blocks, as `PartMover.fill` does."""
+        self._decide(lambda: self._merge.fill(fill_id, block, seed, group))
 
     def cancel(self, read_id: int) -> None:
         """Post no more of a read; it is answered when what is in flight has ended. An unknown read changes nothing."""
-        if self._merge.has_read(read_id):
-            self._decide(lambda: self._merge.cancel(read_id))
-        elif len(self.parts) == 1:
-            self.parts[0].cancel(read_id)
+        self._decide(lambda: self._merge.cancel(read_id))
 
     def disconnect(self, incarnation: str) -> None:
         """Drop a peer. Its reads fail with CANCELLED when what is in flight has ended. Unknown peers are fine."""
@@ -187,10 +174,7 @@ class PartsMover:
             part.set_num_readers(num_readers)
 
     def stop(self) -> None:
-        """Stop all movers, as `Mover.stop` does."""
-        if len(self.parts) == 1:
-            self.parts[0].stop()
-            return
+        """Stop all movers, as `PartMover.stop` does."""
         with ThreadPoolExecutor(len(self.parts), "baton-mover-stop") as stopping:
             for stopped in [stopping.submit(part.stop) for part in self.parts]:
                 stopped.result()
@@ -205,10 +189,7 @@ class PartsMover:
                 each.cancel()
 
     def _part_said(self, part: int, event: MoverEvent) -> None:
-        if len(self.parts) == 1 and _is_undivided(event):
-            self._deliver(event)
-        else:
-            self._decide(lambda: self._merge.said(part, event))
+        self._decide(lambda: self._merge.said(part, event))
 
     def _decide(self, decide: Callable[[], Sequence[MergeEffect]]) -> None:
         with self._lock:
@@ -243,16 +224,6 @@ class PartsMover:
                 self.parts[part].disconnect(agent)
             case FillPart(part, fill_id, block, seed, group):
                 self.parts[part].fill(fill_id, block, seed, group)
-
-
-def _is_undivided(event: MoverEvent) -> bool:
-    """Whether a node's only part reports what went straight through."""
-    match event:
-        case Connected() | ConnectFailed():
-            return False
-        case BlockFilled() | FillFailed():
-            return True
-    return abs(event.read_id) < SUB_READS
 
 
 def mover_of_node(

@@ -25,7 +25,8 @@ from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
-from decode_node.intake import Intake, IntakeConnector
+from decode_node.connector import IntakeConnector
+from decode_node.intake import Intake
 from kv_transfer.backends.base import ReadHandle, TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link.link_messages import ConfirmRead, Heartbeat, ReaderMessage
@@ -33,9 +34,9 @@ from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.piece_plan import ReadRange
-from kv_transfer.receiver.join_probe import ProbeTimes
-from kv_transfer.receiver.join_probe_machine import ProbeState
-from prefill_node.handoff import HandOff, OfferConnector
+from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
+from prefill_node.connector import OfferConnector
+from prefill_node.handoff import HandOff
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 64

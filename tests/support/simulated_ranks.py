@@ -21,7 +21,7 @@ from baton.node.reports.event_log import EventLog
 from baton.node.stop import NodeStop
 from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
-from baton.runner.ranks.heartbeats import INTERVAL_S
+from baton.runner.ranks.rank_spec import INTERVAL_S
 from baton.testing.fake_ranked_runner import FakeRankedRunner
 from baton.testing.faulty_transfer_backend import Faults
 from prefill_node.handoff import HandOff

@@ -77,7 +77,7 @@ async def test_a_sender_is_used_once_each_group_was_read() -> None:
         await sender.recorder.wait_until(lambda: not sender.handoff.probes.num_open)
         assert sender.handoff.probes.outcomes == {("d0", "passed"): 2}, "one for each group"
         assert intake.probes.outcomes == {("p0", "passed"): 1}
-        assert [part.bytes_arrived for part in intake.mover.parts] == [LAYOUT.block_bytes] * 2
+        assert [part.figures.bytes_arrived for part in intake.mover.parts] == [LAYOUT.block_bytes] * 2
 
 
 async def test_a_part_that_has_no_layer_of_the_first_group_is_probed_too() -> None:

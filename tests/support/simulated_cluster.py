@@ -510,7 +510,7 @@ class SimulatedNode:
         """Whether every block is free (or only cached), nothing runs or waits, and no read is in flight."""
         stats = self.scheduler.make_stats()
         busy = stats.num_running or stats.num_waiting or stats.leased_blocks or stats.quarantined_blocks
-        return not busy and stats.free_blocks == stats.total_blocks and not self.half.mover.reads_in_flight
+        return not busy and stats.free_blocks == stats.total_blocks and not self.half.mover.figures.reads_in_flight
 
     def assert_nothing_is_left(self) -> None:
         """Check that books, queues and agents are as empty as at the start."""

@@ -12,12 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-
-import grpc
+from collections.abc import Callable, Iterable, Sequence
 
 from baton.background import OnFault, current_watch
-from baton.clock import Clock, SystemClock
+from baton.clock import Clock
 from baton.engine.connector import (
     ArrivedKV,
     KVTransferOutput,
@@ -31,7 +29,6 @@ from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.messages.peer import Peer
 from baton.observe.log_limit import LimitedLog
-from baton.wire.credentials import PLAINTEXT_DIALER
 from decode_node.pair_prober import PairProber
 from decode_node.senders import AbsentSenders, SenderLinks
 from kv_transfer.digests import LazyInbox
@@ -49,7 +46,7 @@ from kv_transfer.link.link_messages import (
     request_of,
     sender_of,
 )
-from kv_transfer.link.liveness import IsRunning, PortState, is_running, probe_port
+from kv_transfer.link.liveness import DIRECT, PeerAccess
 from kv_transfer.mover.part_mover import (
     BlocksDigested,
     Connected,
@@ -65,7 +62,6 @@ from kv_transfer.mover.part_mover import (
 from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.receiver.block_map import BlockMap
 from kv_transfer.receiver.join_probe import JoinProbes
-from kv_transfer.receiver.probe_values import ProbeTimes
 from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.receiver.transfer_values import (
     Arrived,
@@ -95,27 +91,18 @@ class Intake:
         self,
         identity: LinkIdentity,
         make_mover: Callable[[DeliverEvent], PartsMover],
+        book: TransferBook,
+        probes: JoinProbes,
         tell_engine: Callable[[KVTransferOutput], None],
         record: Callable[[str, AttemptKey, int, str], None],
         post: Callable[[Callable[[], None]], object],
-        heartbeat_s: float = HEARTBEAT_S,
-        max_quarantined_blocks: int = 1024,
-        make_channel: Callable[[str], grpc.aio.Channel] = PLAINTEXT_DIALER.channel,
-        digest_every: int = 0,
-        keeps_valid_blocks: bool = False,
-        clock: Clock | None = None,
-        is_running: IsRunning = is_running,
-        probe_port: Callable[[str], Awaitable[PortState]] = probe_port,
-        vocab_size: int = 1 << 32,
-        probe_times: ProbeTimes | None = None,
+        clock: Clock,
+        peers: PeerAccess = DIRECT,
         layout: KVLayout | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """`make_mover` gets the callable that takes the mover's events. `tell_engine` posts to the engine's inbox.
-        `record` writes to the node's event log. `post` runs a callable on the event loop, from any thread.
-
-        `digest_every`: the digest of one block in this many is compared with the sender's; 0: of no block.
-        `keeps_valid_blocks`: the engine keeps the valid blocks of a failed transfer, and computes the others.
-        `is_running` and `probe_port` tell whether the process of a sender whose link has ended is gone. `layout`: of
+        `record` writes to the node's event log. `post` runs a callable on the event loop, from any thread. `layout`: of
         a block; None: it is not known, so senders have blocks of the same size and layers, in one memory.
         """
         self._identity = identity
@@ -123,24 +110,16 @@ class Intake:
         self._tell_engine = tell_engine
         self._record = record
         self._heartbeat_s = heartbeat_s
-        self._make_channel = make_channel
-        self._is_running = is_running
+        self._peers = peers
         self._post = post
         self._digest_events = LazyInbox[DigestEvent](lambda: post(self._collect_digests))
-        self._clock = clock = clock or SystemClock()
-        self._book = TransferBook(
-            max_quarantined_blocks,
-            digest_every=digest_every,
-            keeps_valid_blocks=keeps_valid_blocks,
-            clock=clock,
-            vocab_size=vocab_size,
-        )
+        self._book = book
         self._refused = RefusedLinks(clock)
         self._ended_log = LimitedLog(_log, logging.INFO, now=clock.monotonic)
         self.links = SenderLinks(self._new_link, self._reopen, clock)
         self._members: set[str] = set()
         """Incarnations of senders that have joined the cluster and not left it."""
-        self.probes = JoinProbes(identity.node_id, identity.incarnation, clock, probe_times)
+        self.probes = probes
         self._prober = PairProber(
             self.probes,
             self.mover,
@@ -152,7 +131,7 @@ class Intake:
                 self._book.refuse_waiting(incarnation, error.cause, error.detail)
             ),
         )
-        self._absent = AbsentSenders(self._sender_gone, self._disconnect, probe_port)
+        self._absent = AbsentSenders(self._sender_gone, self._disconnect, peers.probe_port)
         self._layout = layout
         self._pools: dict[str, tuple[int, BlockMap]] = {}
         """Size of each linked sender's pool in blocks, and the sizes of blocks, by incarnation."""
@@ -364,8 +343,8 @@ class Intake:
             source,
             self,
             self._heartbeat_s,
-            make_channel=self._make_channel,
-            is_running=self._is_running,
+            make_channel=self._peers.make_channel,
+            is_running=self._peers.is_running,
         )
 
     def _is_wanted(self, source: Peer) -> bool:

@@ -139,7 +139,7 @@ class MoverServer:
             case SetNumReaders(num_readers):
                 mover.set_num_readers(num_readers)
             case AskTurns(question):
-                self._say(Turns(question, *mover.turns, mover.stuck_reads))
+                self._say(Turns(question, *mover.turns, mover.figures.stuck_reads))
 
     def _ranges(self, message: ReadBlocks) -> Sequence[ReadRange]:
         """The ranges of a message whose numbers are in bounds; the mover checks those of blocks."""

@@ -98,6 +98,20 @@ DeliverEvent = Callable[[MoverEvent], None]
 """Takes the events of a mover, in any thread, and returns at once."""
 
 
+@dataclass(slots=True)
+class ReadFigures:
+    """What the reads of a mover have brought, and how many of them are not over."""
+
+    bytes_arrived: int = 0
+    """Bytes that all reads have brought."""
+    arrived_at: float | None = None
+    """When the last of them arrived, on the mover's clock; None before."""
+    reads_in_flight: int = 0
+    """Number of reads that may still write to their local blocks."""
+    stuck_reads: int = 0
+    """Number of those that have made no progress for `STUCK_AFTER_S`, or that failed and may still write."""
+
+
 class PartMover(Protocol):
     """Reads blocks of peers into one memory, with an agent of its own. One contract suite runs over all of them.
 
@@ -106,23 +120,8 @@ class PartMover(Protocol):
     """
 
     @property
-    def bytes_arrived(self) -> int:
-        """Bytes that all reads have brought."""
-        ...
-
-    @property
-    def arrived_at(self) -> float | None:
-        """When the last of them arrived, on the mover's clock; None before."""
-        ...
-
-    @property
-    def reads_in_flight(self) -> int:
-        """Number of reads that may still write to their local blocks."""
-        ...
-
-    @property
-    def stuck_reads(self) -> int:
-        """Number of those that have made no progress for `STUCK_AFTER_S`, or that failed and may still write."""
+    def figures(self) -> ReadFigures:
+        """What its reads have brought, and how many of them are not over."""
         ...
 
     @property

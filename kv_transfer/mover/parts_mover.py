@@ -21,6 +21,7 @@ from baton.engine.runner import KVLayout, ModelRunner, RemotePart
 from baton.errors import ConfigError
 from baton.runner.blocks.block_digests import BlockDigests, block_digests
 from kv_transfer.layout import PeerNode, part_name, parts_problem
+from kv_transfer.mover.agent_reads import STALL_S
 from kv_transfer.mover.merge_values import (
     CancelPart,
     ConnectPart,
@@ -30,11 +31,11 @@ from kv_transfer.mover.merge_values import (
     MergeEffect,
     ReadPart,
 )
-from kv_transfer.mover.mover import STALL_S
 from kv_transfer.mover.part_mover import (
     DeliverEvent,
     MoverEvent,
     PartMover,
+    ReadFigures,
 )
 from kv_transfer.mover.parts_merge import PartsMerge
 from kv_transfer.mover.remote_mover import RemoteMover, digests_of_parts
@@ -89,24 +90,15 @@ class PartsMover:
         return self._merge
 
     @property
-    def bytes_arrived(self) -> int:
-        """Bytes that all reads have brought."""
-        return sum(part.bytes_arrived for part in self.parts)
-
-    @property
-    def arrived_at(self) -> float | None:
-        """When the last of them arrived, on the mover's clock; None before."""
-        return max((part.arrived_at for part in self.parts if part.arrived_at is not None), default=None)
-
-    @property
-    def reads_in_flight(self) -> int:
-        """Number of reads that may still write to local blocks; of a divided read each sub-read counts."""
-        return sum(part.reads_in_flight for part in self.parts)
-
-    @property
-    def stuck_reads(self) -> int:
-        """Number of those that make no progress."""
-        return sum(part.stuck_reads for part in self.parts)
+    def figures(self) -> ReadFigures:
+        """The sum of all parts' figures; of a divided read each sub-read counts."""
+        figures = [part.figures for part in self.parts]
+        return ReadFigures(
+            sum(each.bytes_arrived for each in figures),
+            max((each.arrived_at for each in figures if each.arrived_at is not None), default=None),
+            sum(each.reads_in_flight for each in figures),
+            sum(each.stuck_reads for each in figures),
+        )
 
     @property
     def fault(self) -> BaseException | None:

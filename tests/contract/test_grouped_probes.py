@@ -20,7 +20,9 @@ from kv_transfer.layout import LayoutFingerprint, LinkIdentity, part_name
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
+from kv_transfer.receiver.join_probe import JoinProbes
 from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
+from kv_transfer.receiver.transfer import TransferBook
 from tests.support.handoff_rig import Recorder, SenderHalf
 from tests.support.node_parts import new_memory
 
@@ -56,10 +58,12 @@ async def joined(faults: Faults | None) -> AsyncIterator[tuple[SenderHalf, Intak
     intake = Intake(
         LinkIdentity("c", "d0", f"d0.{life}", FINGERPRINT),
         lambda deliver: PartsMover(LAYOUT, [OwnPart(PARTS[n], part(n)) for n in range(2)], deliver),
+        TransferBook(digest_every=0),
+        JoinProbes("d0", f"d0.{life}", SystemClock(), ProbeTimes(first_pause_s=0.05, max_pause_s=0.1)),
         recorder.tell_engine,
         recorder.record,
         asyncio.get_running_loop().call_soon_threadsafe,
-        probe_times=ProbeTimes(first_pause_s=0.05, max_pause_s=0.1),
+        SystemClock(),
         layout=LAYOUT,
     )
     await sender.start()
@@ -77,7 +81,7 @@ async def test_a_sender_is_used_once_each_group_was_read() -> None:
         await sender.recorder.wait_until(lambda: not sender.handoff.probes.num_open)
         assert sender.handoff.probes.outcomes == {("d0", "passed"): 2}, "one for each group"
         assert intake.probes.outcomes == {("p0", "passed"): 1}
-        assert [part.bytes_arrived for part in intake.mover.parts] == [LAYOUT.block_bytes] * 2
+        assert [part.figures.bytes_arrived for part in intake.mover.parts] == [LAYOUT.block_bytes] * 2
 
 
 async def test_a_part_that_has_no_layer_of_the_first_group_is_probed_too() -> None:

@@ -170,7 +170,7 @@ async def test_a_sender_whose_bytes_go_elsewhere_is_found(monkeypatch: pytest.Mo
         return lambda block, seed, group=0: fill(block + 1, seed, group)
 
     real = known_bytes.block_filler
-    monkeypatch.setattr("kv_transfer.mover.mover.block_filler", misplaced)
+    monkeypatch.setattr("kv_transfer.mover.agent_reads.block_filler", misplaced)
     async with Rigs("memory").new() as rig:
         _, seen = await wait_for_failures(rig)
         assert seen.fault is ProbeFault.WRONG_BYTES

@@ -144,7 +144,7 @@ class RankedNode(SimulatedNode):
             "while a request waited": stats.num_waiting,
             "with leases": stats.leased_blocks,
             "while it was read": self.is_read,
-            "while it read": self.half.mover.reads_in_flight if self.role is Role.DECODE else 0,
+            "while it read": self.half.mover.figures.reads_in_flight if self.role is Role.DECODE else 0,
             "while it was idle": self.is_idle,
             "while it drained": self.is_ending and not self.stop.forced.is_set(),
             "while a rank was stopped": self.is_stuck,

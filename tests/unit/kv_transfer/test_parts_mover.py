@@ -23,6 +23,7 @@ from kv_transfer.mover.part_mover import (
     MoverEvent,
     ReadDone,
     ReadFailed,
+    ReadFigures,
 )
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
 from kv_transfer.piece_plan import ReadRange
@@ -36,10 +37,7 @@ WITHIN_S = 20.0
 class RecordedMover:
     """A mover of a part that notes what it is told, and answers when the test says so."""
 
-    bytes_arrived = 0
-    arrived_at: float | None = None
-    reads_in_flight = 0
-    stuck_reads = 0
+    figures = ReadFigures()
     fault: BaseException | None = None
     num_blocks = 8
     start_error: Exception | None = None
@@ -255,15 +253,10 @@ def test_an_event_that_can_not_be_delivered_ends_the_process(faults: queue.Simpl
 
 def test_figures_are_of_all_parts() -> None:
     rig = Rig()
-    assert rig.mover.arrived_at is None
+    assert rig.mover.figures == ReadFigures()
     for number, mover in enumerate(rig.movers, 1):
-        mover.bytes_arrived, mover.arrived_at, mover.reads_in_flight, mover.stuck_reads = number, number, number, 1
-    assert (rig.mover.bytes_arrived, rig.mover.arrived_at, rig.mover.reads_in_flight, rig.mover.stuck_reads) == (
-        3,
-        2,
-        3,
-        2,
-    )
+        mover.figures = ReadFigures(number, number, number, 1)
+    assert rig.mover.figures == ReadFigures(bytes_arrived=3, arrived_at=2, reads_in_flight=3, stuck_reads=2)
     assert rig.mover.fault is None
     rig.movers[1].fault = EngineFault("lost")
     assert rig.mover.fault is rig.movers[1].fault

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from baton.background import OnFault, current_watch
 from baton.messages.ids import AttemptKey
@@ -15,18 +14,20 @@ from baton.node.reports.figures import KV_FETCH_HELP
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, by_label
 from baton.runner.blocks.block_digests import block_digests
-from decode_node.intake import Intake, IntakeConnector
-from decode_node.known_senders import KnownSenders, own_kv_format
+from decode_node.connector import IntakeConnector
+from decode_node.intake import Intake
+from decode_node.senders import KnownSenders, own_kv_format
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every
 from kv_transfer.figures import failure_figures, handshake_figures, probe_figures, read_figures, transfer_figures
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
-from kv_transfer.link.liveness import is_running
+from kv_transfer.link.liveness import PeerAccess
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
-from kv_transfer.mover.parts_mover import PartsMover
-from kv_transfer.remote.node_mover import mover_of_node
+from kv_transfer.mover.parts_mover import PartsMover, mover_of_node
+from kv_transfer.receiver.join_probe import JoinProbes
+from kv_transfer.receiver.transfer import TransferBook
 
 
 class DecodeRole:
@@ -61,19 +62,23 @@ class DecodeRole:
 
             return mover_of_node(runner, context.incarnation, make_part, deliver, context.clock, config.kv_stall_s)
 
-        self.intake = Intake(
-            identity,
-            make_mover,
-            context.tell_engine,
-            context.record,
-            context.post,
+        book = TransferBook(
             digest_every=every,
             keeps_valid_blocks=config.on_transfer_failure == "recompute",
             clock=context.clock,
             vocab_size=runner.model.vocab_size,
-            make_channel=context.dialer.channel,
-            is_running=partial(is_running, dialer=context.dialer),
-            layout=runner.layout,
+        )
+        self.intake = Intake(
+            identity,
+            make_mover,
+            book,
+            JoinProbes(identity.node_id, identity.incarnation, context.clock),
+            context.tell_engine,
+            context.record,
+            context.post,
+            context.clock,
+            PeerAccess.of(context.dialer),
+            runner.layout,
         )
         self._connector = IntakeConnector(self.intake, runner.layout, context.post)
         self._senders = KnownSenders(

@@ -1,7 +1,7 @@
 """Reads the KV of prompts that prefill nodes computed.
 
-There are two halves. `IntakeConnector` belongs to the engine's thread: it tells the scheduler how many tokens of KV can
-be read from another node, and posts to the event loop where to read them to, and when requests end. `Intake` belongs to
+`IntakeConnector` (`connector.py`) belongs to the engine's thread: it tells the scheduler how many tokens of KV can be
+read from another node, and posts to the event loop where to read them to, and when requests end. `Intake` belongs to
 the event loop: it owns the transfers, the links and the mover, so that a step of any length delays nothing but the use
 of the KV that arrived. While a read may still write to a request's blocks, the engine keeps them: it gets `released`
 when both the request's end has been posted and the last read has ended.
@@ -12,35 +12,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-
-import grpc
+from collections.abc import Callable, Iterable, Sequence
 
 from baton.background import OnFault, current_watch
-from baton.clock import Clock, SystemClock
-from baton.engine.connector import (
-    NO_EXTERNAL_TOKENS,
-    ArrivedKV,
-    BlockFate,
-    ExternalTokens,
-    KVTransferOutput,
-    LostKV,
-)
-from baton.engine.request import Request
+from baton.clock import Clock
+from baton.engine.connector import ArrivedKV, KVTransferOutput, LostKV
 from baton.engine.runner import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.messages.ids import AttemptKey, Peer
-from baton.messages.node import Leg, StageTimings
+from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
-from baton.wire.credentials import PLAINTEXT_DIALER
-from decode_node.absent_senders import AbsentSenders
 from decode_node.pair_prober import PairProber
-from decode_node.sender_links import SenderLinks
+from decode_node.senders import AbsentSenders, SenderLinks
 from kv_transfer.digests import LazyInbox
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
+from kv_transfer.link.failures import RefusedLinks
 from kv_transfer.link.link import HEARTBEAT_S, SPARED
 from kv_transfer.link.link_client import LinkClient
 from kv_transfer.link.link_messages import (
@@ -50,14 +39,14 @@ from kv_transfer.link.link_messages import (
     ReadConfirmed,
     SenderMessage,
     request_of,
+    sender_of,
 )
-from kv_transfer.link.liveness import IsRunning, PortState, is_running, probe_port
-from kv_transfer.link.refused_links import RefusedLinks
-from kv_transfer.link.welcome import sender_of
-from kv_transfer.mover.mover_events import (
+from kv_transfer.link.liveness import DIRECT, PeerAccess
+from kv_transfer.mover.part_mover import (
     BlocksDigested,
     Connected,
     ConnectFailed,
+    DeliverEvent,
     DigestEvent,
     DigestsFailed,
     MoverEvent,
@@ -65,10 +54,9 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.receiver.block_map import BlockMap
-from kv_transfer.receiver.join_probe import JoinProbes, ProbeTimes
+from kv_transfer.receiver.join_probe import JoinProbes
 from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.receiver.transfer_values import (
     Arrived,
@@ -98,27 +86,18 @@ class Intake:
         self,
         identity: LinkIdentity,
         make_mover: Callable[[DeliverEvent], PartsMover],
+        book: TransferBook,
+        probes: JoinProbes,
         tell_engine: Callable[[KVTransferOutput], None],
         record: Callable[[str, AttemptKey, int, str], None],
         post: Callable[[Callable[[], None]], object],
-        heartbeat_s: float = HEARTBEAT_S,
-        max_quarantined_blocks: int = 1024,
-        make_channel: Callable[[str], grpc.aio.Channel] = PLAINTEXT_DIALER.channel,
-        digest_every: int = 0,
-        keeps_valid_blocks: bool = False,
-        clock: Clock | None = None,
-        is_running: IsRunning = is_running,
-        probe_port: Callable[[str], Awaitable[PortState]] = probe_port,
-        vocab_size: int = 1 << 32,
-        probe_times: ProbeTimes | None = None,
+        clock: Clock,
+        peers: PeerAccess = DIRECT,
         layout: KVLayout | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """`make_mover` gets the callable that takes the mover's events. `tell_engine` posts to the engine's inbox.
-        `record` writes to the node's event log. `post` runs a callable on the event loop, from any thread.
-
-        `digest_every`: the digest of one block in this many is compared with the sender's; 0: of no block.
-        `keeps_valid_blocks`: the engine keeps the valid blocks of a failed transfer, and computes the others.
-        `is_running` and `probe_port` tell whether the process of a sender whose link has ended is gone. `layout`: of
+        `record` writes to the node's event log. `post` runs a callable on the event loop, from any thread. `layout`: of
         a block; None: it is not known, so senders have blocks of the same size and layers, in one memory.
         """
         self._identity = identity
@@ -126,24 +105,16 @@ class Intake:
         self._tell_engine = tell_engine
         self._record = record
         self._heartbeat_s = heartbeat_s
-        self._make_channel = make_channel
-        self._is_running = is_running
+        self._peers = peers
         self._post = post
         self._digest_events = LazyInbox[DigestEvent](lambda: post(self._collect_digests))
-        self._clock = clock = clock or SystemClock()
-        self._book = TransferBook(
-            max_quarantined_blocks,
-            digest_every=digest_every,
-            keeps_valid_blocks=keeps_valid_blocks,
-            clock=clock,
-            vocab_size=vocab_size,
-        )
+        self._book = book
         self._refused = RefusedLinks(clock)
         self._ended_log = LimitedLog(_log, logging.INFO, now=clock.monotonic)
         self.links = SenderLinks(self._new_link, self._reopen, clock)
         self._members: set[str] = set()
         """Incarnations of senders that have joined the cluster and not left it."""
-        self.probes = JoinProbes(identity.node_id, identity.incarnation, clock, probe_times)
+        self.probes = probes
         self._prober = PairProber(
             self.probes,
             self.mover,
@@ -155,7 +126,7 @@ class Intake:
                 self._book.refuse_waiting(incarnation, error.cause, error.detail)
             ),
         )
-        self._absent = AbsentSenders(self._sender_gone, self._disconnect, probe_port)
+        self._absent = AbsentSenders(self._sender_gone, self._disconnect, peers.probe_port)
         self._layout = layout
         self._pools: dict[str, tuple[int, BlockMap]] = {}
         """Size of each linked sender's pool in blocks, and the sizes of blocks, by incarnation."""
@@ -367,8 +338,8 @@ class Intake:
             source,
             self,
             self._heartbeat_s,
-            make_channel=self._make_channel,
-            is_running=self._is_running,
+            make_channel=self._peers.make_channel,
+            is_running=self._peers.is_running,
         )
 
     def _is_wanted(self, source: Peer) -> bool:
@@ -439,82 +410,3 @@ class Intake:
                 self._tell_engine(KVTransferOutput(failed={key: lost}))
             case Released():
                 self._tell_engine(KVTransferOutput(released=frozenset({key})))
-
-
-class IntakeConnector:
-    """The scheduler's interface to `Intake`: plans the transfers of decode legs. Belongs to the engine's thread."""
-
-    def __init__(self, intake: Intake, layout: KVLayout, post: Callable[[Callable[[], None]], object]) -> None:
-        """`post` runs a callable on the event loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
-        self._intake = intake
-        self._layout = layout
-        self._post = post
-        self._expected: set[str] = set()
-        """Requests whose KV is awaited, without reserved blocks yet."""
-        self._planned: set[str] = set()
-        """Requests with blocks that were reserved for a transfer."""
-
-    @property
-    def num_followed(self) -> int:
-        """Number of live requests that this connector remembers."""
-        return len(self._expected) + len(self._planned)
-
-    def request_added(self, request: Request) -> None:
-        if request.leg is not Leg.DECODE:
-            return
-        attempt, source = AttemptKey.parse(request.request_id), request.kv_source
-        if source is None:
-            raise ValueError(f"{request.request_id}: a decode leg must name its KV source")
-        self._expected.add(request.request_id)
-        self._post(lambda: self._intake.expect(attempt, source))
-
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
-        # A prompt is read once: after a preemption its lease is over, and this node computes the lost KV itself.
-        if request.leg is not Leg.DECODE or request.request_id in self._planned:
-            return NO_EXTERNAL_TOKENS
-        missing = request.num_submitted_tokens - num_computed_tokens
-        if missing > 0 and not self._intake.may_plan(AttemptKey.parse(request.request_id)):
-            return ExternalTokens(None)
-        return ExternalTokens(missing, load_async=True) if missing > 0 else NO_EXTERNAL_TOKENS
-
-    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        if num_external_tokens == 0:
-            return
-        if request.kv_source is None:
-            raise ValueError(f"{request.request_id}: a decode leg must name its KV source")
-        num_local = request.num_submitted_tokens - num_external_tokens
-        plan = TransferPlan(
-            attempt=AttemptKey.parse(request.request_id),
-            source=request.kv_source,
-            num_prompt_tokens=request.num_submitted_tokens,
-            block_ids=tuple(block_ids),
-            first_block=num_local // self._layout.block_size * len(self._layout.groups),
-        )
-        self._expected.discard(request.request_id)
-        self._planned.add(request.request_id)
-        self._post(lambda: self._intake.plan(plan))
-
-    def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
-        return
-
-    def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
-        return self.request_finished(request, block_ids, transferring=True)
-
-    def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
-        if request.request_id in self._expected:
-            self._expected.discard(request.request_id)
-            attempt = AttemptKey.parse(request.request_id)
-            self._post(lambda: self._intake.abandon(attempt))
-        if request.request_id not in self._planned:
-            return BlockFate.FREE
-        self._planned.discard(request.request_id)
-        attempt = AttemptKey.parse(request.request_id)
-        if not transferring and self.stats(attempt) is not None:
-            return BlockFate.FREE
-        # Only the event loop knows whether a read has started. If none has, it answers `released` at once.
-        self._post(lambda: self._intake.ended(attempt))
-        return BlockFate.QUARANTINED
-
-    def stats(self, attempt: AttemptKey) -> TransferStats | None:
-        """The statistics of the attempt's transfer; None before the KV has arrived. May be called from any thread."""
-        return self._intake.stats(attempt)

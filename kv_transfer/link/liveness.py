@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import grpc
 
 from baton.wire.credentials import PLAINTEXT_DIALER, Dialer
 
@@ -76,3 +80,20 @@ async def is_running(address: str, within_s: float, dialer: Dialer = PLAINTEXT_D
     except TimeoutError:
         return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAccess:
+    """How a node reaches the processes of others, and finds out whether they run."""
+
+    make_channel: Callable[[str], grpc.aio.Channel]
+    is_running: IsRunning = is_running
+    probe_port: Callable[[str], Awaitable[PortState]] = probe_port
+
+    @classmethod
+    def of(cls, dialer: Dialer) -> PeerAccess:
+        """By the channels of this dialer."""
+        return cls(dialer.channel, partial(is_running, dialer=dialer))
+
+
+DIRECT = PeerAccess.of(PLAINTEXT_DIALER)

@@ -91,7 +91,7 @@ async def test_tokens_are_those_of_one_node(tmp_path: Path, prefill: Sequence[ra
         assert isinstance(reader, DecodeRole)
         assert len(sender.handoff.mover.parts) == len(prefill)
         assert len(reader.intake.mover.parts) == len(decode)
-        assert reader.intake.mover.reads_in_flight == 0
+        assert reader.intake.mover.figures.reads_in_flight == 0
         assert reader.intake.probes.outcomes == {("prefill-0", "passed"): 1}
 
 

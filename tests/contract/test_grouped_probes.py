@@ -13,13 +13,13 @@ from baton.messages.node_report import ProbeFault
 from baton.runner.blocks.block_digests import block_digests
 from decode_node.intake import Intake
 from kv_transfer.backends.base import TransferBackend
-from kv_transfer.layout import LayoutFingerprint, LinkIdentity
+from kv_transfer.layout import LayoutFingerprint, LinkIdentity, part_name
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
-from kv_transfer.peer_node import part_name
-from kv_transfer.receiver.join_probe import ProbeTimes
-from kv_transfer.receiver.join_probe_machine import ProbeState
+from kv_transfer.receiver.join_probe import JoinProbes
+from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
+from kv_transfer.receiver.transfer import TransferBook
 from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
@@ -58,10 +58,12 @@ async def joined(faults: Faults | None) -> AsyncIterator[tuple[SenderHalf, Intak
     intake = Intake(
         LinkIdentity("c", "d0", f"d0.{life}", FINGERPRINT),
         lambda deliver: PartsMover(LAYOUT, [OwnPart(PARTS[n], part(n)) for n in range(2)], deliver),
+        TransferBook(digest_every=0),
+        JoinProbes("d0", f"d0.{life}", SystemClock(), ProbeTimes(first_pause_s=0.05, max_pause_s=0.1)),
         recorder.tell_engine,
         recorder.record,
         asyncio.get_running_loop().call_soon_threadsafe,
-        probe_times=ProbeTimes(first_pause_s=0.05, max_pause_s=0.1),
+        SystemClock(),
         layout=LAYOUT,
     )
     await sender.start()
@@ -79,7 +81,7 @@ async def test_a_sender_is_used_once_each_group_was_read() -> None:
         await sender.recorder.wait_until(lambda: not sender.handoff.probes.num_open)
         assert sender.handoff.probes.outcomes == {("d0", "passed"): 2}, "one for each group"
         assert intake.probes.outcomes == {("p0", "passed"): 1}
-        assert [part.bytes_arrived for part in intake.mover.parts] == [LAYOUT.block_bytes] * 2
+        assert [part.figures.bytes_arrived for part in intake.mover.parts] == [LAYOUT.block_bytes] * 2
 
 
 async def test_a_part_that_has_no_layer_of_the_first_group_is_probed_too() -> None:

@@ -16,8 +16,7 @@ from baton.messages.node_report import FailedProbe, ProbeFault
 from baton.runner.blocks import known_bytes
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.receiver.join_probe import ProbeTimes
-from kv_transfer.receiver.join_probe_machine import ProbeState
+from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
 from tests.doubles.fake_transfer_backend import FakeTransferBackend
 from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.support.handoff_rig import (
@@ -171,7 +170,7 @@ async def test_a_sender_whose_bytes_go_elsewhere_is_found(monkeypatch: pytest.Mo
         return lambda block, seed, group=0: fill(block + 1, seed, group)
 
     real = known_bytes.block_filler
-    monkeypatch.setattr("kv_transfer.mover.mover.block_filler", misplaced)
+    monkeypatch.setattr("kv_transfer.mover.agent_reads.block_filler", misplaced)
     async with Rigs("memory").new() as rig:
         _, seen = await wait_for_failures(rig)
         assert seen.fault is ProbeFault.WRONG_BYTES

@@ -15,7 +15,8 @@ from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import Division
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.mover.mover_events import (
+from kv_transfer.layout import part_name
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
@@ -24,7 +25,6 @@ from kv_transfer.mover.mover_events import (
     ReadDone,
     ReadFailed,
 )
-from kv_transfer.peer_node import part_name
 from kv_transfer.piece_plan import ReadRange
 from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from tests.support.node_parts import PartsNode, layer_of
@@ -213,7 +213,7 @@ def test_many_reads_are_each_answered_once(pair: Pair) -> None:
     answers, digests = pair.outcome(20, 20)
     assert {answer.read_id for answer in answers if isinstance(answer, ReadDone)} == set(range(1, 21))
     assert len(digests) == 20
-    assert pair.reader.mover.reads_in_flight == 0
+    assert pair.reader.mover.figures.reads_in_flight == 0
 
 
 def test_an_unknown_peer_is_gone(pair: Pair) -> None:
@@ -243,12 +243,12 @@ def test_a_read_waits_for_the_slowest_part(pair: Pair) -> None:
     pair.connect()
     pair.connect()
     assert pair.reader.events.empty()
-    assert pair.reader.mover.reads_in_flight > 0
+    assert pair.reader.mover.figures.reads_in_flight > 0
     pair.reader.mover.cancel(2)
     pair.thaw(last)
     answers, _ = pair.outcome(num_reads=2)
     assert {answer.read_id for answer in answers if isinstance(answer, ReadDone | ReadFailed)} == {1, 2}
-    assert pair.reader.mover.reads_in_flight == 0
+    assert pair.reader.mover.figures.reads_in_flight == 0
 
 
 def test_a_peer_of_which_one_part_is_killed_is_gone_once(pair: Pair) -> None:
@@ -264,7 +264,7 @@ def test_a_peer_of_which_one_part_is_killed_is_gone_once(pair: Pair) -> None:
     (failed,), _ = pair.outcome()
     assert isinstance(failed, ReadFailed)
     assert failed.cause is TransferCause.PEER_GONE
-    assert pair.reader.mover.reads_in_flight == 0
+    assert pair.reader.mover.figures.reads_in_flight == 0
     pair.reader.mover.connect(pair.sender.node)
     answer = pair.reader.next()
     assert isinstance(answer, ConnectFailed)

@@ -35,8 +35,8 @@ from kv_transfer.backends.base import (
 )
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.mover.mover import Mover
-from kv_transfer.mover.mover_events import BlocksDigested, Connected, MoverEvent, ReadDone, ReadFailed
-from kv_transfer.mover.window import WindowLimits
+from kv_transfer.mover.part_mover import BlocksDigested, Connected, MoverEvent, ReadDone, ReadFailed
+from kv_transfer.mover.pieces import WindowLimits
 from kv_transfer.piece_plan import ReadRange
 from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from tests.doubles.faulty_transfer_backend import FaultyTransferBackend
@@ -536,7 +536,7 @@ def test_the_mover_reads_in_pieces_and_answers_once(
     assert {a.read_id for a in answers if isinstance(a, ReadDone)} == {0, 1, 2}
     assert all(isinstance(a, ReadDone) and a.num_bytes == third * BLOCK_BYTES for a in answers)
     assert all(rig.block(i) == pattern(remote, 1, BLOCK_BYTES) for i, remote in enumerate(order))
-    assert mover.reads_in_flight == 0
+    assert mover.figures.reads_in_flight == 0
 
 
 def test_the_mover_reports_a_killed_peer(
@@ -554,7 +554,7 @@ def test_the_mover_reports_a_killed_peer(
     mover.read(9, other, [ReadRange(0, 3, 1)])
     assert isinstance(events.get(timeout=WITHIN_S), ReadDone)
     assert rig.block(0) == pattern(3, 1, BLOCK_BYTES)
-    assert mover.reads_in_flight == 0
+    assert mover.figures.reads_in_flight == 0
 
 
 def test_reads_of_a_stopped_peer_stay_counted_until_it_dies(
@@ -564,18 +564,18 @@ def test_reads_of_a_stopped_peer_stay_counted_until_it_dies(
     stopped.freeze()
     name = attach(mover, events, stopped)
     mover.read(1, name, [ReadRange(0, 0, 16)])
-    wait_until(lambda: mover.reads_in_flight == 1 and mover.stuck_reads == 1)
+    wait_until(lambda: mover.figures.reads_in_flight == 1 and mover.figures.stuck_reads == 1)
     mover.read(2, name, [ReadRange(70, 5, 2)])
     mover.disconnect(name)
     queued = events.get(timeout=WITHIN_S)
     assert isinstance(queued, ReadFailed)
     assert (queued.read_id, queued.cause) == (2, TransferCause.CANCELLED)
-    assert mover.reads_in_flight == 1
+    assert mover.figures.reads_in_flight == 1
     stopped.kill()
     answer = events.get(timeout=WITHIN_S)
     assert isinstance(answer, ReadFailed)
     assert (answer.read_id, answer.cause) == (1, TransferCause.PEER_GONE)
-    assert mover.reads_in_flight == 0
+    assert mover.figures.reads_in_flight == 0
 
 
 def test_the_mover_digests_of_each_pair_the_layers_that_it_brought(

@@ -20,12 +20,12 @@ class FakeMover(Mover):
     def turn(self) -> None:
         """Do what the thread would do next, which is nothing while it would sleep."""
         if self.has_work:
+            # So it waits for no command.
+            self._reads.moved = True
             self._turn()
 
     @property
     def has_work(self) -> bool:
         """Whether the thread has work, so that it would not sleep until it gets the next command."""
-        return self._moved or bool(self._in_flight) or self._num_readers > 0 or not self._inbox.empty()
-
-    def _pause(self) -> float | None:
-        return 0.0
+        reads = self._reads
+        return reads.moved or reads.is_in_flight or reads.has_readers or not self._inbox.empty()

@@ -20,7 +20,8 @@ from baton.runner.simulated import expected_tokens
 from decode_node.intake import Intake
 from kv_transfer.digests import OfferedDigests
 from kv_transfer.link.link_client import LinkClient
-from kv_transfer.mover.mover import STALL_S, Mover
+from kv_transfer.mover.agent_reads import STALL_S
+from kv_transfer.mover.mover import Mover
 from kv_transfer.sender.lease_values import LeaseTimes
 from prefill_node.handoff import HandOff
 from router.placement.breaker import PAIR_FAILURES

@@ -47,7 +47,7 @@ def _link_wanted_again(cluster: SimulatedCluster, _: HandOff, reader: Intake) ->
 
 async def reading(reader: Intake) -> None:
     for _ in range(1000):
-        if reader.mover.reads_in_flight:
+        if reader.mover.figures.reads_in_flight:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("no read was posted")

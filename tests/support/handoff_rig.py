@@ -22,17 +22,21 @@ from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
-from decode_node.intake import Intake, IntakeConnector
+from decode_node.connector import IntakeConnector
+from decode_node.intake import Intake
 from kv_transfer.backends.base import ReadHandle, TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link.link_messages import ConfirmRead, Heartbeat, ReaderMessage
+from kv_transfer.link.liveness import DIRECT
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.piece_plan import ReadRange
-from kv_transfer.receiver.join_probe import ProbeTimes
-from kv_transfer.receiver.join_probe_machine import ProbeState
-from prefill_node.handoff import HandOff, OfferConnector
+from kv_transfer.receiver.join_probe import JoinProbes
+from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
+from kv_transfer.receiver.transfer import TransferBook
+from prefill_node.connector import OfferConnector
+from prefill_node.handoff import HandOff
 from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 
@@ -271,15 +275,14 @@ class ReceiverHalf:
         self.intake = Intake(
             identity,
             partial(PartsMover.of_one, self.memory.layout, self._make_mover),
+            TransferBook(digest_every=digest_every, keeps_valid_blocks=keeps_valid_blocks, vocab_size=VOCAB_SIZE),
+            JoinProbes(identity.node_id, identity.incarnation, SystemClock(), probe_times),
             self.recorder.tell_engine,
             self.recorder.record,
             post,
+            SystemClock(),
+            replace(DIRECT, is_running=self.recorder.is_running),
             heartbeat_s=HEARTBEAT_S,
-            digest_every=digest_every,
-            keeps_valid_blocks=keeps_valid_blocks,
-            is_running=self.recorder.is_running,
-            vocab_size=VOCAB_SIZE,
-            probe_times=probe_times,
         )
         self.connector = IntakeConnector(self.intake, KV_LAYOUT, post)
 

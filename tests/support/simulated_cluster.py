@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 from baton.clock import Clock
 from baton.engine.connector import KVTransferOutput
@@ -41,18 +41,21 @@ from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
 from baton.runner.blocks.block_digests import BlockDigests, block_digests
 from baton.runner.simulated import SimulatedRunner
-from decode_node.intake import Intake, IntakeConnector
-from decode_node.known_senders import KnownSenders, own_kv_format
+from decode_node.connector import IntakeConnector
+from decode_node.intake import Intake
+from decode_node.senders import KnownSenders, own_kv_format
 from kv_transfer.backends.base import TransferBackend
-from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
-from kv_transfer.link.liveness import PortState
+from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity, part_name
+from kv_transfer.link.liveness import PeerAccess, PortState
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover
-from kv_transfer.mover.window import WindowLimits
-from kv_transfer.peer_node import part_name
-from kv_transfer.receiver.join_probe_machine import ProbeState
+from kv_transfer.mover.pieces import WindowLimits
+from kv_transfer.receiver.join_probe import JoinProbes
+from kv_transfer.receiver.probe_values import ProbeState
+from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.sender.lease_values import LeaseTimes
-from prefill_node.handoff import HandOff, OfferConnector
+from prefill_node.connector import OfferConnector
+from prefill_node.handoff import HandOff
 from router.dispatcher import Dispatcher
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks
@@ -341,18 +344,24 @@ class SimulatedNode:
             intake = cluster.make_intake(
                 identity,
                 self._make_mover,
+                TransferBook(
+                    limits.max_quarantined_blocks,
+                    digest_every=1 if limits.digests else 0,
+                    keeps_valid_blocks=limits.on_transfer_failure == "recompute",
+                    clock=clock,
+                ),
+                JoinProbes(identity.node_id, identity.incarnation, clock),
                 self._tell_engine,
                 self.log.record,
                 post,
+                clock,
+                PeerAccess(
+                    lambda address: cast(Any, network.channel(self.incarnation, address)),
+                    lambda address, within_s: network.answers(self.incarnation, address),
+                    cluster.probe_port,
+                ),
+                self.runner.layout,
                 limits.heartbeat_s,
-                limits.max_quarantined_blocks,
-                lambda address: network.channel(self.incarnation, address),
-                digest_every=1 if limits.digests else 0,
-                keeps_valid_blocks=limits.on_transfer_failure == "recompute",
-                clock=clock,
-                is_running=lambda address, within_s: network.answers(self.incarnation, address),
-                probe_port=cluster.probe_port,
-                layout=self.runner.layout,
             )
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
         kv_format = own_kv_format(self.runner.model, self.runner.layout, identity.protocol)
@@ -508,7 +517,7 @@ class SimulatedNode:
         """Whether every block is free (or only cached), nothing runs or waits, and no read is in flight."""
         stats = self.scheduler.make_stats()
         busy = stats.num_running or stats.num_waiting or stats.leased_blocks or stats.quarantined_blocks
-        return not busy and stats.free_blocks == stats.total_blocks and not self.half.mover.reads_in_flight
+        return not busy and stats.free_blocks == stats.total_blocks and not self.half.mover.figures.reads_in_flight
 
     def assert_nothing_is_left(self) -> None:
         """Check that books, queues and agents are as empty as at the start."""

@@ -20,7 +20,7 @@ from baton.node.reports.event_log import EventLog
 from baton.node.stop import NodeStop
 from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
-from baton.runner.ranks.heartbeats import INTERVAL_S
+from baton.runner.ranks.rank_spec import INTERVAL_S
 from prefill_node.handoff import HandOff
 from tests.doubles.fake_ranked_runner import FakeRankedRunner
 from tests.doubles.faulty_transfer_backend import Faults
@@ -143,7 +143,7 @@ class RankedNode(SimulatedNode):
             "while a request waited": stats.num_waiting,
             "with leases": stats.leased_blocks,
             "while it was read": self.is_read,
-            "while it read": self.half.mover.reads_in_flight if self.role is Role.DECODE else 0,
+            "while it read": self.half.mover.figures.reads_in_flight if self.role is Role.DECODE else 0,
             "while it was idle": self.is_idle,
             "while it drained": self.is_ending and not self.stop.forced.is_set(),
             "while a rank was stopped": self.is_stuck,

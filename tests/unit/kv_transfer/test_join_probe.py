@@ -14,18 +14,20 @@ from baton.machine import Machine, render_mermaid
 from baton.messages.ids import Peer
 from baton.messages.node_report import ProbeFault
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
-from kv_transfer.receiver.join_probe import (
+from kv_transfer.receiver.join_probe import JoinProbes
+from kv_transfer.receiver.probe_values import (
+    PROBE_TABLE,
     EndLink,
-    JoinProbes,
     PairProven,
     ProbeAgain,
     ProbeEffect,
+    ProbeEvent,
+    ProbeState,
     ProbeTimes,
     ReadProbe,
     RefuseWaiting,
     ReportFailure,
 )
-from kv_transfer.receiver.join_probe_machine import PROBE_TABLE, ProbeEvent, ProbeState
 from kv_transfer.receiver.transfer_values import CancelRead, TellSender
 from tests.doubles.fake_clock import FakeClock
 from tests.support.transitions import check_pair, every_pair

@@ -23,16 +23,15 @@ from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.known_bytes import FillBlock, known_bytes
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadState, ReadStuck
-from kv_transfer.mover.mover import (
-    STOP_WITHIN_S,
-    STUCK_AFTER_S,
-    Mover,
-)
-from kv_transfer.mover.mover_events import (
+from kv_transfer.layout import PeerNode
+from kv_transfer.mover.agent_reads import LONGEST_PAUSE_S, READER_PUMP_S, SHORTEST_PAUSE_S, STUCK_AFTER_S, pause
+from kv_transfer.mover.mover import STOP_WITHIN_S, Mover
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
     ConnectFailed,
+    DeliverEvent,
     DigestsFailed,
     FillFailed,
     MoverEvent,
@@ -40,12 +39,8 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.mover.pacing import LONGEST_PAUSE_S, READER_PUMP_S, SHORTEST_PAUSE_S, pause
-from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover
-from kv_transfer.mover.stuck_reads import MAX_PROBE_INTERVAL_S
-from kv_transfer.mover.window import WindowLimits
-from kv_transfer.peer_node import PeerNode
+from kv_transfer.mover.pieces import MAX_PROBE_INTERVAL_S, WindowLimits
 from kv_transfer.piece_plan import ReadRange
 from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_mover import FakeMover
@@ -251,7 +246,7 @@ def test_a_read_is_answered_with_its_bytes_times_and_ranges(bench: Bench) -> Non
     assert 0 <= done.post_s <= done.total_s
     assert [bench.block(i) for i in (0, 2, 10, 13)] == [pattern(i, 1, BLOCK_BYTES) for i in (9, 11, 3, 6)]
     assert bench.backend.posted == [(ReadRange(0, 9, 3), ReadRange(10, 3, 1)), (ReadRange(11, 4, 3),)]
-    assert (bench.mover.reads_in_flight, bench.mover.stuck_reads) == (0, 0)
+    assert (bench.mover.figures.reads_in_flight, bench.mover.figures.stuck_reads) == (0, 0)
 
 
 def test_a_short_read_does_not_wait_for_a_long_one(bench: Bench) -> None:
@@ -316,7 +311,7 @@ def test_cancel_posts_no_more_and_waits_for_what_is_in_flight(bench: Bench) -> N
     wait_until(lambda: len(bench.backend.posted) == 2)
     bench.mover.cancel(1)
     bench.round_trip(peer)
-    assert bench.mover.reads_in_flight >= 1
+    assert bench.mover.figures.reads_in_flight >= 1
     bench.fabric.thaw("sender")
     answers = {e.read_id: type(e) for e in (bench.next(), bench.next()) if isinstance(e, ReadDone | ReadFailed)}
     assert answers == {1: ReadFailed, 2: ReadDone}
@@ -341,7 +336,7 @@ def test_a_block_that_cant_be_filled_ends_no_mover(bench: Bench, monkeypatch: py
     def no_filler(memory: KVMemory) -> FillBlock:
         raise ConfigError("no way to this memory")
 
-    monkeypatch.setattr("kv_transfer.mover.mover.block_filler", no_filler)
+    monkeypatch.setattr("kv_transfer.mover.agent_reads.block_filler", no_filler)
     bench.mover.fill(-2, 3, "seed")
     failed = bench.next()
     assert isinstance(failed, FillFailed)
@@ -389,7 +384,7 @@ def test_a_killed_peer_fails_its_reads_and_no_others(bench: Bench) -> None:
     assert failure(bench.next()) == (3, TransferCause.PEER_GONE)
     bench.mover.read(4, "other", [ReadRange(0, 0, 1)])
     assert isinstance(bench.next(), ReadDone)
-    assert bench.mover.reads_in_flight == 0
+    assert bench.mover.figures.reads_in_flight == 0
 
 
 def test_disconnect_waits_for_reads_in_flight_and_connect_cancels_it(bench: Bench) -> None:
@@ -402,7 +397,7 @@ def test_disconnect_waits_for_reads_in_flight_and_connect_cancels_it(bench: Benc
     assert failure(bench.next()) == (2, TransferCause.CANCELLED)
     bench.mover.read(3, "sender", [ReadRange(9, 9, 1)])
     assert failure(bench.next()) == (3, TransferCause.CANCELLED)
-    assert bench.mover.reads_in_flight == 1
+    assert bench.mover.figures.reads_in_flight == 1
     bench.round_trip(peer)
     bench.mover.read(4, "sender", [ReadRange(9, 9, 1)])
     bench.fabric.thaw("sender")
@@ -428,7 +423,7 @@ class StuckBench(Bench):
         wait_until(lambda: len(self.backend.posted) == 1)
         self.backend.break_reads = True
         assert self.next() == ReadStalled(1, "sender: KV transfer failed: peer_gone (broken)")
-        wait_until(lambda: self.mover.stuck_reads == 1)
+        wait_until(lambda: self.mover.figures.stuck_reads == 1)
 
     def probe(self) -> None:
         """Let the mover probe the peer once more."""
@@ -446,10 +441,10 @@ def test_a_read_that_may_still_write_is_not_answered_while_its_peer_lives() -> N
     for _ in range(3):
         bench.probe()
     assert bench.backend.posted[1:] == [(ReadRange(0, 0, 1),)] * 3
-    assert bench.mover.reads_in_flight == 1
+    assert bench.mover.figures.reads_in_flight == 1
     bench.mover.stop()
     bench.assert_silent()
-    assert (bench.mover.reads_in_flight, bench.mover.stuck_reads) == (1, 1)
+    assert (bench.mover.figures.reads_in_flight, bench.mover.figures.stuck_reads) == (1, 1)
     assert not bench.backend.closed
 
 
@@ -466,7 +461,7 @@ def test_a_read_that_may_still_write_is_over_when_its_peer_is_gone(probed: str) 
     bench.manual.advance(MAX_PROBE_INTERVAL_S)
     assert failure(bench.next()) == (1, TransferCause.PEER_GONE)
     bench.mover.stop()
-    assert (bench.mover.reads_in_flight, bench.mover.stuck_reads) == (0, 0)
+    assert (bench.mover.figures.reads_in_flight, bench.mover.figures.stuck_reads) == (0, 0)
     assert bench.backend.closed
 
 
@@ -504,13 +499,13 @@ def test_a_stalled_read_is_counted_and_writes_late(faulty: Callable[[Faults], Be
     bench = faulty(Faults(stall=1.0))
     bench.attach("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 4)])
-    wait_until(lambda: bench.mover.stuck_reads == 1)
+    wait_until(lambda: bench.mover.figures.stuck_reads == 1)
     bench.mover.disconnect("sender")
     assert bench.block(3) == bytes(BLOCK_BYTES)
     bench.faulty.resume_stalled()
     assert isinstance(bench.next(), ReadDone)
     assert bench.block(3) == pattern(3, 1, BLOCK_BYTES)
-    wait_until(lambda: bench.mover.stuck_reads == 0)
+    wait_until(lambda: bench.mover.figures.stuck_reads == 0)
 
 
 def test_a_read_without_progress_is_stuck_after_a_while() -> None:
@@ -521,11 +516,11 @@ def test_a_read_without_progress_is_stuck_after_a_while() -> None:
     peer = bench.attach("sender")
     bench.fabric.freeze("sender")
     mover.read(1, "sender", [ReadRange(0, 0, 1)])
-    wait_until(lambda: mover.reads_in_flight == 1)
+    wait_until(lambda: mover.figures.reads_in_flight == 1)
     bench.round_trip(peer)
-    assert mover.stuck_reads == 0
+    assert mover.figures.stuck_reads == 0
     clock.advance(STUCK_AFTER_S)
-    wait_until(lambda: mover.stuck_reads == 1)
+    wait_until(lambda: mover.figures.stuck_reads == 1)
     bench.fabric.thaw("sender")
     done = bench.next()
     assert isinstance(done, ReadDone)
@@ -577,7 +572,7 @@ def test_a_read_of_which_nothing_arrives_is_reported_stalled_once_and_may_still_
         ReadStalled(n, f"sender: nothing arrived for 10 s, {left} blocks are missing") for n, left in [(1, 2), (2, 1)]
     ]
     assert bench.pass_s(1000) == stalled
-    assert (bench.mover.reads_in_flight, bench.mover.bytes_arrived) == (1, BLOCK_BYTES)
+    assert (bench.mover.figures.reads_in_flight, bench.mover.figures.bytes_arrived) == (1, BLOCK_BYTES)
     bench.fabric.thaw("sender")
     assert {event.read_id for event in bench.pass_s(5) if isinstance(event, ReadDone)} == {1, 2}
     bench.mover.stop()
@@ -696,7 +691,7 @@ def test_while_there_is_something_to_move_a_helper_computes_them(
     digesting.attach("stopped")
     digesting.fabric.freeze("stopped")
     digesting.mover.read(1, "stopped", [ReadRange(20, 0, 1)], (20,))
-    wait_until(lambda: digesting.mover.reads_in_flight == 1)
+    wait_until(lambda: digesting.mover.figures.reads_in_flight == 1)
     digesting.attach("sender")
     digesting.mover.read(2, "sender", [ReadRange(3, 0, 2)], (4,))
     said = [digesting.next(), digesting.next()]
@@ -814,7 +809,7 @@ def test_digests_that_can_not_be_delivered_end_the_process(
     assert isinstance(digesting.mover, Mover)
     digesting.mover._digest_queue._deliver = deliver
     digesting.mover.read(1, "stopped", [ReadRange(20, 0, 1)], (20,))
-    wait_until(lambda: digesting.mover.reads_in_flight == 1)
+    wait_until(lambda: digesting.mover.figures.reads_in_flight == 1)
     digesting.mover.read(2, "sender", [ReadRange(3, 0, 1)], (3,))
     assert isinstance(digesting.next(), ReadDone)
     assert isinstance(faults.get(timeout=WITHIN_S).__cause__, ZeroDivisionError)
@@ -888,7 +883,7 @@ def test_stop_does_not_wait_for_ever_and_keeps_memory_that_may_be_written() -> N
         clock.advance(STOP_WITHIN_S)
         stopper.join(0.001)
     bench.assert_silent()
-    assert mover.reads_in_flight == 2
+    assert mover.figures.reads_in_flight == 2
     assert mover.fault is None
     assert not bench.backend.closed
 
@@ -906,7 +901,7 @@ def test_a_fault_ends_the_thread_and_answers_only_what_can_be_answered(
     bench.backend.poll = _fail  # type: ignore[method-assign]
     assert failure(bench.next()) == (2, TransferCause.CANCELLED)
     wait_until(lambda: bench.mover.fault is not None)
-    assert bench.mover.reads_in_flight == 1
+    assert bench.mover.figures.reads_in_flight == 1
     assert isinstance(faults.get_nowait().__cause__, ZeroDivisionError)
     bench.mover.stop()
 

@@ -22,7 +22,9 @@ from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCaus
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.backends.base import PeerMemory, ReadHandle, ReadState, TransferBackend
-from kv_transfer.mover.mover_events import (
+from kv_transfer.mover.message_stream import MessageStream, StreamEnded, StreamLost
+from kv_transfer.mover.mover_server import MoverServer
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
@@ -34,11 +36,7 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.piece_plan import ReadRange
-from kv_transfer.remote.message_stream import MessageStream, StreamEnded, StreamLost
-from kv_transfer.remote.mover_server import MoverServer
-from kv_transfer.remote.remote_codec import read_to_part, write_from_part, write_to_part
-from kv_transfer.remote.remote_messages import (
+from kv_transfer.mover.remote_messages import (
     AskTurns,
     CancelRead,
     DigestBlocks,
@@ -57,8 +55,12 @@ from kv_transfer.remote.remote_messages import (
     StopMover,
     ToPart,
     Turns,
+    read_to_part,
+    write_from_part,
+    write_to_part,
 )
-from kv_transfer.remote.remote_mover import RemoteMover, digests_of_parts
+from kv_transfer.mover.remote_mover import RemoteMover, digests_of_parts
+from kv_transfer.piece_plan import ReadRange
 from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from tests.support.tls_pair import tls_pair
 from tests.support.virtual_time import run_virtually
@@ -245,7 +247,8 @@ def test_each_call_is_a_message_and_each_event_is_delivered(scripted: Scripted) 
     assert isinstance(failed, ConnectFailed)
     assert (failed.incarnation, failed.error.cause, failed.error.detail) == ("q", TransferCause.PEER_GONE, "killed")
     assert [scripted.next() for _ in events] == events
-    assert (mover.bytes_arrived, mover.reads_in_flight, mover.arrived_at is not None) == (512, 0, True)
+    figures = mover.figures
+    assert (figures.bytes_arrived, figures.reads_in_flight, figures.arrived_at is not None) == (512, 0, True)
 
 
 def test_a_read_id_in_use_is_refused_and_free_once_it_is_answered(scripted: Scripted) -> None:
@@ -255,7 +258,7 @@ def test_a_read_id_in_use_is_refused_and_free_once_it_is_answered(scripted: Scri
     scripted.part.say(ReadFailed(1, TransferCause.PEER_GONE, ""))
     assert isinstance(scripted.next(), ReadFailed)
     scripted.read(1)
-    assert scripted.mover.reads_in_flight == 1
+    assert scripted.mover.figures.reads_in_flight == 1
 
 
 def test_answers_that_nobody_waits_for_are_counted_and_change_nothing(scripted: Scripted) -> None:
@@ -284,7 +287,7 @@ def test_answers_that_nobody_waits_for_are_counted_and_change_nothing(scripted: 
         "DigestsFailed_unknown": 1,
         "digests_unknown": 1,
     }
-    assert scripted.mover.bytes_arrived == 1
+    assert scripted.mover.figures.bytes_arrived == 1
 
 
 def test_digests_that_failed_are_reported_once_also_after_the_read(scripted: Scripted) -> None:
@@ -315,7 +318,7 @@ def test_what_makes_no_sense_ends_the_node(
     fault = faults.get(timeout=WITHIN_S)
     assert isinstance(fault.__cause__, StreamLost | EngineFault)
     assert scripted.mover.fault is fault.__cause__
-    assert scripted.mover.reads_in_flight == 1, "it may still write"
+    assert scripted.mover.figures.reads_in_flight == 1, "it may still write"
     assert scripted.events.empty()
     scripted.mover.read(2, "p", [ReadRange(0, 0, 1)])
     assert isinstance(scripted.next(), ReadFailed)
@@ -404,7 +407,7 @@ def test_a_part_whose_turns_do_not_go_on_hangs_and_one_that_goes_on_or_sleeps_do
     for living in (lambda n: Turns(n, n, True, 1), lambda n: Turns(n, 5, False, 3)):
         with pytest.raises(TimeoutError):
             run_virtually(watch(living))
-    assert scripted.mover.stuck_reads == 3
+    assert scripted.mover.figures.stuck_reads == 3
 
 
 def test_a_mover_that_is_stopped_leaves_the_stream_to_the_next(scripted: Scripted) -> None:
@@ -445,7 +448,7 @@ def test_values_that_no_message_holds_are_refused_and_end_nothing(scripted: Scri
     scripted.mover.read(1, "p", [ReadRange(-1, 0, 1)])
     answer = scripted.next()
     assert isinstance(answer, ReadFailed)
-    assert (answer.cause, scripted.mover.reads_in_flight) == (TransferCause.REFUSED, 0)
+    assert (answer.cause, scripted.mover.figures.reads_in_flight) == (TransferCause.REFUSED, 0)
 
 
 @pytest.mark.parametrize(
@@ -661,7 +664,7 @@ def test_a_fault_of_the_mover_there_ends_the_node_here(both: Both, faults: queue
     fault = faults.get(timeout=WITHIN_S)
     assert "a fault of the backend" in str(fault)
     assert mover.fault is fault.__cause__
-    assert mover.reads_in_flight == 1
+    assert mover.figures.reads_in_flight == 1
     both.thread.join(WITHIN_S)
     assert not both.thread.is_alive(), "its process ends with the node"
 

@@ -14,8 +14,11 @@ from baton.messages.ids import Peer
 from decode_node.intake import Intake
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link.link_messages import LinkWelcome, MemoryPart
+from kv_transfer.link.liveness import PeerAccess
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
+from kv_transfer.receiver.join_probe import JoinProbes
+from kv_transfer.receiver.transfer import TransferBook
 from tests.doubles.fake_mover import FakeMover
 from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from tests.support.handoff_rig import LAYOUT, new_memory
@@ -51,12 +54,14 @@ def opened_at(
         intake = Intake(
             LinkIdentity("c", "d0", "d0.x", LAYOUT),
             partial(PartsMover, layout, [OwnPart(layers, make_mover) for layers in parts]),
+            TransferBook(digest_every=0, clock=clock),
+            JoinProbes("d0", "d0.x", clock),
             lambda news: None,
             lambda name, attempt, value, detail: None,
             loop.call_soon,
-            make_channel=refuse,
-            clock=clock,
-            layout=layout,
+            clock,
+            PeerAccess(refuse),
+            layout,
         )
         await play(intake)
         await intake.links.close()

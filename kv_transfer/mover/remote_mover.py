@@ -34,24 +34,24 @@ from baton.runner.blocks.block_digests import DIGEST_MODULUS, BlockDigests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import AskedDigests
-from kv_transfer.mover.mover import HANG_CHECK_INTERVAL_S, MAX_HANG_CHECKS, STALL_S
-from kv_transfer.mover.mover_events import (
+from kv_transfer.mover.agent_reads import STALL_S
+from kv_transfer.mover.message_stream import MessageStream, StreamEnded, StreamLost
+from kv_transfer.mover.mover import HANG_CHECK_INTERVAL_S, MAX_HANG_CHECKS
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
     ConnectFailed,
+    DeliverEvent,
     DigestsFailed,
     FillFailed,
     MoverEvent,
     ReadDone,
     ReadFailed,
+    ReadFigures,
     ReadStalled,
 )
-from kv_transfer.mover.part_mover import DeliverEvent
-from kv_transfer.piece_plan import ReadRange
-from kv_transfer.remote.message_stream import MessageStream, StreamEnded, StreamLost
-from kv_transfer.remote.remote_codec import read_from_part, write_to_part
-from kv_transfer.remote.remote_messages import (
+from kv_transfer.mover.remote_messages import (
     STOP_WITHIN_S,
     AskTurns,
     CancelRead,
@@ -72,7 +72,10 @@ from kv_transfer.remote.remote_messages import (
     StopMover,
     ToPart,
     Turns,
+    read_from_part,
+    write_to_part,
 )
+from kv_transfer.piece_plan import ReadRange
 
 START_WITHIN_S = 120.0
 """How long the other process may take to make its agent: it registers its memory, which may be large."""
@@ -103,12 +106,8 @@ class RemoteMover:
         """`stream`: a connected socket, which nobody else uses meanwhile. `agent`: the name of the agent that the other
         process is to make. `layers`: those that it must hold. `layout`: of a block of all layers.
         """
-        self.bytes_arrived = 0
-        """Bytes that the reads that are done have brought."""
-        self.arrived_at: float | None = None
-        """When the last of them was reported, on this process's clock; None before."""
-        self.stuck_reads = 0
-        """Number of reads that make no progress, as it was when the other mover was last asked."""
+        self.figures = ReadFigures()
+        """As far as the other mover has said; of reads in flight some may only be queued there."""
         self.fault: BaseException | None = None
         """Why the other mover can't be used any more, if it can't."""
         self.counters: Counter[str] = Counter()
@@ -144,18 +143,13 @@ class RemoteMover:
         self._cut_for: BatonError | None = None
         """Why this end has cut the stream, if it has."""
 
-    @property
-    def reads_in_flight(self) -> int:
-        """Number of reads that are not answered. Some of them may only be queued in the other process."""
-        return len(self._reads)
-
     # Called from any thread.
 
     def start(self) -> None:
-        """Have the agent made and return when it is up.
+        """As `PartMover.start` says.
 
-        Raises ConfigError if it can't be made, or is not over the memory that it should be; StreamLost or EngineFault
-        if the other process is gone or does not answer.
+        Raises ConfigError if the agent can't be made, or is not over the memory that it should be; StreamLost or
+        EngineFault if the other process is gone or does not answer.
         """
         self._stream = MessageStream(self._socket)
         self._thread.start()
@@ -172,14 +166,10 @@ class RemoteMover:
             raise
 
     def published(self, name: str) -> PeerMemory:
-        """The part's memory as it is published to readers, once the agent, which has that name, is up."""
         return replace(self._memory, incarnation=name)
 
     def connect(self, peer: PeerMemory) -> None:
-        """Make a peer's blocks readable, as `Mover.connect` does.
-
-        What the peer has published is checked before it is sent on, and ends nothing here.
-        """
+        # What the peer has published is checked before it is sent on, and ends nothing here.
         failure: TransferFailed | None = None
         try:
             if self._part is not None:
@@ -206,11 +196,11 @@ class RemoteMover:
         to_digest: Collection[int] = (),
         digest_parts: int = 1,
     ) -> None:
-        """Read sub-blocks of a peer, as `Mover.read` does."""
         with self._lock:
             if read_id in self._reads:
                 raise ValueError(f"read {read_id} is in flight")
             self._reads[read_id] = set(to_digest)
+            self.figures.reads_in_flight += 1
         failure: TransferFailed | None = None
         try:
             if not self._tell(ReadBlocks.of(read_id, incarnation, ranges, to_digest, digest_parts)):
@@ -220,23 +210,20 @@ class RemoteMover:
         if failure is not None:
             with self._lock:
                 del self._reads[read_id]
+                self.figures.reads_in_flight -= 1
             self._deliver(ReadFailed(read_id, failure.cause, str(failure)))
 
     def fill(self, fill_id: int, block: int, seed: str, group: int = 0) -> None:
-        """Fill a block of the part with known bytes, as `Mover.fill` does."""
         if not self._tell(FillBlock(fill_id, block, seed, group)):
             self._deliver(FillFailed(fill_id, str(_NOT_RUNNING)))
 
     def cancel(self, read_id: int) -> None:
-        """Post no more of a read, as `Mover.cancel` does."""
         self._tell(CancelRead(read_id))
 
     def disconnect(self, incarnation: str) -> None:
-        """Drop a peer, as `Mover.disconnect` does."""
         self._tell(DisconnectPeer(incarnation))
 
     def set_num_readers(self, num_readers: int) -> None:
-        """Set the number of leases and probes that peers may be reading, as `Mover.set_num_readers` does."""
         self._tell(SetNumReaders(num_readers))
 
     def ask_digests(self, ids: Sequence[int], division: Division = WHOLE) -> Callable[[], Sequence[int]]:
@@ -257,7 +244,7 @@ class RemoteMover:
         return lambda: self._await_digests(question, found)
 
     def stop(self) -> None:
-        """Have the mover stopped, as `Mover.stop` says, and leave the stream to the next one."""
+        """Have the mover stopped, as `PartMover.stop` says, and leave the stream to the next one."""
         with self._lock:
             if not self._accepting:
                 return
@@ -271,7 +258,7 @@ class RemoteMover:
         self._thread.join()
 
     async def watch_turns(self) -> None:
-        """Check that the mover goes on, as `Mover.watch_turns` does; a process that does not answer hangs, too."""
+        """Check that the mover goes on, as `PartMover.watch_turns` does; a process that does not answer hangs, too."""
         last: Turns | None = None
         num_unchanged = 0
         while num_unchanged < MAX_HANG_CHECKS:
@@ -350,7 +337,7 @@ class RemoteMover:
             case MoverFault(detail):
                 raise EngineFault(f"the mover of a part of this node has failed: {detail}")
             case Turns():
-                self._turns, self.stuck_reads = message, message.stuck_reads
+                self._turns, self.figures.stuck_reads = message, message.stuck_reads
             case DigestsFound() | DigestsNotFound():
                 self._answered_question(message)
             case PeerNotConnected(incarnation, cause, detail):
@@ -445,11 +432,12 @@ class RemoteMover:
             if isinstance(event, ReadDone) and not (math.isfinite(event.post_s) and math.isfinite(event.total_s)):
                 raise StreamLost(f"a read took {event.total_s} s, of which posting took {event.post_s} s")
             left = self._reads.pop(read_id)
+            self.figures.reads_in_flight -= 1
             if isinstance(event, ReadDone):
                 if left:
                     self._digesting[read_id] = left
-                self.bytes_arrived += event.num_bytes
-                self.arrived_at = self._clock.monotonic()
+                self.figures.bytes_arrived += event.num_bytes
+                self.figures.arrived_at = self._clock.monotonic()
         return event
 
     def _forget_digested(self, read_id: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.messages.node_report import ProbeFault
-from kv_transfer.link.failed_probes import FailedProbes
+from kv_transfer.link.failures import FailedProbes
 from tests.doubles.fake_clock import FakeClock
 
 LONG = "p" * 200

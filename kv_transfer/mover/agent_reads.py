@@ -40,6 +40,13 @@ from kv_transfer.mover.part_mover import (
 from kv_transfer.mover.pieces import FairWindow, Piece, StuckReads, WindowLimits
 from kv_transfer.piece_plan import PiecePlan, ReadRange
 
+STUCK_AFTER_S = 1.0
+"""A read in flight that has made no progress for so long is counted as stuck."""
+STALL_S = 10.0
+"""A read that has made no progress for so long is reported as stalled. The longest piece (`WindowLimits`) takes that
+long at 2 MB/s, which is of no use for KV."""
+_LONGEST_POLL_GAP_S = 0.5
+"""The most that counts of the time between two polls: more means that the thread was delayed or its process stopped."""
 READER_PUMP_S = 0.001
 """Pause between two pumps while there are readers and no read of this node is in flight."""
 SHORTEST_PAUSE_S = 20e-6
@@ -47,6 +54,8 @@ LONGEST_PAUSE_S = 0.001
 """Bounds of the pause between two polls of reads in flight."""
 _PAUSE_SHARE = 0.01
 """The pause as a share of the time since the last progress."""
+
+_log = logging.getLogger(__name__)
 
 
 def pause(quiet_s: float | None, num_readers: int) -> float | None:
@@ -104,17 +113,6 @@ class ConnectedPeer:
     @property
     def is_gone(self) -> bool:
         return self.closing is not None and self.closing.cause is TransferCause.PEER_GONE
-
-
-STUCK_AFTER_S = 1.0
-"""A read in flight that has made no progress for so long is counted as stuck."""
-STALL_S = 10.0
-"""A read that has made no progress for so long is reported as stalled. The longest piece (`WindowLimits`) takes that
-long at 2 MB/s, which is of no use for KV."""
-_LONGEST_POLL_GAP_S = 0.5
-"""The most that counts of the time between two polls: more means that the thread was delayed or its process stopped."""
-
-_log = logging.getLogger(__name__)
 
 
 class AgentReads:

@@ -1,6 +1,6 @@
 """The reader's side of join probes: before a sender is used for requests, a block of known bytes is read from it.
 
-Pure: a clock and chance go in, effects come out. The states are in `join_probe_machine`.
+Pure: a clock and chance go in, effects come out. The states are in `probe_values`.
 
 The rules that it keeps:
 

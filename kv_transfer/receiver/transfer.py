@@ -1,5 +1,6 @@
 """The receiver's side of a hand-off: which blocks are being filled, by which reads, and when they may be used. Pure: a
-clock goes in, effects come out. The states are in `transfer_machine`, the records in `transfer_records`.
+clock goes in, effects come out. The states are in `transfer_values`, the records in `transfer_records`.
+One class in one long room, since each event must keep all of these rules at once.
 
 The rules that it keeps:
 

@@ -1,5 +1,5 @@
 """The sender's side of a hand-off: which blocks were promised to which reader, and until when. Pure: a clock goes in,
-effects come out. The states are in `lease_machine`, and `lease_records` takes attempts from one to another.
+effects come out. The states are in `lease_values`, and `lease_records` takes attempts from one to another.
 
 The rules that it keeps:
 

@@ -19,7 +19,7 @@ from baton.messages.generation import GenerateRequest
 from baton.messages.node_report import KV_PROBE_FAILED, ProbeFault
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
-from decode_node import senders as absent_senders
+from decode_node import senders
 from decode_node.intake import Intake
 from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
 from tests.doubles.faulty_transfer_backend import Faults
@@ -126,7 +126,7 @@ def test_the_condition_goes_with_the_node() -> None:
 def test_failed_senders_are_probed_again_though_there_are_more_than_absent_ones_may_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(absent_senders, "MAX_ABSENT", 1)
+    monkeypatch.setattr(senders, "MAX_ABSENT", 1)
 
     async def main() -> None:
         async with cluster_with_a_dead_data_path() as (cluster, broken):

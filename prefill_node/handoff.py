@@ -20,13 +20,13 @@ from cachetools import FIFOCache
 from baton.background import OnFault, current_watch
 from baton.clock import Clock
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, KVTransferOutput
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request
 from baton.engine.runner import KVLayout, KVMemory
 from baton.errors import TransferCause
 from baton.failpoints import failpoint
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import NULL_BLOCK
-from baton.messages.node import Leg, StageTimings
+from baton.messages.node import Leg, Outcome, StageTimings
 from baton.messages.node_report import KV_PROBE_FAILED, FailedProbe, HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
 from baton.runner.blocks.block_digests import BlockDigests
@@ -49,7 +49,7 @@ from kv_transfer.sender.probe_offers import FailLink, FillProbe, OfferEffect, Pr
 _log = logging.getLogger(__name__)
 _MAX_TIMED = 4096
 """Attempts whose timings are kept until their last blocks are offered, which are offered at once."""
-_COMPUTED = frozenset({RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED})
+_COMPUTED = frozenset({Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH})
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,13 +462,13 @@ class OfferConnector:
         if offered.is_withdrawn:
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
-        if request.status in _COMPUTED and request.num_output_tokens > request.num_given_tokens:
+        if request.outcome in _COMPUTED and request.num_output_tokens > request.num_given_tokens:
             left, parts = tuple(block_ids[offered.num_blocks :]), offered.digest_parts
             self._offer(request, offered.num_blocks, left, parts, _closing(request))
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
-        detail = request.error or f"the request ended as {request.status.name} on the prefill node"
-        aborted = request.status is RequestStatus.ABORTED
+        detail = request.error or f"the request ended as {(request.outcome or request.status).name} on the prefill node"
+        aborted = request.outcome is Outcome.ABORTED
         cause = TransferCause.CANCELLED if aborted else TransferCause.LEASE_LOST
         self._post(lambda: self._handoff.withdraw(attempt, detail, cause))
         if not offered.num_blocks:
@@ -523,6 +523,6 @@ class OfferConnector:
 
 
 def _closing(request: Request) -> Closing:
-    has_ended = request.status is not RequestStatus.HANDED_OFF
+    has_ended = request.outcome is not Outcome.HANDED_OFF
     sampled = tuple(request.output_token_ids[request.num_given_tokens :])
     return Closing(request.num_submitted_tokens, sampled, has_ended, request.last_logprobs)

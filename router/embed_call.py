@@ -10,12 +10,12 @@ from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, Em
 from baton.messages.generation import Finished, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN
 from baton.messages.pooling import Pooling, PoolingRequest
+from baton.text.detokenizer import TextCodec
 from router.pooling import (
     SMALL_VECTORS,
     PoolingCall,
     PoolingHandler,
     PoolingInput,
-    PoolingVocabulary,
     numbers_of,
     pool_all,
 )
@@ -25,7 +25,7 @@ from router.scoring import TextPair, score_pairs
 async def embed(
     request: EmbedRequest,
     handler: PoolingHandler,
-    vocabulary: PoolingVocabulary | None,
+    vocabulary: TextCodec | None,
     card: ModelCard,
     timeout_s: float | None,
 ) -> EmbedResponse:

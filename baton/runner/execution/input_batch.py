@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.batch import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
-from baton.engine.long_sequences import LongSequences
 from baton.engine.runner import KVLayout
+from baton.engine.scheduler_config import LongSequences
 from baton.messages.encoder_contents import source_spans
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
@@ -62,6 +62,7 @@ class RequestState:
         "pooler",
         "prompt_logprobs",
         "request_id",
+        "root_id",
         "rules",
         "sampling_params",
         "spans",
@@ -69,6 +70,7 @@ class RequestState:
 
     def __init__(self, data: NewRequestData) -> None:
         self.request_id = data.request_id
+        self.root_id = data.root_id or data.request_id
         self.num_prompt_tokens = len(data.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens + len(data.output_token_ids)
         self._tokens = np.empty(self.num_tokens + _ROOM, dtype=np.int64)

@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_CHOICES
-from baton.text.structural_tags import lark_of_structural_tag
+from baton.text.constraints.structural_tags import lark_of_structural_tag
 from router.http.bodies.fields import Ignored, NotServed, OnlyFalse
 from router.http.bodies.strict import Bounded, Strict
 

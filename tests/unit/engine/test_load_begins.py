@@ -14,7 +14,6 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.config import NodeConfig
-from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
@@ -22,8 +21,8 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams
 from baton.node.driver import EngineDriver, StepNews
-from baton.node.outbox import Outbox
 from baton.node.role import RoleContext
+from baton.node.serve import Outbox
 from baton.runner import SimulatedSpec
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.simulated import SimulatedRunner
@@ -69,9 +68,15 @@ class Rig:
         self.role = make_role(context, no_backend)
         fields = CacheKeyFields.of(runner.model, runner.layout)
         scheduler = Scheduler(SchedulerConfig(64, block_size=4), fields, clock, self.role.connector)
-        core = EngineCore(scheduler, runner, StepThread() if ahead else None)
         self.news: queue.SimpleQueue[StepNews] = queue.SimpleQueue()
-        self.driver = EngineDriver(core, self.news.put, lambda error: None, outbox.flush)
+        self.driver = EngineDriver(
+            scheduler,
+            runner,
+            self.news.put,
+            lambda error: None,
+            executor=StepThread() if ahead else None,
+            flush=outbox.flush,
+        )
         self.driver.start()
 
     def submit_pulled(self) -> None:

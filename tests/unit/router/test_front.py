@@ -20,8 +20,8 @@ from baton.security.matrix import CallerRole
 from baton.testing.fake_node import FakeNodes
 from baton.testing.fake_timers import FakeTimers
 from baton.testing.fake_tokenizer import FakeDetokenizer, FakeTokenizer
+from baton.text.detokenizer import TextCodec
 from router.dispatcher import Dispatcher
-from router.flight.text_stream import TextCodec
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks

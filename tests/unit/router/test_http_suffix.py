@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers.models import WordLevel
 
 from baton.testing.fake_tokenizer import FakeTokenizer
-from baton.text.fill_in_middle import GapTokens, find_gap_tokens
+from baton.text.prompts import GapTokens, find_gap_tokens
 from baton.text.tokenizer import Tokenizer
 from tests.support.http_rig import HttpRig, finished
 

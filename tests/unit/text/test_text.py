@@ -22,8 +22,8 @@ from baton.errors import ConfigError
 from baton.messages.generation import ReasoningBegin
 from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.detokenizer import WindowDetokenizer
+from baton.text.ends import StopStrings
 from baton.text.model_files import read_model_files
-from baton.text.stop_strings import StopStrings
 from baton.text.tokenizer import Tokenizer
 from router.flight.text_stream import TextStream
 from router.http.logprobs import CompletionLogprobs, TokenTexts, as_token_id, unknown

@@ -15,8 +15,9 @@ from baton.node.reports.figures import KV_FETCH_HELP
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, by_label
 from baton.runner.blocks.block_digests import block_digests
-from decode_node.intake import Intake, IntakeConnector
-from decode_node.known_senders import KnownSenders, own_kv_format
+from decode_node.connector import IntakeConnector
+from decode_node.intake import Intake
+from decode_node.senders import KnownSenders, own_kv_format
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every
@@ -25,8 +26,7 @@ from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
 from kv_transfer.link.liveness import is_running
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
-from kv_transfer.mover.parts_mover import PartsMover
-from kv_transfer.remote.node_mover import mover_of_node
+from kv_transfer.mover.parts_mover import PartsMover, mover_of_node
 
 
 class DecodeRole:

@@ -1,7 +1,7 @@
 """Reads the KV of prompts that prefill nodes computed.
 
-There are two halves. `IntakeConnector` belongs to the engine's thread: it tells the scheduler how many tokens of KV can
-be read from another node, and posts to the event loop where to read them to, and when requests end. `Intake` belongs to
+`IntakeConnector` (`connector.py`) belongs to the engine's thread: it tells the scheduler how many tokens of KV can be
+read from another node, and posts to the event loop where to read them to, and when requests end. `Intake` belongs to
 the event loop: it owns the transfers, the links and the mover, so that a step of any length delays nothing but the use
 of the KV that arrived. While a read may still write to a request's blocks, the engine keeps them: it gets `released`
 when both the request's end has been posted and the last read has ended.
@@ -19,29 +19,25 @@ import grpc
 from baton.background import OnFault, current_watch
 from baton.clock import Clock, SystemClock
 from baton.engine.connector import (
-    NO_EXTERNAL_TOKENS,
     ArrivedKV,
-    BlockFate,
-    ExternalTokens,
     KVTransferOutput,
     LostKV,
 )
-from baton.engine.request import Request
 from baton.engine.runner import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.messages.ids import AttemptKey
-from baton.messages.node import Leg, StageTimings
+from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.messages.peer import Peer
 from baton.observe.log_limit import LimitedLog
 from baton.wire.credentials import PLAINTEXT_DIALER
-from decode_node.absent_senders import AbsentSenders
 from decode_node.pair_prober import PairProber
-from decode_node.sender_links import SenderLinks
+from decode_node.senders import AbsentSenders, SenderLinks
 from kv_transfer.digests import LazyInbox
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
+from kv_transfer.link.failures import RefusedLinks
 from kv_transfer.link.link import HEARTBEAT_S, SPARED
 from kv_transfer.link.link_client import LinkClient
 from kv_transfer.link.link_messages import (
@@ -51,14 +47,14 @@ from kv_transfer.link.link_messages import (
     ReadConfirmed,
     SenderMessage,
     request_of,
+    sender_of,
 )
 from kv_transfer.link.liveness import IsRunning, PortState, is_running, probe_port
-from kv_transfer.link.refused_links import RefusedLinks
-from kv_transfer.link.welcome import sender_of
-from kv_transfer.mover.mover_events import (
+from kv_transfer.mover.part_mover import (
     BlocksDigested,
     Connected,
     ConnectFailed,
+    DeliverEvent,
     DigestEvent,
     DigestsFailed,
     MoverEvent,
@@ -66,10 +62,10 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.receiver.block_map import BlockMap
-from kv_transfer.receiver.join_probe import JoinProbes, ProbeTimes
+from kv_transfer.receiver.join_probe import JoinProbes
+from kv_transfer.receiver.probe_values import ProbeTimes
 from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.receiver.transfer_values import (
     Arrived,
@@ -440,82 +436,3 @@ class Intake:
                 self._tell_engine(KVTransferOutput(failed={key: lost}))
             case Released():
                 self._tell_engine(KVTransferOutput(released=frozenset({key})))
-
-
-class IntakeConnector:
-    """The scheduler's interface to `Intake`: plans the transfers of decode legs. Belongs to the engine's thread."""
-
-    def __init__(self, intake: Intake, layout: KVLayout, post: Callable[[Callable[[], None]], object]) -> None:
-        """`post` runs a callable on the event loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
-        self._intake = intake
-        self._layout = layout
-        self._post = post
-        self._expected: set[str] = set()
-        """Requests whose KV is awaited, without reserved blocks yet."""
-        self._planned: set[str] = set()
-        """Requests with blocks that were reserved for a transfer."""
-
-    @property
-    def num_followed(self) -> int:
-        """Number of live requests that this connector remembers."""
-        return len(self._expected) + len(self._planned)
-
-    def request_added(self, request: Request) -> None:
-        if request.leg is not Leg.DECODE:
-            return
-        attempt, source = AttemptKey.parse(request.request_id), request.kv_source
-        if source is None:
-            raise ValueError(f"{request.request_id}: a decode leg must name its KV source")
-        self._expected.add(request.request_id)
-        self._post(lambda: self._intake.expect(attempt, source))
-
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
-        # A prompt is read once: after a preemption its lease is over, and this node computes the lost KV itself.
-        if request.leg is not Leg.DECODE or request.request_id in self._planned:
-            return NO_EXTERNAL_TOKENS
-        missing = request.num_submitted_tokens - num_computed_tokens
-        if missing > 0 and not self._intake.may_plan(AttemptKey.parse(request.request_id)):
-            return ExternalTokens(None)
-        return ExternalTokens(missing, load_async=True) if missing > 0 else NO_EXTERNAL_TOKENS
-
-    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        if num_external_tokens == 0:
-            return
-        if request.kv_source is None:
-            raise ValueError(f"{request.request_id}: a decode leg must name its KV source")
-        num_local = request.num_submitted_tokens - num_external_tokens
-        plan = TransferPlan(
-            attempt=AttemptKey.parse(request.request_id),
-            source=request.kv_source,
-            num_prompt_tokens=request.num_submitted_tokens,
-            block_ids=tuple(block_ids),
-            first_block=num_local // self._layout.block_size * len(self._layout.groups),
-        )
-        self._expected.discard(request.request_id)
-        self._planned.add(request.request_id)
-        self._post(lambda: self._intake.plan(plan))
-
-    def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
-        return
-
-    def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
-        return self.request_finished(request, block_ids, transferring=True)
-
-    def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
-        if request.request_id in self._expected:
-            self._expected.discard(request.request_id)
-            attempt = AttemptKey.parse(request.request_id)
-            self._post(lambda: self._intake.abandon(attempt))
-        if request.request_id not in self._planned:
-            return BlockFate.FREE
-        self._planned.discard(request.request_id)
-        attempt = AttemptKey.parse(request.request_id)
-        if not transferring and self.stats(attempt) is not None:
-            return BlockFate.FREE
-        # Only the event loop knows whether a read has started. If none has, it answers `released` at once.
-        self._post(lambda: self._intake.ended(attempt))
-        return BlockFate.QUARANTINED
-
-    def stats(self, attempt: AttemptKey) -> TransferStats | None:
-        """The statistics of the attempt's transfer; None before the KV has arrived. May be called from any thread."""
-        return self._intake.stats(attempt)

@@ -12,7 +12,7 @@ from baton.messages.node_report import KV_PROBE_FAILED
 from baton.messages.peer import Peer
 from baton.observe.log_limit import LimitedLog
 from kv_transfer.link.link_messages import ReaderMessage
-from kv_transfer.mover.mover_events import (
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     DigestsFailed,
@@ -24,9 +24,9 @@ from kv_transfer.mover.mover_events import (
 )
 from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.piece_plan import ReadRange
-from kv_transfer.receiver.join_probe import (
+from kv_transfer.receiver.join_probe import JoinProbes
+from kv_transfer.receiver.probe_values import (
     EndLink,
-    JoinProbes,
     PairProven,
     ProbeAgain,
     ProbeEffect,

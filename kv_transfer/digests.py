@@ -20,7 +20,7 @@ from baton.engine.runner import KVLayout
 from baton.messages.kv_cache import NULL_BLOCK
 from baton.runner.blocks.block_digests import BlockDigests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
-from kv_transfer.sampling import SAMPLE_EVERY
+from kv_transfer.link.link_messages import SAMPLE_EVERY
 
 Item = TypeVar("Item")
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from baton.errors import TransferCause
 from baton.messages.node_report import FailedProbe, HandoffReport
 from baton.observe.metrics import Distribution, Figure, Histogram, by_label, declared_figures
-from kv_transfer.receiver.read_histograms import ReadHistograms
-from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferState
+from kv_transfer.receiver.transfer_values import TRANSFER_TABLE, ReadHistograms, TransferState
 
 _LIVE_STATES = [state for state in TransferState if any(before is state for before, _ in TRANSFER_TABLE)]
 

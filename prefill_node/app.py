@@ -20,10 +20,10 @@ from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
 from kv_transfer.link.liveness import is_running
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
-from kv_transfer.mover.parts_mover import PartsMover
-from kv_transfer.remote.node_mover import digests_of_node, mover_of_node
+from kv_transfer.mover.parts_mover import PartsMover, digests_of_node, mover_of_node
 from kv_transfer.sender.lease_values import LeaseTimes
-from prefill_node.handoff import HandOff, OfferConnector
+from prefill_node.connector import OfferConnector
+from prefill_node.handoff import HandOff
 
 
 class PrefillRole:

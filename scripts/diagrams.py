@@ -14,9 +14,9 @@ from baton.node.adapters.adapter_cache import ADAPTER_TABLE, AdapterState
 from baton.node.attempts.attempts import ATTEMPT_TABLE, AttemptState
 from baton.node.lifecycle import NODE_TABLE, NodeState
 from kv_transfer.mover.merge_values import MERGE_TABLE, MergeState
-from kv_transfer.receiver.join_probe_machine import PROBE_TABLE, ProbeState
-from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferState
-from kv_transfer.sender.lease_machine import LEASE_TABLE, LeaseState
+from kv_transfer.receiver.probe_values import PROBE_TABLE, ProbeState
+from kv_transfer.receiver.transfer_values import TRANSFER_TABLE, TransferState
+from kv_transfer.sender.lease_values import LEASE_TABLE, LeaseState
 from router.flight.flight_table import FLIGHT_TABLE, FlightState
 from router.placement.breaker import BREAKER_TABLE, BreakerState
 

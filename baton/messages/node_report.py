@@ -65,7 +65,7 @@ class OpenHandoff:
     attempt: AttemptKey
     side: HandoffSide
     state: str
-    """The state's name in `kv_transfer.sender.lease_machine` or `kv_transfer.receiver.transfer_machine`."""
+    """The state's name in `kv_transfer.sender.lease_values` or `kv_transfer.receiver.transfer_values`."""
     peer: str
     """The other node; empty for a lease that no node reads yet."""
     peer_incarnation: str

@@ -39,9 +39,9 @@ from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.numerics import numerics_of
 from baton.runner.pipelined_runner import PipelinedModelRunner
-from baton.runner.ranks.first_rank import FirstRank, StartRanks
-from baton.runner.ranks.pipelined_transformer import PipelinedTransformer
+from baton.runner.ranks.rank import FirstRank, StartRanks
 from baton.runner.ranks.rank_group import RankGroup
+from baton.runner.ranks.rank_leader import PipelinedTransformer
 from baton.runner.ranks.rank_spec import RankSpec
 from baton.runner.remote_stages.leading_stage import LeadingStage
 from baton.runner.remote_stages.stage_leader import StageLeader

@@ -22,8 +22,7 @@ from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.images.image_inputs import ImageInputs
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.ranks.micro_batch import Task
-from baton.runner.ranks.pipelined_transformer import PipelinedTransformer
-from baton.runner.ranks.rank_leader import RankLeader
+from baton.runner.ranks.rank_leader import PipelinedTransformer, RankLeader
 
 
 @dataclass(slots=True)

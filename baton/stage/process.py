@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     # Imported only now, since torch and transformers take seconds.
     import_transformers()
     from baton.runner.backends.cpu.kernels.errors import RankLost
-    from baton.runner.remote_stages.stage_links import StageLinks
+    from baton.runner.remote_stages.frames import StageLinks
     from baton.runner.remote_stages.stage_worker import StageWorker
     from baton.stage.running import run_stage
 

@@ -8,7 +8,7 @@ import threading
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.rare_collections import rare_collections
 from baton.runner.remote_stages.stage_worker import StageWorker
-from kv_transfer.remote.mover_server import MoverServer
+from kv_transfer.mover.mover_server import MoverServer
 
 _END_S = 30.0
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from baton.runner.backends.cpu.kernels.barrier import sleep_at_once
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.ranks.following_rank import FollowingRank
 from baton.runner.ranks.group_files import GroupFiles
+from baton.runner.ranks.rank import FollowingRank
 from baton.runner.ranks.rank_spec import RankSpec
 
 

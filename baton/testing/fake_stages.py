@@ -6,8 +6,8 @@ import contextlib
 import threading
 from pathlib import Path
 
+from baton.runner.remote_stages.frames import StageLinks
 from baton.runner.remote_stages.stage_leader import StageLeader
-from baton.runner.remote_stages.stage_links import StageLinks
 from baton.runner.remote_stages.stage_worker import StageWorker
 from baton.stage.running import run_stage
 

@@ -21,8 +21,7 @@ from typing import Any
 import structlog
 
 from baton.errors import ConfigError
-from baton.runner.remote_stages.frames import INTERVAL_S, heartbeat
-from baton.runner.remote_stages.stage_links import StageLinks
+from baton.runner.remote_stages.frames import INTERVAL_S, StageLinks, heartbeat
 from baton.runner.remote_stages.stage_spec import PROTOCOL
 from baton.security.binds import is_loopback
 from baton.security.matrix import CallerRole, certificate_name, certificate_role

@@ -30,7 +30,7 @@ MAX_AGENT_METADATA = 64 * 1024
 """Bytes."""
 _MAX_NAME = 128
 _MAX_AGENT_NAME = _MAX_NAME + 3
-"""The agent of a part is named by the incarnation and a number (`part_name` in `kv_transfer/peer_node.py`)."""
+"""The agent of a part is named by the incarnation and a number (`part_name` in `kv_transfer/layout.py`)."""
 _MAX_DEVICE_ID = 1 << 16
 _MAX_PROBE_BLOCKS = 1 << 10
 _MAX_BLOCK_TOKENS = 1 << 16

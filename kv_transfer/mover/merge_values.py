@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.mover.mover_events import MoverEvent
+from kv_transfer.mover.part_mover import MoverEvent
 from kv_transfer.piece_plan import ReadRange
 
 

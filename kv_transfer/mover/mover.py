@@ -30,6 +30,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 
 from baton.background import current_watch
 from baton.clock import Clock
@@ -48,8 +49,8 @@ from kv_transfer.backends.base import (
     check_ranges,
     release_read,
 )
-from kv_transfer.mover.digest_queue import DigestQueue
-from kv_transfer.mover.mover_events import (
+from kv_transfer.mover.digest_thread import DigestQueue
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     Connected,
     ConnectFailed,
@@ -59,11 +60,74 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.mover.mover_records import ActiveRead, ConnectedPeer
-from kv_transfer.mover.pacing import pause
-from kv_transfer.mover.stuck_reads import StuckReads
-from kv_transfer.mover.window import FairWindow, Piece, WindowLimits
+from kv_transfer.mover.pieces import FairWindow, Piece, StuckReads, WindowLimits
 from kv_transfer.piece_plan import PiecePlan, ReadRange
+
+READER_PUMP_S = 0.001
+"""Pause between two pumps while there are readers and no read of this node is in flight."""
+SHORTEST_PAUSE_S = 20e-6
+LONGEST_PAUSE_S = 0.001
+"""Bounds of the pause between two polls of reads in flight."""
+_PAUSE_SHARE = 0.01
+"""The pause as a share of the time since the last progress."""
+
+
+def pause(quiet_s: float | None, num_readers: int) -> float | None:
+    """Seconds that the mover waits for a command before it polls again; None: until a command comes.
+
+    `quiet_s` is the time since a piece of a read was posted or finished; None: no read is in flight. A pause is 1 % of
+    it, so that polling delays no completion by more than that share of the time it took (or by the shortest pause).
+    """
+    if quiet_s is not None:
+        return min(max(quiet_s * _PAUSE_SHARE, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
+    return READER_PUMP_S if num_readers else None
+
+
+@dataclass(slots=True)
+class ActiveRead:
+    """A read that is queued or in flight."""
+
+    read_id: int
+    incarnation: str
+    blocks_left: int
+    """Sub-blocks that have not arrived."""
+    num_bytes: int
+    called_at: float
+    """When `Mover.read` was called, on the mover's clock."""
+    moved_at: float
+    """When a piece of it was posted or arrived, on the mover's clock."""
+    to_digest: frozenset[int]
+    """The local sub-blocks whose digests are wanted."""
+    digest_parts: int
+    """How many of these sub-blocks a local block has."""
+    progress_at: float
+    """When a piece of it was posted or arrived, in seconds for which the mover has polled reads in flight."""
+    is_stalled: bool = False
+    """ReadStalled was delivered."""
+    post_s: float = 0.0
+    num_descriptors: int = 0
+    pieces: int = 0
+    """Pieces in flight."""
+    failure: TransferFailed | None = None
+
+
+@dataclass(slots=True)
+class ConnectedPeer:
+    """A peer whose memory is connected."""
+
+    memory: PeerMemory
+    plan: PiecePlan
+    progress_at: float
+    """When a piece of any of its reads was posted or arrived; the same time as `ActiveRead.progress_at`."""
+    pieces: int = 0
+    """Pieces in flight."""
+    closing: TransferFailed | None = None
+    """Why no further read is accepted; None: reads are. The peer is dropped when its last piece has ended."""
+
+    @property
+    def is_gone(self) -> bool:
+        return self.closing is not None and self.closing.cause is TransferCause.PEER_GONE
+
 
 STUCK_AFTER_S = 1.0
 """A read in flight that has made no progress for so long is counted as stuck."""

@@ -1,4 +1,4 @@
-"""Divides what a node in several parts is told to move among its parts, and merges their answers. Pure.
+"""Divides what a node is told to move among its parts, and merges their answers. Pure.
 
 Each part of a node has a mover of its own (`part_mover.py`), and a peer has one memory for each of its parts. A pair is
 a part of this node and a part of a peer that have layers in common.
@@ -30,6 +30,7 @@ from baton.errors import TransferCause, TransferFailed
 from baton.machine import Machine
 from baton.runner.blocks.block_digests import DIGEST_MODULUS
 from kv_transfer.backends.base import PeerGone
+from kv_transfer.layout import PeerNode
 from kv_transfer.mover.merge_values import (
     MERGE_TABLE,
     CancelPart,
@@ -42,7 +43,7 @@ from kv_transfer.mover.merge_values import (
     MergeState,
     ReadPart,
 )
-from kv_transfer.mover.mover_events import (
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
@@ -54,11 +55,7 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.peer_node import PeerNode
 from kv_transfer.piece_plan import ReadRange
-
-SUB_READS = 1 << 48
-"""The ids of sub-reads begin here, in both directions, so that they are no read's of the node."""
 
 
 class _Pair(NamedTuple):
@@ -91,15 +88,6 @@ class _Connecting:
 
 
 @dataclass(slots=True)
-class _Digest:
-    """The digest of a sub-block."""
-
-    waiting: int = 0
-    """How many sub-reads have not delivered their share."""
-    total: int = 0
-
-
-@dataclass(slots=True)
 class _Read:
     read_id: int
     peer: _Peer
@@ -108,8 +96,10 @@ class _Read:
     """The part of each sub-read, by its id."""
     waiting: set[int] = field(default_factory=set)
     """Sub-reads that are not answered."""
-    digests: dict[int, _Digest] = field(default_factory=dict)
-    """The digest of each sub-block for which one is wanted and not delivered."""
+    shares_missing: Counter[int] = field(default_factory=Counter)
+    """How many sub-reads have not delivered their share, for each sub-block whose digest is to be delivered."""
+    shares: dict[int, int] = field(default_factory=dict)
+    """The sums of the shares that were delivered of those digests."""
     failure: ReadFailed | None = None
     is_stalled: bool = False
     num_bytes: int = 0
@@ -145,18 +135,9 @@ class PartsMerge:
         self._sub_reads: dict[int, _Read] = {}
         """The read of each sub-read; also of those of which only digests are to come."""
         self._fills: dict[int, _Fill] = {}
-        self._numbers = itertools.count(SUB_READS)
+        self._numbers = itertools.count(1)
         self.counters: Counter[str] = Counter()
         """Answers that nobody waited for, by kind."""
-
-    def divides(self, incarnation: str) -> bool:
-        """Whether reads of this peer are divided, or may be: nobody knows how many parts a forgotten peer had."""
-        peer = self._peers.get(incarnation)
-        return peer is None or len(self._layers) > 1 or len(peer.node.parts) > 1
-
-    def has_read(self, read_id: int) -> bool:
-        """Whether a divided read with this id is not answered."""
-        return read_id in self._reads
 
     @property
     def num_open(self) -> int:
@@ -253,13 +234,10 @@ class PartsMerge:
         to_digest: Collection[int] = (),
         digest_parts: int = 1,
     ) -> list[MergeEffect]:
-        """Read sub-blocks of a peer, as `Mover.read` does. Raises ValueError for a read id that is in use."""
+        """Read sub-blocks of a peer, as `PartMover.read` does. Raises ValueError for a read id that is in use."""
         if read_id in self._reads:
             raise ValueError(f"read {read_id} is in flight")
         peer = self._peers.get(incarnation)
-        if peer is None and len(self._layers) == 1:
-            # The part was told to disconnect from it, or is before it hears of this read, and answers accordingly.
-            return [ReadPart(0, read_id, incarnation, ranges, to_digest, digest_parts)]
         if peer is None:
             gone = PeerGone(f"{incarnation} is not connected")
             return [Deliver(ReadFailed(read_id, gone.cause, str(gone)))]
@@ -271,9 +249,9 @@ class PartsMerge:
             if theirs or not ranges:
                 sub_read = next(self._numbers) * (-1 if read_id < 0 else 1)
                 read.sub_reads[sub_read] = pair.part
-                wanted = [block for group, blocks in digested.items() if group in (groups or ()) for block in blocks]
-                for block in wanted:
-                    read.digests.setdefault(block, _Digest()).waiting += 1
+                groups_here = {r.group for r in theirs}
+                wanted = [block for group in groups_here for block in digested[group]]
+                read.shares_missing.update(wanted)
                 effects.append(ReadPart(pair.part, sub_read, pair.agent, theirs, wanted, digest_parts))
         if not effects:
             return [Deliver(ReadFailed(read_id, TransferCause.REFUSED, f"{incarnation} has none of these layers"))]
@@ -287,13 +265,14 @@ class PartsMerge:
         self, peer: _Peer, ranges: Sequence[ReadRange], wanted: frozenset[int], digest_parts: int
     ) -> dict[int, list[int]]:
         """The local sub-blocks of these ranges whose digests are wanted, by their group of layers."""
+        # Without a layout the blocks of both sides have the same size.
+        own_size = self._layout.block_size if self._layout is not None else 1
+        sender_size = (self._layout is not None and peer.node.parts[0].block_size) or own_size
+        each = digest_parts // max(1, own_size // sender_size)
         found: defaultdict[int, list[int]] = defaultdict(list)
-        if wanted and self._layout is not None:
-            block_size = self._layout.block_size
-            each = digest_parts // max(1, block_size // (peer.node.parts[0].block_size or block_size))
-            for r in ranges:
-                span = range(r.local_block * each, (r.local_block + r.count) * each)
-                found[r.group] += [block for block in span if block in wanted]
+        for r in ranges if wanted else ():
+            span = range(r.local_block * each, (r.local_block + r.count) * each)
+            found[r.group] += [block for block in span if block in wanted]
         return found
 
     def cancel(self, read_id: int) -> list[MergeEffect]:
@@ -372,7 +351,7 @@ class PartsMerge:
         del self._reads[read.read_id]
         read.peer.reads -= 1
         self._forget_closed(read.peer)
-        if read.machine.state is MergeState.DIGESTING and not read.digests:
+        if read.machine.state is MergeState.DIGESTING and not read.shares_missing:
             read.machine.feed(MergeEvent.ALL_DIGESTED)
         self._forget_over(read)
         if read.failure is not None:
@@ -382,26 +361,27 @@ class PartsMerge:
     def _digested(self, read: _Read, digests: Mapping[int, int]) -> list[MergeEffect]:
         if read.machine.state is MergeState.FAILING:
             return []
-        complete: dict[int, int] = {}
+        missing, shares, complete = read.shares_missing, read.shares, dict[int, int]()
         for block, share in digests.items():
-            digest = read.digests.get(block)
-            if digest is None:
+            still_missing = missing.pop(block, 0) - 1
+            if still_missing < 0:
                 continue
-            digest.waiting -= 1
-            digest.total = (digest.total + share) % DIGEST_MODULUS
-            if not digest.waiting:
-                complete[block] = digest.total
-                del read.digests[block]
+            total = (shares.pop(block, 0) + share) % DIGEST_MODULUS
+            if still_missing:
+                missing[block], shares[block] = still_missing, total
+            else:
+                complete[block] = total
         if not complete:
             return []
-        read.machine.feed(MergeEvent.DIGESTED if read.digests else MergeEvent.ALL_DIGESTED)
+        read.machine.feed(MergeEvent.DIGESTED if missing else MergeEvent.ALL_DIGESTED)
         self._forget_over(read)
         return [Deliver(BlocksDigested(read.read_id, complete))]
 
     def _digests_failed(self, read: _Read, detail: str) -> list[MergeEffect]:
-        if read.machine.state is MergeState.FAILING or not read.digests:
+        if read.machine.state is MergeState.FAILING or not read.shares_missing:
             return []
-        read.digests.clear()
+        read.shares_missing.clear()
+        read.shares.clear()
         read.machine.feed(MergeEvent.ALL_DIGESTED)
         self._forget_over(read)
         return [Deliver(DigestsFailed(read.read_id, detail))]

@@ -1,23 +1,26 @@
-"""The movers of a node's parts as one. Most nodes have one part, and most peers: then reads go straight through.
+"""The movers of a node's parts as one; most nodes have one part.
 
-What is divided, and how answers are merged, is decided by `parts_merge.py`. Any thread may bring it a call or an event.
-What follows is carried out in order and without a lock, by the thread that came first, so that a part's mover may
-answer while it is told something.
+What becomes of a call, and how answers are merged, is decided by `parts_merge.py`. Any thread may bring it a call or an
+event. What follows is carried out in order and without a lock, by the thread that came first, so that a part's mover
+may answer while it is told something.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from baton.background import current_watch
-from baton.engine.runner import KVLayout
+from baton.clock import Clock
+from baton.engine.runner import KVLayout, ModelRunner, RemotePart
 from baton.errors import ConfigError
+from baton.runner.blocks.block_digests import BlockDigests, block_digests
+from kv_transfer.layout import PeerNode, part_name, parts_problem
 from kv_transfer.mover.merge_values import (
     CancelPart,
     ConnectPart,
@@ -27,10 +30,14 @@ from kv_transfer.mover.merge_values import (
     MergeEffect,
     ReadPart,
 )
-from kv_transfer.mover.mover_events import BlockFilled, Connected, ConnectFailed, FillFailed, MoverEvent
-from kv_transfer.mover.part_mover import DeliverEvent, PartMover
-from kv_transfer.mover.parts_merge import SUB_READS, PartsMerge
-from kv_transfer.peer_node import PeerNode, part_name, parts_problem
+from kv_transfer.mover.mover import STALL_S
+from kv_transfer.mover.part_mover import (
+    DeliverEvent,
+    MoverEvent,
+    PartMover,
+)
+from kv_transfer.mover.parts_merge import PartsMerge
+from kv_transfer.mover.remote_mover import RemoteMover, digests_of_parts
 from kv_transfer.piece_plan import ReadRange
 
 
@@ -44,7 +51,8 @@ class OwnPart:
 
 
 class PartsMover:
-    """Reads blocks of peers into the memories of this node's parts. Its calls and events are those of `Mover`."""
+    """Reads blocks of peers into the memories of this node's parts. Its calls and events are those of `PartMover`, with
+    whole nodes as peers."""
 
     def __init__(self, layout: KVLayout | None, parts: Sequence[OwnPart], deliver: DeliverEvent) -> None:
         """`layout`: of a block of all layers; None: it is not known, and both this node and its peers have one part.
@@ -65,7 +73,7 @@ class PartsMover:
         self._is_acting = False
         """Whether a thread carries effects out."""
         self.parts: Sequence[PartMover] = [
-            part.make_mover(functools.partial(self._part_said, number)) for number, part in enumerate(parts)
+            part.make_mover(partial(self._part_said, number)) for number, part in enumerate(parts)
         ]
 
     @classmethod
@@ -145,25 +153,16 @@ class PartsMover:
         to_digest: Collection[int] = (),
         digest_parts: int = 1,
     ) -> None:
-        """Read sub-blocks of a peer, as `Mover.read` does."""
-        if self._merge.divides(incarnation):
-            self._decide(lambda: self._merge.read(read_id, incarnation, ranges, to_digest, digest_parts))
-        else:
-            self.parts[0].read(read_id, incarnation, ranges, to_digest, digest_parts)
+        """Read sub-blocks of a peer, as `PartMover.read` does."""
+        self._decide(lambda: self._merge.read(read_id, incarnation, ranges, to_digest, digest_parts))
 
     def fill(self, fill_id: int, block: int, seed: str, group: int = 0) -> None:
-        """Fill one of this node's blocks, as `Mover.fill` does."""
-        if len(self.parts) > 1:
-            self._decide(lambda: self._merge.fill(fill_id, block, seed, group))
-        else:
-            self.parts[0].fill(fill_id, block, seed, group)
+        """Fill one of this node's blocks, as `PartMover.fill` does."""
+        self._decide(lambda: self._merge.fill(fill_id, block, seed, group))
 
     def cancel(self, read_id: int) -> None:
         """Post no more of a read; it is answered when what is in flight has ended. An unknown read changes nothing."""
-        if self._merge.has_read(read_id):
-            self._decide(lambda: self._merge.cancel(read_id))
-        elif len(self.parts) == 1:
-            self.parts[0].cancel(read_id)
+        self._decide(lambda: self._merge.cancel(read_id))
 
     def disconnect(self, incarnation: str) -> None:
         """Drop a peer. Its reads fail with CANCELLED when what is in flight has ended. Unknown peers are fine."""
@@ -175,10 +174,7 @@ class PartsMover:
             part.set_num_readers(num_readers)
 
     def stop(self) -> None:
-        """Stop all movers, as `Mover.stop` does."""
-        if len(self.parts) == 1:
-            self.parts[0].stop()
-            return
+        """Stop all movers, as `PartMover.stop` does."""
         with ThreadPoolExecutor(len(self.parts), "baton-mover-stop") as stopping:
             for stopped in [stopping.submit(part.stop) for part in self.parts]:
                 stopped.result()
@@ -193,10 +189,7 @@ class PartsMover:
                 each.cancel()
 
     def _part_said(self, part: int, event: MoverEvent) -> None:
-        if len(self.parts) == 1 and _is_undivided(event):
-            self._deliver(event)
-        else:
-            self._decide(lambda: self._merge.said(part, event))
+        self._decide(lambda: self._merge.said(part, event))
 
     def _decide(self, decide: Callable[[], Sequence[MergeEffect]]) -> None:
         with self._lock:
@@ -233,11 +226,36 @@ class PartsMover:
                 self.parts[part].fill(fill_id, block, seed, group)
 
 
-def _is_undivided(event: MoverEvent) -> bool:
-    """Whether a node's only part reports what went straight through."""
-    match event:
-        case Connected() | ConnectFailed():
-            return False
-        case BlockFilled() | FillFailed():
-            return True
-    return abs(event.read_id) < SUB_READS
+def mover_of_node(
+    runner: ModelRunner,
+    incarnation: str,
+    make_mover: Callable[[str, DeliverEvent], PartMover],
+    deliver: DeliverEvent,
+    clock: Clock,
+    stall_s: float = STALL_S,
+) -> PartsMover:
+    """The mover of all parts of a node's KV cache. `make_mover` makes that of the part in this process, with an agent
+    of that name.
+
+    Raises ConfigError if the parts don't have each layer once.
+    """
+    own_layers = runner.memory.layers
+
+    def make(number: int, part: RemotePart | None, deliver: DeliverEvent) -> PartMover:
+        name = part_name(incarnation, number)
+        if part is None:
+            return make_mover(name, deliver)
+        return RemoteMover(part.socket, name, part.layers, runner.layout, deliver, clock, stall_s)
+
+    here = (range(runner.layout.num_layers) if own_layers is None else own_layers, None)
+    parts = sorted([here, *((part.layers, part) for part in runner.remote_parts)], key=lambda part: part[0].start)
+    movers = [OwnPart(layers, partial(make, number, part)) for number, (layers, part) in enumerate(parts)]
+    return PartsMover(runner.layout, movers, deliver)
+
+
+def digests_of_node(runner: ModelRunner, movers: Callable[[], Sequence[PartMover]]) -> BlockDigests:
+    """The digests of a node's blocks, of all their layers. `movers`: the movers of its parts, once there are some."""
+    here = block_digests(runner.memory)
+    if not runner.remote_parts:
+        return here
+    return digests_of_parts(here, lambda: [part for part in movers() if isinstance(part, RemoteMover)])

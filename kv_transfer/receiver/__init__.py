@@ -1,1 +1,5 @@
-"""The decode node's half of a hand-off: transfers, which say what is read, what is proven and what is quarantined."""
+"""The decode node's half of a hand-off: transfers, which say what is read and when it may be used, and join probes.
+
+Take `TransferBook` and `JoinProbes` from here, and from the two modules of values what they are given and answer. All
+of it is pure.
+"""

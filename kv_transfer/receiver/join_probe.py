@@ -28,145 +28,30 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.errors import TransferCause, TransferFailed
 from baton.machine import Machine
 from baton.messages.node_report import FailedProbe, ProbeFault
 from baton.messages.peer import Peer
-from kv_transfer.link.failed_probes import FailedProbes, count_outcome
+from kv_transfer.link.failures import FailedProbes, count_outcome
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.receiver.block_map import BlockMap
-from kv_transfer.receiver.join_probe_machine import PROBE_TABLE, ProbeEvent, ProbeState
+from kv_transfer.receiver.probe_values import (
+    PROBE_TABLE,
+    EndLink,
+    PairProven,
+    Probe,
+    ProbeAgain,
+    ProbeEffect,
+    ProbeEvent,
+    ProbeState,
+    ProbeTimes,
+    ReadProbe,
+    RefuseWaiting,
+    ReportFailure,
+)
 from kv_transfer.receiver.transfer_values import CancelRead, TellSender
-
-
-@dataclass(frozen=True, slots=True)
-class ReadProbe:
-    """Fill this node's block with the bytes of the seed, then read the sender's block into it and digest it.
-
-    Between blocks of different sizes the last sub-block of each is read and digested.
-
-    These answer with the id: `filled` for the filling; `read_done`, `read_failed` or `read_stalled` for the read;
-    `digested` for the digest; `failed` for a filling or a digest that failed.
-    """
-
-    read_id: int
-    """Negative; the ids of transfers' reads are positive."""
-    incarnation: str
-    local_block: int
-    remote_block: int
-    seed: str
-    local_parts: int = 1
-    """Sub-blocks in a local block: the last one is filled by the read. 1: it is the whole block."""
-    remote_parts: int = 1
-    """Sub-blocks in a block of the sender, of which the last one is read."""
-    group: int = 0
-    """The group of layers as a block of which it is read."""
-
-    @property
-    def local_sub_block(self) -> int:
-        """The sub-block that is filled, by the numbers of `kv_transfer/piece_plan.py`."""
-        return (self.local_block + 1) * self.local_parts - 1
-
-    @property
-    def remote_sub_block(self) -> int:
-        """The sub-block that is read."""
-        return (self.remote_block + 1) * self.remote_parts - 1
-
-
-@dataclass(frozen=True, slots=True)
-class PairProven:
-    """The sender may be used for requests, as long as its link lives."""
-
-    incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
-class EndLink:
-    """End the link to this sender with this error, if there is one."""
-
-    incarnation: str
-    error: TransferFailed
-
-
-@dataclass(frozen=True, slots=True)
-class RefuseWaiting:
-    """Refuse the requests that wait for this sender; its link stays."""
-
-    incarnation: str
-    error: TransferFailed
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeAgain:
-    """Open a link to this sender, unless there is one."""
-
-    source: Peer
-
-
-@dataclass(frozen=True, slots=True)
-class ReportFailure:
-    """Log that a probe failed, and how often it has in a row."""
-
-    detail: str
-    count: int
-
-
-ProbeEffect = TellSender | ReadProbe | CancelRead | PairProven | EndLink | RefuseWaiting | ProbeAgain | ReportFailure
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeTimes:
-    """Bounds of a probe's waits and pauses."""
-
-    tick_s: float = 1.0
-    """The interval between two ticks."""
-    max_quiet_ticks: int = 5
-    """A probe times out after so many ticks in which nothing was heard of it, like a handshake after HANDSHAKE_S."""
-    max_spared: int = 10
-    """How often a probe is spared whose sender is silent and runs, as often as a link is: MAX_SPARED."""
-    first_pause_s: float = 1.0
-    max_pause_s: float = 60.0
-    """The pause before a pair is probed again doubles from `first_pause_s` up to this value."""
-
-
-@dataclass(slots=True)
-class _Probe:
-    source: Peer
-    number: int
-    machine: Machine[ProbeState, ProbeEvent]
-    sizes: BlockMap
-    num_groups: int
-    """How many groups of layers are probed, one after the other."""
-    group: int = 0
-    """The one that is probed now."""
-    is_connected: bool = False
-    """The sender's memory is connected here."""
-    remote_block: int = 0
-    """The sender's block with the known bytes."""
-    known_digest: int = 0
-    read_id: int = 0
-    """The id of the read; 0 before there is one."""
-    local_block: int = 0
-    digest_before: int | None = None
-    """Digest of what the local block was filled with before the read."""
-    digest: int | None = None
-    """Digest of what was read; None: not known yet."""
-    is_read: bool = False
-    quiet_ticks: int = 0
-    num_spared: int = 0
-    next_tick_at: float = 0.0
-    """From when on a tick counts for this probe, on the clock."""
-    fault: ProbeFault | None = None
-    detail: str = ""
-    may_be_gone: bool = False
-    """The probe failed in a way in which one fails whose sender dies."""
-
-    @property
-    def state(self) -> ProbeState:
-        return self.machine.state
 
 
 class JoinProbes:
@@ -188,11 +73,11 @@ class JoinProbes:
         self._new_nonce = new_nonce
         self.local_blocks: Sequence[int] = ()
         """The ids of this node's probe blocks."""
-        self._probes: dict[str, _Probe] = {}
+        self._probes: dict[str, Probe] = {}
         """The probe on each link, by the sender's incarnation."""
         self._proven: set[str] = set()
         """Incarnations that passed and may be read again."""
-        self._late_reads: dict[int, _Probe] = {}
+        self._late_reads: dict[int, Probe] = {}
         """Reads that still run though their probe has failed, by id."""
         self._failed = FailedProbes(clock)
         """The failures of senders that live: `link_lost` and `sender_gone` forget the others."""
@@ -211,7 +96,7 @@ class JoinProbes:
         `num_groups`: how many groups of layers are to be probed."""
         self._last_number += 1
         machine = Machine(f"probe of {source.incarnation}", ProbeState.ASKED, PROBE_TABLE)
-        probe = _Probe(source, self._last_number, machine, block_map or BlockMap(), num_groups)
+        probe = Probe(source, self._last_number, machine, block_map or BlockMap(), num_groups)
         self._probes[source.incarnation] = probe
         self._heard(probe)
         if source.incarnation in self._proven:
@@ -359,7 +244,7 @@ class JoinProbes:
             del self._again[source.incarnation]
         return [*effects, *map(ProbeAgain, due)]
 
-    def _tick(self, probe: _Probe) -> list[ProbeEffect]:
+    def _tick(self, probe: Probe) -> list[ProbeEffect]:
         if probe.state is ProbeState.FAILED:
             return [EndLink(probe.source.incarnation, TransferFailed(TransferCause.PROBE_FAILED, probe.detail))]
         probe.quiet_ticks += 1
@@ -407,29 +292,29 @@ class JoinProbes:
 
     # From the known bytes to the verdict.
 
-    def _is_waited_for(self, probe: _Probe) -> bool:
+    def _is_waited_for(self, probe: Probe) -> bool:
         return probe.state is not ProbeState.PASSED and probe.source.incarnation not in self._proven
 
-    def _heard(self, probe: _Probe) -> None:
+    def _heard(self, probe: Probe) -> None:
         """Begin to count the ticks of a probe anew, since something happened to it."""
         probe.quiet_ticks, probe.next_tick_at = 0, self._clock.monotonic() + self._times.tick_s
 
-    def _reading(self, read_id: int) -> _Probe | None:
+    def _reading(self, read_id: int) -> Probe | None:
         for probe in self._probes.values():
             if probe.read_id == read_id and probe.state is ProbeState.READING:
                 return probe
         self.counters["read_unknown"] += 1
         return None
 
-    def _waits_for_others(self, probe: _Probe) -> bool:
+    def _waits_for_others(self, probe: Probe) -> bool:
         """Whether all that it waits for is a probe block: those before it end soon, each by its own ticks."""
         return probe.state is ProbeState.WAITING and probe.is_connected and not self._has_late_read(probe)
 
-    def _is_held_up(self, probe: _Probe) -> bool:
+    def _is_held_up(self, probe: Probe) -> bool:
         """Whether it has waited for a probe block as long as a probe may take."""
         return self._waits_for_others(probe) and probe.quiet_ticks >= self._times.max_quiet_ticks
 
-    def _has_late_read(self, probe: _Probe) -> bool:
+    def _has_late_read(self, probe: Probe) -> bool:
         return any(late.source.incarnation == probe.source.incarnation for late in self._late_reads.values())
 
     def _start_waiting(self) -> list[ProbeEffect]:
@@ -441,7 +326,7 @@ class JoinProbes:
                 effects += self._start(probe)
         return effects
 
-    def _start(self, probe: _Probe) -> list[ProbeEffect]:
+    def _start(self, probe: Probe) -> list[ProbeEffect]:
         if not self.local_blocks:
             return self._fail(probe, ProbeFault.READ_FAILED, f"{self._node_id} has no probe blocks")
         busy = {other.local_block for other in self._probes.values() if other.state is ProbeState.READING}
@@ -458,7 +343,7 @@ class JoinProbes:
         where = (probe.local_block, probe.remote_block)
         return [ReadProbe(probe.read_id, incarnation, *where, seed, *parts, probe.group)]
 
-    def _compare(self, probe: _Probe) -> list[ProbeEffect]:
+    def _compare(self, probe: Probe) -> list[ProbeEffect]:
         """End a probe whose bytes and digest are here."""
         if not probe.is_read or probe.digest is None:
             return []
@@ -477,7 +362,7 @@ class JoinProbes:
         count_outcome(self.outcomes, node_id, "passed")
         return [told, PairProven(incarnation), *self._start_waiting()]
 
-    def _ask_next_group(self, probe: _Probe) -> TellSender:
+    def _ask_next_group(self, probe: Probe) -> TellSender:
         """Ask for known bytes again, to be read as a block of the next group of layers."""
         probe.machine.feed(ProbeEvent.NEXT_GROUP)
         self._last_number += 1
@@ -486,7 +371,7 @@ class JoinProbes:
         self._heard(probe)
         return TellSender(probe.source.incarnation, AskProbe(probe.number, probe.group))
 
-    def _fail(self, probe: _Probe, fault: ProbeFault, what: str) -> list[ProbeEffect]:
+    def _fail(self, probe: Probe, fault: ProbeFault, what: str) -> list[ProbeEffect]:
         """End a probe: the sender is told, and ends the link."""
         source, effects = probe.source, list[ProbeEffect]()
         probe.fault = fault

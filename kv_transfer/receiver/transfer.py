@@ -53,28 +53,29 @@ from kv_transfer.link.link_messages import (
     ReaderMessage,
     ReadProgress,
     Subscribe,
+    is_digested,
 )
 from kv_transfer.receiver.block_map import BlockMap, SenderBlocks
-from kv_transfer.receiver.offer_check import offer_objection
-from kv_transfer.receiver.read_histograms import ReadHistograms
-from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
-from kv_transfer.receiver.transfer_records import ReadInFlight, SenderLink, Transfer
+from kv_transfer.receiver.transfer_records import ReadInFlight, SenderLink, Transfer, offer_objection
 from kv_transfer.receiver.transfer_values import (
+    TRANSFER_TABLE,
     Arrived,
     CancelRead,
     CutLink,
     Failed,
     MayPlan,
     OpenLink,
+    ReadHistograms,
     ReopenLink,
     StartRead,
     TellSender,
     TransferCounts,
     TransferEffect,
+    TransferEvent,
     TransferPlan,
+    TransferState,
     TransferStats,
 )
-from kv_transfer.sampling import is_digested
 
 _SENDER_OWES_NOTHING = (TransferState.PLANNED, TransferState.QUARANTINED)
 """In these states the sender was not asked for blocks yet, or is not any more: a lost offer changes nothing."""

@@ -49,9 +49,17 @@ from kv_transfer.link.link_messages import (
     SenderMessage,
     Subscribe,
 )
-from kv_transfer.sender.lease_machine import HELD, LeaseEvent, LeaseState
 from kv_transfer.sender.lease_records import AttemptLease, LeaseRecords
-from kv_transfer.sender.lease_values import CutLink, LeaseEffect, LeaseStats, LeaseTimes, TellReader
+from kv_transfer.sender.lease_values import (
+    HELD,
+    CutLink,
+    LeaseEffect,
+    LeaseEvent,
+    LeaseState,
+    LeaseStats,
+    LeaseTimes,
+    TellReader,
+)
 
 
 @dataclass(frozen=True, slots=True)

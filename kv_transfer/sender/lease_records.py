@@ -16,8 +16,16 @@ from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import NULL_BLOCK
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import Closing
-from kv_transfer.sender.lease_machine import FINAL, HELD, LEASE_TABLE, LeaseEvent, LeaseState
-from kv_transfer.sender.lease_values import LeaseEffect, LeaseTimes, OpenLeases
+from kv_transfer.sender.lease_values import (
+    FINAL,
+    HELD,
+    LEASE_TABLE,
+    LeaseEffect,
+    LeaseEvent,
+    LeaseState,
+    LeaseTimes,
+    OpenLeases,
+)
 
 
 @dataclass(frozen=True, slots=True)

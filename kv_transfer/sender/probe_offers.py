@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.messages.node_report import FailedProbe, ProbeFault
-from kv_transfer.link.failed_probes import MAX_DETAIL_CHARS, FailedProbes, count_outcome
+from kv_transfer.link.failures import MAX_DETAIL_CHARS, FailedProbes, count_outcome
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.sender.lease_values import TellReader
 

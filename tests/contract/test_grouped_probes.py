@@ -16,13 +16,11 @@ from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransfe
 from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from decode_node.intake import Intake
 from kv_transfer.backends.base import TransferBackend
-from kv_transfer.layout import LayoutFingerprint, LinkIdentity
+from kv_transfer.layout import LayoutFingerprint, LinkIdentity, part_name
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
-from kv_transfer.peer_node import part_name
-from kv_transfer.receiver.join_probe import ProbeTimes
-from kv_transfer.receiver.join_probe_machine import ProbeState
+from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
 from tests.support.handoff_rig import Recorder, SenderHalf
 from tests.support.node_parts import new_memory
 

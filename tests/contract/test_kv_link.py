@@ -23,7 +23,7 @@ from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity
+from kv_transfer.layout import MAX_PARTS, PROTOCOL_VERSION, LinkIdentity
 from kv_transfer.link.link import MAX_SPARED, MISSED_HEARTBEATS
 from kv_transfer.link.link_client import LinkClient
 from kv_transfer.link.link_codec import write_hello, write_reader_message, write_sender_message, write_welcome
@@ -40,11 +40,9 @@ from kv_transfer.link.link_messages import (
     SenderMessage,
     Subscribe,
 )
-from kv_transfer.peer_node import MAX_PARTS
-from kv_transfer.receiver.join_probe import ProbeTimes
-from kv_transfer.receiver.transfer_machine import TransferState
-from kv_transfer.sender.lease_machine import LeaseState
-from kv_transfer.sender.lease_values import LeaseTimes
+from kv_transfer.receiver.probe_values import ProbeTimes
+from kv_transfer.receiver.transfer_values import TransferState
+from kv_transfer.sender.lease_values import LeaseState, LeaseTimes
 from tests.support.handoff_rig import (
     BLOCK_BYTES,
     HEARTBEAT_S,

@@ -19,7 +19,7 @@ from baton.runner import SimulatedSpec
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.ranks import following_rank
+from baton.runner.ranks import rank as following_rank
 from baton.testing.fake_rank_group import FakeRankGroup
 from baton.testing.fake_ranked_runner import FakeRankedRunner, LossMoment
 from tests.support.tiny_models import TINY_MODELS

@@ -18,8 +18,7 @@ from baton.testing.fake_transfer_backend import FakeTransferBackend
 from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.receiver.join_probe import ProbeTimes
-from kv_transfer.receiver.join_probe_machine import ProbeState
+from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
 from tests.support.handoff_rig import (
     BLOCK_BYTES,
     NUM_BLOCKS,

@@ -16,7 +16,8 @@ from baton.runner.blocks.sub_blocks import Division
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.mover.mover_events import (
+from kv_transfer.layout import part_name
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
@@ -25,7 +26,6 @@ from kv_transfer.mover.mover_events import (
     ReadDone,
     ReadFailed,
 )
-from kv_transfer.peer_node import part_name
 from kv_transfer.piece_plan import ReadRange
 from tests.support.node_parts import PartsNode, layer_of
 

@@ -37,8 +37,8 @@ from kv_transfer.backends.base import (
 )
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.mover.mover import Mover
-from kv_transfer.mover.mover_events import BlocksDigested, Connected, MoverEvent, ReadDone, ReadFailed
-from kv_transfer.mover.window import WindowLimits
+from kv_transfer.mover.part_mover import BlocksDigested, Connected, MoverEvent, ReadDone, ReadFailed
+from kv_transfer.mover.pieces import WindowLimits
 from kv_transfer.piece_plan import ReadRange
 from tests.support.transfer_sender import Sender, fill, new_memory, pattern
 

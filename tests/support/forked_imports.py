@@ -9,7 +9,7 @@ from baton.cli.main import _COMMANDS
 _MODULES = (
     "baton.cli.cluster.supervisor.node_imports",
     "baton.cli.cluster.supervisor.run",
-    "baton.runner.ranks.following_rank",
+    "baton.runner.ranks.rank",
     "router.app",
     "tests.support.forked_commands",
     *(module for module, _help in _COMMANDS.values()),

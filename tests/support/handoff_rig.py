@@ -25,7 +25,8 @@ from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
-from decode_node.intake import Intake, IntakeConnector
+from decode_node.connector import IntakeConnector
+from decode_node.intake import Intake
 from kv_transfer.backends.base import ReadHandle, TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link.link_messages import ConfirmRead, Heartbeat, ReaderMessage
@@ -33,9 +34,9 @@ from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.piece_plan import ReadRange
-from kv_transfer.receiver.join_probe import ProbeTimes
-from kv_transfer.receiver.join_probe_machine import ProbeState
-from prefill_node.handoff import HandOff, OfferConnector
+from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
+from prefill_node.connector import OfferConnector
+from prefill_node.handoff import HandOff
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 64
@@ -212,7 +213,7 @@ class SenderHalf:
         await self.server.stop(None)
 
     def request(self, key: str, num_tokens: int) -> Request:
-        return Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.PREFILL)
+        return Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.PREFILL, attempt=AttemptKey.parse(key))
 
     def compute(self, request: Request, block_ids: list[int], num_computed: int) -> None:
         """Write the blocks' bytes and commit a step, as an engine does."""
@@ -248,7 +249,8 @@ class AnnouncingBackend(FakeTransferBackend):
 
 
 def decode_leg(key: str, num_tokens: int, source: Peer) -> Request:
-    return Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.DECODE, kv_source=source)
+    attempt = AttemptKey.parse(key)
+    return Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.DECODE, kv_source=source, attempt=attempt)
 
 
 class ReceiverHalf:

@@ -15,13 +15,12 @@ from baton.engine.runner import ELEMENT_BYTES, KVLayout, KVMemory
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.backends.base import TransferBackend
+from kv_transfer.layout import part_name
 from kv_transfer.mover.mover import Mover
-from kv_transfer.mover.mover_events import MoverEvent
-from kv_transfer.mover.part_mover import DeliverEvent, PartMover
+from kv_transfer.mover.mover_server import MoverServer
+from kv_transfer.mover.part_mover import DeliverEvent, MoverEvent, PartMover
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
-from kv_transfer.peer_node import part_name
-from kv_transfer.remote.mover_server import MoverServer
-from kv_transfer.remote.remote_mover import RemoteMover, digests_of_parts
+from kv_transfer.mover.remote_mover import RemoteMover, digests_of_parts
 
 MakeBackend = Callable[[str, KVMemory], TransferBackend]
 WITHIN_S = 60.0

@@ -14,7 +14,7 @@ from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVMemory, RemotePart
 from baton.runner.simulated import SimulatedRunner
 from baton.runner.spec import SimulatedSpec
-from kv_transfer.remote.mover_server import MoverServer
+from kv_transfer.mover.mover_server import MoverServer
 
 _JOIN_S = 60.0
 

@@ -45,18 +45,19 @@ from baton.testing.fake_engine_driver import FakeEngineDriver
 from baton.testing.fake_mover import FakeMover
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
-from decode_node.intake import Intake, IntakeConnector
-from decode_node.known_senders import KnownSenders, own_kv_format
+from decode_node.connector import IntakeConnector
+from decode_node.intake import Intake
+from decode_node.senders import KnownSenders, own_kv_format
 from kv_transfer.backends.base import TransferBackend
-from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
+from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity, part_name
 from kv_transfer.link.liveness import PortState
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover
-from kv_transfer.mover.window import WindowLimits
-from kv_transfer.peer_node import part_name
-from kv_transfer.receiver.join_probe_machine import ProbeState
+from kv_transfer.mover.pieces import WindowLimits
+from kv_transfer.receiver.probe_values import ProbeState
 from kv_transfer.sender.lease_values import LeaseTimes
-from prefill_node.handoff import HandOff, OfferConnector
+from prefill_node.connector import OfferConnector
+from prefill_node.handoff import HandOff
 from router.dispatcher import Dispatcher
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks

@@ -21,7 +21,7 @@ from baton.node.lifecycle import NodeStop
 from baton.node.reports.logs import EventLog
 from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
-from baton.runner.ranks.heartbeats import INTERVAL_S
+from baton.runner.ranks.rank_spec import INTERVAL_S
 from baton.testing.fake_ranked_runner import FakeRankedRunner
 from baton.testing.faulty_transfer_backend import Faults
 from prefill_node.handoff import HandOff

@@ -25,7 +25,7 @@ from baton.runner.blocks.block_digests import block_digests
 from kv_transfer.backends.base import PeerMemory, ReadState
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.mover.mover import Mover
-from kv_transfer.mover.mover_events import BlocksDigested, MoverEvent, ReadDone
+from kv_transfer.mover.part_mover import BlocksDigested, MoverEvent, ReadDone
 from kv_transfer.piece_plan import PiecePlan, ReadRange
 
 _COLD_BYTES = 256 << 20

@@ -1,6 +1,7 @@
 """Where a micro-batch is while ranks of one host compute it: its numbers, its rows between two stages, and its results.
 
-The first rank writes the numbers, and all ranks of all stages read them.
+The first rank writes the numbers, and all ranks of all stages read them. Each computes its part from the slot to the
+slot, unless the model has one stage.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.runner.backends.ranks.shard import Shard
 from baton.runner.backends.ranks.shared_memory import SharedMemory
 from baton.runner.model.decoder import ModelOutput
-from baton.runner.ranks.micro_batch import MicroBatch, aligned_behind, read_numbers, write_numbers
+from baton.runner.model.transformer import Transformer
+from baton.runner.ranks.micro_batch import MicroBatch, Task, aligned_behind, read_numbers, write_numbers
 
 
 class MicroBatchSlot:
@@ -71,3 +74,29 @@ class SlotsInTurns:
         slot = self._slots[self._number % len(self._slots)]
         self._number += 1
         return slot
+
+
+def compute_part(transformer: Transformer, shard: Shard, slot: MicroBatchSlot, micro: MicroBatch) -> ModelOutput:
+    """Compute one rank's part of a micro-batch, and return it.
+
+    Of several stages the first rank of each leaves in the slot what comes next: rows for the stage behind, or results.
+    """
+    stage, num_rows = transformer.stage, micro.batch.token_ids.size
+    # Copied, since the first rank of the stage replaces them while the others may still be computing.
+    received = None if stage.is_first else slot.rows(num_rows, transformer.width, transformer.dtype).clone()
+    out = transformer.compute_stage(micro.batch, micro.logits_rows, received)
+    if stage.count == 1 or shard.rank > 0:
+        return out
+    if stage.is_last:
+        results = results_in(transformer, slot, micro)
+        results.logits.copy_(out.logits)
+        if micro.task is Task.LOGITS_AND_HIDDEN:
+            results.hidden.copy_(out.hidden)
+    else:
+        slot.rows(num_rows, transformer.width, transformer.dtype).copy_(out.hidden)
+    return out
+
+
+def results_in(transformer: Transformer, slot: MicroBatchSlot, micro: MicroBatch) -> ModelOutput:
+    """The results of a micro-batch in its slot; hidden states are there if its task has them."""
+    return slot.results(micro.num_results, transformer.embedding_size, transformer.num_logits, transformer.dtype)

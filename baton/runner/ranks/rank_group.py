@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from baton.processes.fork_server import ForkedProcess, start_process
 from baton.processes.process_end import how_it_ended
 from baton.runner.ranks.group_files import GroupFiles, RankFiles
-from baton.runner.ranks.heartbeats import INTERVAL_S, LOADED, LOADING
-from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.ranks.rank_spec import INTERVAL_S, LOADED, LOADING, RankSpec
 
 RANK_PROGRAM = "baton.runner.ranks.rank_process"
 _MISSED_HEARTBEATS = 10

@@ -11,8 +11,7 @@ import sys
 
 from baton.errors import BatonError
 from baton.runner.lean_imports import import_transformers
-from baton.runner.ranks.heartbeats import Heartbeats
-from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.ranks.rank_spec import Heartbeats, RankSpec
 from baton.runner.rare_collections import rare_collections
 
 _FAULT = 1
@@ -30,8 +29,8 @@ def main(arguments: list[str]) -> int:
     with rare_collections():
         import_transformers()
         from baton.runner.backends.cpu.kernels.errors import RankLost
-        from baton.runner.ranks.following_rank import FollowingRank
         from baton.runner.ranks.group_files import RankFiles
+        from baton.runner.ranks.rank import FollowingRank
 
     files = RankFiles.of([int(one) for one in descriptors.split(",")])
     try:

@@ -17,11 +17,10 @@ from baton.runner.backends.operations import Operations
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.model.transformer import HiddenAndLogits, on_host
 from baton.runner.model.weights import LoadedModel
-from baton.runner.ranks.micro_batch import MicroBatch, Task, write_numbers
-from baton.runner.ranks.pipelined_transformer import PipelinedTransformer
-from baton.runner.ranks.stage_ring import wait_until_readable
+from baton.runner.ranks.group_files import wait_until_readable
+from baton.runner.ranks.micro_batch import MicroBatch, Task, tensor_of, write_numbers
+from baton.runner.ranks.rank_leader import PipelinedTransformer
 from baton.runner.remote_stages.frames import FrameKind
-from baton.runner.remote_stages.rows import tensor_of
 from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.spec import CacheSpec
 

@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from baton.engine.batch import SchedulerOutput
 from baton.engine.runner import RemotePart
@@ -33,11 +34,33 @@ from baton.runner.remote_stages.frames import (
     FrameKind,
     FrameReader,
     FrameWriter,
+    StageLinks,
     cut,
 )
-from baton.runner.remote_stages.stage_links import StageLinks
-from baton.runner.remote_stages.stage_process import StageProcess
 from baton.runner.remote_stages.stage_spec import StageSpec, StepCopies, figures_from_json
+
+
+class StageProcess(Protocol):
+    """The process of a stage, started by the leading one on this machine."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def how_it_ended(self) -> str:
+        """How the process has ended, or ends within a second: `was ended by SIGKILL`; empty if it goes on."""
+        ...
+
+    def kill(self) -> None:
+        """End the process at once; idempotent."""
+        ...
+
+    def end(self) -> None:
+        """Wait until the process has ended, which it does since its connections are cut; it is killed if it does not.
+
+        Idempotent.
+        """
+        ...
+
 
 _MOST_TEXT = 4096
 _SAID_ITSELF = "has failed"

@@ -27,10 +27,8 @@ from baton.runner.model.stage import StageReport
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model_for
 from baton.runner.numerics import numerics_of
-from baton.runner.ranks.micro_batch import MicroBatch, read_numbers
-from baton.runner.remote_stages.frames import Frame, FrameKind, FrameReader, FrameWriter
-from baton.runner.remote_stages.rows import bytes_of, tensor_of
-from baton.runner.remote_stages.stage_links import StageLinks
+from baton.runner.ranks.micro_batch import MicroBatch, bytes_of, read_numbers, tensor_of
+from baton.runner.remote_stages.frames import Frame, FrameKind, FrameReader, FrameWriter, StageLinks
 from baton.runner.remote_stages.stage_spec import StageSpec, StepCopies, figures_to_json
 
 _MOST_FRAMES = 64

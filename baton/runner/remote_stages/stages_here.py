@@ -14,8 +14,8 @@ import torch
 from baton.errors import ConfigError
 from baton.processes.fork_server import start_process
 from baton.processes.process_end import how_it_ended
+from baton.runner.remote_stages.frames import StageLinks
 from baton.runner.remote_stages.stage_leader import StageLeader
-from baton.runner.remote_stages.stage_links import StageLinks
 
 StartStages = Callable[[Path, int, int, torch.device], StageLeader]
 """Starts the stages before the last one: directory of the model, number of all stages, threads of all stages together,

@@ -22,8 +22,8 @@ from baton.runner.blocks import device_blocks
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.digests import AskedDigests, BlockName, LazyInbox, OfferedDigests, block_names, digest_every
+from kv_transfer.link.link_messages import SAMPLE_EVERY, is_digested
 from kv_transfer.piece_plan import PiecePlan, ReadRange
-from kv_transfer.sampling import SAMPLE_EVERY, is_digested
 
 LAYOUT = KVLayout.uniform(4, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
 

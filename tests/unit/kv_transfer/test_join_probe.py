@@ -15,18 +15,20 @@ from baton.messages.node_report import ProbeFault
 from baton.messages.peer import Peer
 from baton.testing.fake_clock import FakeClock
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
-from kv_transfer.receiver.join_probe import (
+from kv_transfer.receiver.join_probe import JoinProbes
+from kv_transfer.receiver.probe_values import (
+    PROBE_TABLE,
     EndLink,
-    JoinProbes,
     PairProven,
     ProbeAgain,
     ProbeEffect,
+    ProbeEvent,
+    ProbeState,
     ProbeTimes,
     ReadProbe,
     RefuseWaiting,
     ReportFailure,
 )
-from kv_transfer.receiver.join_probe_machine import PROBE_TABLE, ProbeEvent, ProbeState
 from kv_transfer.receiver.transfer_values import CancelRead, TellSender
 from tests.support.transitions import check_pair, every_pair
 

@@ -25,8 +25,7 @@ from kv_transfer.link.link_messages import (
     Subscribe,
 )
 from kv_transfer.sender.lease import LeaseBook
-from kv_transfer.sender.lease_machine import LeaseState
-from kv_transfer.sender.lease_values import LeaseEffect, LeaseTimes, TellReader
+from kv_transfer.sender.lease_values import LeaseEffect, LeaseState, LeaseTimes, TellReader
 from tests.support.conversation import lines, names
 
 A = AttemptKey("a", 1)

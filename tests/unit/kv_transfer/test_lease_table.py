@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.machine import Machine, render_mermaid
-from kv_transfer.sender.lease_machine import FINAL, HELD, LEASE_TABLE, LeaseEvent, LeaseState
+from kv_transfer.sender.lease_values import FINAL, HELD, LEASE_TABLE, LeaseEvent, LeaseState
 from tests.support.transitions import check_pair, every_pair
 
 S, E = LeaseState, LeaseEvent

@@ -16,7 +16,7 @@ from baton.messages.node_report import ProbeFault
 from baton.messages.sampling import TokenLogprobs
 from baton.v1 import kv_link_pb2
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.layout import LayoutFingerprint, LinkIdentity
+from kv_transfer.layout import LayoutFingerprint, LinkIdentity, PeerNode
 from kv_transfer.link import link_codec
 from kv_transfer.link.link_messages import (
     Abandon,
@@ -40,9 +40,9 @@ from kv_transfer.link.link_messages import (
     ReadProgress,
     SenderMessage,
     Subscribe,
+    sender_of,
+    welcome_of,
 )
-from kv_transfer.link.welcome import sender_of, welcome_of
-from kv_transfer.peer_node import PeerNode
 
 A = AttemptKey("req-1", 3, 2**63 + 5)
 LAYOUT = LayoutFingerprint("m", "cpu", "float32", 16, "2*4x(32+32)", 4096, "nixl")

@@ -12,11 +12,10 @@ import pytest
 
 from baton.errors import TransferCause
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity
+from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity, PeerNode
 from kv_transfer.link.link_codec import write_hello
 from kv_transfer.link.link_messages import LinkHello, ProbeReady, ReaderMessage
 from kv_transfer.link.link_server import LinkServer
-from kv_transfer.peer_node import PeerNode
 from tests.support.handoff_rig import LAYOUT
 
 HELLO = LinkHello(PROTOCOL_VERSION, "c", "d0", "d0.first", "p0.first", LAYOUT)

@@ -24,7 +24,7 @@ from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.known_bytes import block_filler
 from baton.runner.blocks.sub_blocks import Division
 from kv_transfer.backends.base import PeerMemory, coalesce
-from kv_transfer.peer_node import MAX_PARTS, part_name
+from kv_transfer.layout import MAX_PARTS, part_name
 from kv_transfer.piece_plan import PiecePlan, ReadRange
 
 NUM_BLOCKS = 6

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.remote.message_stream import MAX_FRAME, MAX_QUEUED, MessageStream, StreamEnded, StreamLost
+from kv_transfer.mover.message_stream import MAX_FRAME, MAX_QUEUED, MessageStream, StreamEnded, StreamLost
 from tests.support.tls_pair import tls_pair
 
 WITHIN_S = 20.0

@@ -27,16 +27,22 @@ from baton.testing.fake_mover import FakeMover
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadState, ReadStuck
+from kv_transfer.layout import PeerNode
 from kv_transfer.mover.mover import (
+    LONGEST_PAUSE_S,
+    READER_PUMP_S,
+    SHORTEST_PAUSE_S,
     STOP_WITHIN_S,
     STUCK_AFTER_S,
     Mover,
+    pause,
 )
-from kv_transfer.mover.mover_events import (
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
     ConnectFailed,
+    DeliverEvent,
     DigestsFailed,
     FillFailed,
     MoverEvent,
@@ -44,12 +50,8 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.mover.pacing import LONGEST_PAUSE_S, READER_PUMP_S, SHORTEST_PAUSE_S, pause
-from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover
-from kv_transfer.mover.stuck_reads import MAX_PROBE_INTERVAL_S
-from kv_transfer.mover.window import WindowLimits
-from kv_transfer.peer_node import PeerNode
+from kv_transfer.mover.pieces import MAX_PROBE_INTERVAL_S, WindowLimits
 from kv_transfer.piece_plan import ReadRange
 from tests.support.transfer_sender import fill, new_memory, pattern
 from tests.support.virtual_time import run_virtually

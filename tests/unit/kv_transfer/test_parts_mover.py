@@ -14,17 +14,17 @@ from baton.background import BackgroundWatch, current_watch
 from baton.engine.runner import KVLayout
 from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.mover.mover_events import (
+from kv_transfer.layout import PeerNode, part_name
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
+    DeliverEvent,
     MoverEvent,
     ReadDone,
     ReadFailed,
 )
-from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
-from kv_transfer.peer_node import PeerNode, part_name
 from kv_transfer.piece_plan import ReadRange
 from tests.support.virtual_time import run_virtually
 
@@ -150,24 +150,33 @@ def sub_read(mover: RecordedMover) -> int:
     return next(call[1] for call in reversed(mover.told) if call[0] == "read")  # type: ignore[return-value]
 
 
-def test_between_nodes_with_one_part_everything_goes_straight_through() -> None:
+def test_between_nodes_with_one_part_the_part_is_told_everything_and_says_everything() -> None:
     rig = Rig([range(4)])
     rig.connect([range(4)])
     (mover,) = rig.movers
     rig.mover.fill(-3, 8, "seed")
     rig.mover.read(-3, "p", [ReadRange(0, 0, 1)])
-    rig.mover.read(7, "p", [ReadRange(0, 0, 1)])
+    rig.mover.read(7, "p", [ReadRange(0, 0, 1)], to_digest=[0])
     rig.mover.cancel(7)
-    assert mover.told == [("fill", -3, 8), ("read", -3, "p"), ("read", 7, "p"), ("cancel", 7)]
-    events = [
+    (fill, probe, read, cancelled) = (call[1] for call in mover.told)
+    assert [call[0] for call in mover.told] == ["fill", "read", "read", "cancel"]
+    assert isinstance(fill, int)
+    assert isinstance(probe, int)
+    assert isinstance(read, int)
+    assert (probe < 0 < read, cancelled) == (True, read)
+    for event in (
+        ReadDone(read, 1, 0.0, 0.0, 1),
+        BlocksDigested(read, {0: 3}),
+        BlockFilled(fill, {1: 1}),
+        ReadFailed(probe, TransferCause.CANCELLED, ""),
+    ):
+        mover.deliver(event)
+    assert rig.said() == [
         ReadDone(7, 1, 0.0, 0.0, 1),
         BlocksDigested(7, {0: 3}),
         BlockFilled(-3, {1: 1}),
         ReadFailed(-3, TransferCause.CANCELLED, ""),
     ]
-    for event in events:
-        mover.deliver(event)
-    assert rig.said() == events
     rig.mover.disconnect("p")
     assert rig.mover.merge.num_open == 0
 
@@ -192,9 +201,10 @@ def test_a_read_of_a_peer_comes_after_its_disconnection_that_is_being_carried_ou
     (mover,) = rig.movers
     mover.before = lambda: rig.mover.read(7, "p", [ReadRange(0, 0, 1)])
     rig.mover.disconnect("p")
-    assert mover.told == [("disconnect", "p"), ("disconnect", "p/1"), ("read", 7, "p")]
-    mover.deliver(ReadFailed(7, TransferCause.CANCELLED, "disconnected"))
-    assert rig.said() == [ReadFailed(7, TransferCause.CANCELLED, "disconnected")]
+    assert mover.told == [("disconnect", "p"), ("disconnect", "p/1")]
+    (refused,) = rig.said()
+    assert isinstance(refused, ReadFailed)
+    assert (refused.read_id, refused.cause) == (7, TransferCause.PEER_GONE)
 
 
 def test_a_part_that_answers_while_it_is_told_something_is_heard() -> None:

@@ -23,7 +23,9 @@ from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from kv_transfer.backends.base import PeerMemory, ReadHandle, ReadState, TransferBackend
-from kv_transfer.mover.mover_events import (
+from kv_transfer.mover.message_stream import MessageStream, StreamEnded, StreamLost
+from kv_transfer.mover.mover_server import MoverServer
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
@@ -35,11 +37,7 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.piece_plan import ReadRange
-from kv_transfer.remote.message_stream import MessageStream, StreamEnded, StreamLost
-from kv_transfer.remote.mover_server import MoverServer
-from kv_transfer.remote.remote_codec import read_to_part, write_from_part, write_to_part
-from kv_transfer.remote.remote_messages import (
+from kv_transfer.mover.remote_messages import (
     AskTurns,
     CancelRead,
     DigestBlocks,
@@ -58,8 +56,12 @@ from kv_transfer.remote.remote_messages import (
     StopMover,
     ToPart,
     Turns,
+    read_to_part,
+    write_from_part,
+    write_to_part,
 )
-from kv_transfer.remote.remote_mover import RemoteMover, digests_of_parts
+from kv_transfer.mover.remote_mover import RemoteMover, digests_of_parts
+from kv_transfer.piece_plan import ReadRange
 from tests.support.tls_pair import tls_pair
 from tests.support.virtual_time import run_virtually
 

@@ -27,8 +27,17 @@ from kv_transfer.link.link_messages import (
 )
 from kv_transfer.receiver.block_map import BlockMap
 from kv_transfer.receiver.transfer import TransferBook
-from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
-from kv_transfer.receiver.transfer_values import Arrived, Failed, StartRead, TellSender, TransferEffect, TransferPlan
+from kv_transfer.receiver.transfer_values import (
+    TRANSFER_TABLE,
+    Arrived,
+    Failed,
+    StartRead,
+    TellSender,
+    TransferEffect,
+    TransferEvent,
+    TransferPlan,
+    TransferState,
+)
 from tests.support.conversation import lines, names
 from tests.support.transitions import check_pair, every_pair, row
 

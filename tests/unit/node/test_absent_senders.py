@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from baton.messages.peer import Peer
-from decode_node.absent_senders import MAX_ABSENT, AbsentSenders
+from decode_node.senders import MAX_ABSENT, AbsentSenders
 from kv_transfer.link.liveness import PortState
 from tests.support.virtual_time import run_virtually
 

@@ -24,12 +24,10 @@ from baton.node.reports.reports import handoff_notice
 from baton.observe.metrics import Distribution, Figure, declared_figures
 from baton.testing.fake_clock import FakeClock
 from kv_transfer.figures import failure_figures, probe_figures, read_figures, transfer_figures
-from kv_transfer.link.failed_probes import FailedProbes, count_outcome
+from kv_transfer.link.failures import FailedProbes, RefusedLinks, count_outcome
 from kv_transfer.link.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe
-from kv_transfer.link.refused_links import RefusedLinks
-from kv_transfer.receiver.read_histograms import ReadHistograms
 from kv_transfer.receiver.transfer import TransferBook
-from kv_transfer.receiver.transfer_values import TransferPlan
+from kv_transfer.receiver.transfer_values import ReadHistograms, TransferPlan
 from kv_transfer.sender.lease import LeaseBook
 from kv_transfer.sender.lease_values import LeaseTimes
 

@@ -9,7 +9,7 @@ import pytest
 from baton.messages.kv_format import KVFormat
 from baton.messages.peer import Peer
 from baton.registry import NodeRecord
-from decode_node.known_senders import KnownSenders
+from decode_node.senders import KnownSenders
 
 FORMAT = KVFormat("m-1", "cpu-1", "float32", 16, 7)
 P0 = NodeRecord(

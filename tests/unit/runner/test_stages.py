@@ -24,11 +24,10 @@ from baton.runner.execution.micro_batches import divide
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stage import LayerReport, Stage, StageReport
-from baton.runner.ranks.group_files import GroupFiles, RankFiles
-from baton.runner.ranks.host_stages import HostStages
+from baton.runner.ranks.group_files import GroupFiles, RankFiles, StageRing
 from baton.runner.ranks.micro_batch import MicroBatch, Task
 from baton.runner.ranks.micro_batch_slot import SlotsInTurns
-from baton.runner.ranks.stage_ring import StageRing
+from baton.runner.ranks.rank_parts import HostStages
 from baton.testing.fake_rank_group import FakeRankGroup
 from tests.support.tiny_models import TINY_MODELS
 

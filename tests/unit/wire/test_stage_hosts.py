@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from baton.runner.remote_stages.frames import heartbeat
-from baton.runner.remote_stages.stage_links import StageLinks
+from baton.runner.remote_stages.frames import StageLinks, heartbeat
 from baton.runner.remote_stages.stage_spec import PROTOCOL
 from baton.security.authority import make_certificates
 from baton.security.tls_files import LiveTls, certificate_files

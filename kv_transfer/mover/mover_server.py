@@ -22,14 +22,12 @@ from baton.runner.blocks.block_digests import BlockDigests, block_digests
 from baton.runner.blocks.sub_blocks import Division
 from kv_transfer.backends.base import PeerMemory, TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.mover.daemon_worker import DaemonWorker
+from kv_transfer.mover.digest_thread import DaemonWorker
+from kv_transfer.mover.message_stream import MessageStream, StreamEnded, StreamLost
 from kv_transfer.mover.mover import Mover
-from kv_transfer.mover.mover_events import ConnectFailed, MoverEvent
-from kv_transfer.mover.window import WindowLimits
-from kv_transfer.piece_plan import ReadRange
-from kv_transfer.remote.message_stream import MessageStream, StreamEnded, StreamLost
-from kv_transfer.remote.remote_codec import read_to_part, write_from_part
-from kv_transfer.remote.remote_messages import (
+from kv_transfer.mover.part_mover import ConnectFailed, MoverEvent
+from kv_transfer.mover.pieces import WindowLimits
+from kv_transfer.mover.remote_messages import (
     STOP_WITHIN_S,
     AskTurns,
     CancelRead,
@@ -50,7 +48,10 @@ from kv_transfer.remote.remote_messages import (
     StopMover,
     ToPart,
     Turns,
+    read_to_part,
+    write_from_part,
 )
+from kv_transfer.piece_plan import ReadRange
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.messages.node_report import ProbeFault
 from baton.testing.fake_clock import FakeClock
-from kv_transfer.link.failed_probes import FailedProbes
+from kv_transfer.link.failures import FailedProbes
 
 LONG = "p" * 200
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.engine.runner import KVLayout
 from kv_transfer.backends.base import coalesce, cut_ranges
-from kv_transfer.mover.window import FairWindow, Piece, WindowLimits
+from kv_transfer.mover.pieces import FairWindow, Piece, WindowLimits
 from kv_transfer.piece_plan import PiecePlan, ReadRange
 
 BLOCK = 1000

@@ -1,17 +1,26 @@
-"""What a node and the process of one of its parts say to each other about the mover there, as plain values.
+"""What a node and the process of one of its parts say to each other about the mover there, as plain values, and as
+Protocol Buffers and back.
 
 The node asks with these values and with `PeerMemory`, which means connect. The part answers with these values and with
-the events of its mover.
+the events of its mover. Reading checks shapes; what numbers mean is checked by whoever uses them. All codecs are
+derived from the fields of the classes and of the messages in `part_mover.proto`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from baton.errors import TransferCause
+from google.protobuf.message import DecodeError, Message
+
+from baton.errors import InvalidRequest, TransferCause
+from baton.v1 import part_mover_pb2
+from baton.wire.codec.derived import Codec, OneOfCodec
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.mover.mover_events import (
+from kv_transfer.link.link_codec import LAYERS
+from kv_transfer.mover.message_stream import StreamLost
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
@@ -225,3 +234,69 @@ FromPart = (
     | MoverFault
     | MoverStopped
 )
+
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+_TO_PART: OneOfCodec[ToPart, part_mover_pb2.ToPart] = OneOfCodec(
+    part_mover_pb2.ToPart,
+    Codec(StartMover, part_mover_pb2.StartMover),
+    Codec(PeerMemory, part_mover_pb2.ConnectPeer, LAYERS),
+    Codec(DisconnectPeer, part_mover_pb2.DisconnectPeer),
+    Codec(ReadBlocks, part_mover_pb2.ReadBlocks),
+    Codec(CancelRead, part_mover_pb2.CancelRead),
+    Codec(FillBlock, part_mover_pb2.FillBlock),
+    Codec(SetNumReaders, part_mover_pb2.SetNumReaders),
+    Codec(DigestBlocks, part_mover_pb2.DigestBlocks),
+    Codec(AskTurns, part_mover_pb2.AskTurns),
+    Codec(StopMover, part_mover_pb2.StopMover),
+)
+_FROM_PART: OneOfCodec[FromPart, part_mover_pb2.FromPart] = OneOfCodec(
+    part_mover_pb2.FromPart,
+    Codec(MoverUp, part_mover_pb2.MoverUp, LAYERS),
+    Codec(MoverNotUp, part_mover_pb2.MoverNotUp),
+    Codec(Connected, part_mover_pb2.PeerConnected),
+    Codec(PeerNotConnected, part_mover_pb2.PeerNotConnected),
+    Codec(ReadDone, part_mover_pb2.BlocksRead),
+    Codec(ReadFailed, part_mover_pb2.BlocksNotRead),
+    Codec(ReadStalled, part_mover_pb2.BlocksStalled),
+    Codec(BlocksDigested, part_mover_pb2.DigestsOfRead),
+    Codec(DigestsFailed, part_mover_pb2.NoDigestsOfRead),
+    Codec(BlockFilled, part_mover_pb2.BlockIsFilled),
+    Codec(FillFailed, part_mover_pb2.BlockNotFilled),
+    Codec(DigestsFound, part_mover_pb2.DigestsFound),
+    Codec(DigestsNotFound, part_mover_pb2.DigestsNotFound),
+    Codec(Turns, part_mover_pb2.Turns),
+    Codec(MoverFault, part_mover_pb2.MoverFault),
+    Codec(MoverStopped, part_mover_pb2.MoverStopped),
+)
+
+
+def write_to_part(message: ToPart) -> bytes:
+    """A node's message. Raises ValueError for numbers that are out of its fields' bounds."""
+    return _TO_PART.to_pb(message).SerializeToString()
+
+
+def read_to_part(frame: bytes) -> ToPart:
+    """Raises StreamLost for bytes that are no such message."""
+    return _read(_TO_PART, part_mover_pb2.ToPart, frame)
+
+
+def write_from_part(message: FromPart) -> bytes:
+    """A part's message."""
+    return _FROM_PART.to_pb(message).SerializeToString()
+
+
+def read_from_part(frame: bytes) -> FromPart:
+    """Raises StreamLost for bytes that are no such message."""
+    return _read(_FROM_PART, part_mover_pb2.FromPart, frame)
+
+
+def _read(codec: OneOfCodec[T, M], kind: type[M], frame: bytes) -> T:
+    try:
+        message = codec.from_pb(kind.FromString(frame))
+    except (DecodeError, InvalidRequest) as error:
+        raise StreamLost(f"{len(frame)} bytes that are no message: {error}") from error
+    if message is None:
+        raise StreamLost("a message that is none of this version")
+    return message

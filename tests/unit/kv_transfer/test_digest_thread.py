@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from kv_transfer.mover.daemon_worker import DaemonWorker
+from kv_transfer.mover.digest_thread import DaemonWorker
 
 WITHIN_S = 20.0
 
@@ -53,7 +53,7 @@ def test_a_worker_without_work_has_no_thread() -> None:
 def test_the_end_of_the_process_does_not_wait_for_work_that_hangs() -> None:
     program = """
 import threading
-from kv_transfer.mover.daemon_worker import DaemonWorker
+from kv_transfer.mover.digest_thread import DaemonWorker
 begun = threading.Event()
 DaemonWorker("hangs").submit(lambda: (begun.set(), threading.Event().wait()))
 begun.wait()

@@ -10,7 +10,8 @@ import pytest
 from baton.errors import TransferCause
 from baton.v1 import part_mover_pb2
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.mover.mover_events import (
+from kv_transfer.mover.message_stream import MAX_FRAME, StreamLost
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
@@ -20,10 +21,7 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.piece_plan import ReadRange
-from kv_transfer.remote.message_stream import MAX_FRAME, StreamLost
-from kv_transfer.remote.remote_codec import read_from_part, read_to_part, write_from_part, write_to_part
-from kv_transfer.remote.remote_messages import (
+from kv_transfer.mover.remote_messages import (
     AskTurns,
     CancelRead,
     DigestBlocks,
@@ -43,7 +41,12 @@ from kv_transfer.remote.remote_messages import (
     StopMover,
     ToPart,
     Turns,
+    read_from_part,
+    read_to_part,
+    write_from_part,
+    write_to_part,
 )
+from kv_transfer.piece_plan import ReadRange
 
 BIG = 2**64 - 1
 RANGES = [ReadRange(3, 5, 2, 1), ReadRange(0, 1 << 40, 1)]

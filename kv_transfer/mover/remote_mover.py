@@ -34,12 +34,14 @@ from baton.runner.blocks.block_digests import DIGEST_MODULUS, BlockDigests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import AskedDigests
+from kv_transfer.mover.message_stream import MessageStream, StreamEnded, StreamLost
 from kv_transfer.mover.mover import HANG_CHECK_INTERVAL_S, MAX_HANG_CHECKS, STALL_S
-from kv_transfer.mover.mover_events import (
+from kv_transfer.mover.part_mover import (
     BlockFilled,
     BlocksDigested,
     Connected,
     ConnectFailed,
+    DeliverEvent,
     DigestsFailed,
     FillFailed,
     MoverEvent,
@@ -47,11 +49,7 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.mover.part_mover import DeliverEvent
-from kv_transfer.piece_plan import ReadRange
-from kv_transfer.remote.message_stream import MessageStream, StreamEnded, StreamLost
-from kv_transfer.remote.remote_codec import read_from_part, write_to_part
-from kv_transfer.remote.remote_messages import (
+from kv_transfer.mover.remote_messages import (
     STOP_WITHIN_S,
     AskTurns,
     CancelRead,
@@ -72,7 +70,10 @@ from kv_transfer.remote.remote_messages import (
     StopMover,
     ToPart,
     Turns,
+    read_from_part,
+    write_to_part,
 )
+from kv_transfer.piece_plan import ReadRange
 
 START_WITHIN_S = 120.0
 """How long the other process may take to make its agent: it registers its memory, which may be large."""

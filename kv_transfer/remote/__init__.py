@@ -1,1 +1,0 @@
-"""Movers in other processes, which hold some layers of a node's KV cache: the stream, its messages, and both ends."""

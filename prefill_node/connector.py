@@ -1,0 +1,162 @@
+"""The engine's side of a prefill node's offers: notes what each step computed, on the engine's thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens
+from baton.engine.request import Request
+from baton.engine.runner import KVLayout
+from baton.errors import TransferCause
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Leg, Outcome
+from kv_transfer.digests import block_names
+from kv_transfer.link.link_messages import Closing
+from prefill_node.handoff import HandOff
+
+_log = logging.getLogger(__name__)
+_COMPUTED = frozenset({Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH})
+
+
+@dataclass(slots=True)
+class _OfferProgress:
+    """How much of a request's prompt was offered."""
+
+    num_blocks: int
+    """Number of blocks of the prompt that were offered."""
+    num_preemptions: int
+    """How often the request had been preempted when its first block was offered."""
+    digest_parts: int
+    """How many digests each of its blocks gets."""
+    is_withdrawn: bool = False
+
+
+class OfferConnector:
+    """Reports to `HandOff` what the engine computes for prefill legs. Belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        handoff: HandOff,
+        layout: KVLayout,
+        post: Callable[[Callable[[], None]], object],
+        post_now: Callable[[Callable[[], None]], object],
+        after_step: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """`post` and `post_now` run a callable on the event loop, in order: `post` once the step's tokens are on their
+        way, `post_now` at once, so that the other node can reserve blocks while the step computes. `after_step` calls
+        one on this thread, once everything is posted and before anything else is computed.
+        """
+        self._handoff = handoff
+        self._layout = layout
+        self._post = post
+        self._post_now = post_now
+        self._after_step = after_step
+        self._offered: dict[str, _OfferProgress] = {}
+        """By request id as the engine knows it."""
+
+    @property
+    def num_followed(self) -> int:
+        """Number of live requests that this connector remembers."""
+        return len(self._offered)
+
+    def request_added(self, request: Request) -> None:
+        return
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
+        return NO_EXTERNAL_TOKENS
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        if request.leg is Leg.PREFILL:
+            attempt = request.attempt
+            self._post_now(lambda: self._handoff.begun(attempt))
+
+    def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        if request.leg is not Leg.PREFILL:
+            return
+        offered = self._offer_progress(request)
+        # The end of the prompt comes with `request_finished` in the same step, in one offer with the first token.
+        if offered.is_withdrawn or num_computed_tokens >= request.num_submitted_tokens:
+            return
+        num_full_blocks = num_computed_tokens // self._layout.block_size * len(self._layout.groups)
+        if num_full_blocks > offered.num_blocks:
+            first, offered.num_blocks = offered.num_blocks, num_full_blocks
+            self._offer(request, first, tuple(block_ids[first:num_full_blocks]), offered.digest_parts)
+
+    def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
+        return BlockFate.FREE
+
+    def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
+        if request.leg is not Leg.PREFILL:
+            return BlockFate.FREE
+        attempt = request.attempt
+        offered = self._offer_progress(request)
+        del self._offered[request.request_id]
+        if offered.is_withdrawn:
+            self._post(lambda: self._handoff.ended(attempt))
+            return BlockFate.LEASED
+        if request.outcome in _COMPUTED and request.num_output_tokens > request.num_given_tokens:
+            left, parts = tuple(block_ids[offered.num_blocks :]), offered.digest_parts
+            self._offer(request, offered.num_blocks, left, parts, _closing(request))
+            self._post(lambda: self._handoff.ended(attempt))
+            return BlockFate.LEASED
+        detail = request.error or f"the request ended as {(request.outcome or request.status).name} on the prefill node"
+        aborted = request.outcome is Outcome.ABORTED
+        cause = TransferCause.CANCELLED if aborted else TransferCause.LEASE_LOST
+        self._post(lambda: self._handoff.withdraw(attempt, detail, cause))
+        if not offered.num_blocks:
+            return BlockFate.FREE
+        self._post(lambda: self._handoff.ended(attempt))
+        return BlockFate.LEASED
+
+    def _offer(
+        self,
+        request: Request,
+        first: int,
+        block_ids: Sequence[int],
+        digest_parts: int,
+        closing: Closing | None = None,
+    ) -> None:
+        attempt, handoff = request.attempt, self._handoff
+        self._post(lambda: handoff.offer(attempt, first, block_ids, closing, digest_parts))
+        if handoff.has_digests:
+            # The reader needs the digests only when it has read everything, so nothing waits for them yet.
+            self._after_step(lambda: self._digest_blocks(request, attempt, first, block_ids, digest_parts))
+
+    def _digest_blocks(
+        self, request: Request, attempt: AttemptKey, first: int, block_ids: Sequence[int], parts: int
+    ) -> None:
+        handoff = self._handoff
+        try:
+            names = block_names(request, self._layout, first, len(block_ids))
+            digests = handoff.compute_digests(attempt, first, block_ids, names, parts)
+        except Exception as error:
+            # Without digests the reader could not check the blocks that it reads.
+            _log.exception("%s: could not compute the digests of its blocks: its offers are withdrawn", attempt)
+            detail = f"the sender could not compute digests: {error!r}"
+            self._post_now(lambda: handoff.withdraw(attempt, detail, promise_broken=True))
+            if (offered := self._offered.get(request.request_id)) is not None:
+                offered.is_withdrawn = True
+        else:
+            self._post_now(lambda: handoff.digested(attempt, digests))
+
+    def _offer_progress(self, request: Request) -> _OfferProgress:
+        """The progress of the request's offers. They are withdrawn if the request was preempted since the first one,
+        since its blocks may hold the KV of other tokens by now."""
+        offered = self._offered.get(request.request_id)
+        if offered is None or not offered.num_blocks:
+            # The reader can compare each of its blocks, though it may lack other parts of a block here.
+            parts = max(1, self._layout.block_size // (request.reader_block_size or self._layout.block_size))
+            offered = self._offered[request.request_id] = _OfferProgress(0, request.num_preemptions, parts)
+        elif offered.num_preemptions != request.num_preemptions and not offered.is_withdrawn:
+            offered.is_withdrawn = True
+            attempt = request.attempt
+            self._post(lambda: self._handoff.withdraw(attempt, "preempted", promise_broken=True))
+        return offered
+
+
+def _closing(request: Request) -> Closing:
+    has_ended = request.outcome is not Outcome.HANDED_OFF
+    sampled = tuple(request.output_token_ids[request.num_given_tokens :])
+    return Closing(request.num_submitted_tokens, sampled, has_ended, request.last_logprobs)

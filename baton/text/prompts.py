@@ -18,9 +18,8 @@ from baton.messages.request_limits import MAX_IMAGE_SPANS, MAX_LOGIT_BIAS
 from baton.messages.spans import PLACEHOLDER, Span
 from baton.model_formats.audio import MOST_SAMPLES
 from baton.model_formats.encoder_decoders import read_encoder_decoder
-from baton.model_formats.images import ImageFamily, ImageLayout, UnusableImage, image_family
-from baton.model_formats.images.encoded import ImageLimits, image_size
-from baton.model_formats.json_files import read_object
+from baton.model_formats.files import read_object
+from baton.model_formats.images import ImageFamily, ImageLayout, ImageLimits, UnusableImage, image_family, image_size
 from baton.text.detokenizer import TextCodec
 
 FIELD = "images"

@@ -29,7 +29,7 @@ from baton.engine.runner import ModelRunner
 from baton.errors import AdapterRefused, BatonError, DeadlineExceeded, Draining, Overloaded
 from baton.messages.adapters import is_adapter_directory
 from baton.model_formats.adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterInfo
-from baton.model_formats.regular_files import is_below, only_below
+from baton.model_formats.files import is_below, only_below
 from baton.node.adapters.adapter_cache import AdapterFault
 
 _MOST_REMEMBERED = 512

@@ -26,10 +26,9 @@ from baton.engine.connector import (
 from baton.engine.runner import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
-from baton.messages.peer import Peer
 from baton.observe.log_limit import LimitedLog
 from baton.wire.credentials import PLAINTEXT_DIALER
 from decode_node.pair_prober import PairProber

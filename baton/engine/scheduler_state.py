@@ -23,10 +23,10 @@ from baton.engine.stats import EngineCounters
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import max_output_tokens
 from baton.errors import TransferCause
-from baton.messages.encoder_contents import rows_key
 from baton.messages.kv_cache import BlockRemoved, BlockStored, Tier
 from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import TokenLogprobs
+from baton.messages.spans import rows_key
 
 
 class EventLog:

@@ -22,7 +22,7 @@ from baton.engine.encoder_cache import EncoderInput
 from baton.engine.runner import ModelInfo, ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.errors import BatonError, EngineFault
-from baton.messages.encoder_rows import RowsRequest
+from baton.messages.spans import RowsRequest
 from baton.wire.clients.encoder_rows_client import read_rows
 from baton.wire.credentials import Dialer
 

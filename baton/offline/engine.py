@@ -20,11 +20,11 @@ from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.errors import BatonError, EngineFault, InvalidRequest
 from baton.messages.adapters import AdapterSource
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.generation import Chunk, GenerateEvent, SequenceFinished
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, NodeDescription, RequestDelta, StageTimings, Submit
 from baton.messages.sampling import TokenLogprobs
+from baton.messages.speculation import DraftCounts
 from baton.node.adapters.adapter_threads import AdapterDirectories, AdapterThreads
 from baton.node.attempts.grammars import load_compiler
 from baton.node.attempts.submit_check import engine_request, objection

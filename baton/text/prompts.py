@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError, InvalidRequest
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.request_limits import MAX_IMAGE_SPANS, MAX_LOGIT_BIAS
-from baton.messages.spans import PLACEHOLDER, Span
+from baton.messages.spans import PLACEHOLDER, EncoderContent, Span
 from baton.model_formats.audio import MOST_SAMPLES
 from baton.model_formats.encoder_decoders import read_encoder_decoder
 from baton.model_formats.files import read_object

@@ -11,7 +11,6 @@ from typing import Any
 
 from baton.engine.sequences.beams import MAX_BEAMS, MIN_BEAMS
 from baton.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id, scoped
 from baton.messages.pooling import Pooling, PoolingRequest
@@ -42,7 +41,7 @@ from baton.messages.sampling import (
     SamplingDefaults,
     SamplingParams,
 )
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 from baton.text.constraints.json_schemas import MAX_SCHEMA_BYTES, without_extra_keys
 from baton.text.prompts import PromptImage
 from router.admission.images import ImageRules, read_images

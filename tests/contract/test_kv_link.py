@@ -13,13 +13,9 @@ import pytest
 from baton.engine.connector import BlockFate, LostKV
 from baton.engine.runner import KVMemory
 from baton.errors import TransferCause, TransferFailed
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import Outcome, StageTimings
-from baton.messages.peer import Peer
 from baton.runner.blocks.known_bytes import block_filler
-from baton.testing.fake_connector import FakeConnector
-from baton.testing.fake_transfer_backend import FakeTransferFabric
-from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
@@ -43,6 +39,9 @@ from kv_transfer.link.link_messages import (
 from kv_transfer.receiver.probe_values import ProbeTimes
 from kv_transfer.receiver.transfer_values import TransferState
 from kv_transfer.sender.lease_values import LeaseState, LeaseTimes
+from tests.doubles.fake_connector import FakeConnector
+from tests.doubles.fake_transfer_backend import FakeTransferFabric
+from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.support.handoff_rig import (
     BLOCK_BYTES,
     HEARTBEAT_S,

@@ -15,7 +15,7 @@ from baton.engine.request import Request
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 
 TOKEN = 7
 

@@ -10,7 +10,7 @@ import pytest
 from baton.engine.sequences.beams import BeamSearch
 from baton.errors import DuplicateRequest, InvalidRequest
 from baton.messages.node import Leg, Outcome
-from baton.testing.fake_runner import expected_beams
+from tests.doubles.fake_runner import expected_beams
 from tests.support.engine_rig import EngineRig, prompt_of
 
 VOCAB = 1000

@@ -16,7 +16,7 @@ from baton.engine.scheduler import Scheduler
 from baton.errors import InvalidRequest
 from baton.messages.node import Leg, Outcome
 from baton.messages.spans import Span
-from baton.testing.fake_runner import FakeRunner
+from tests.doubles.fake_runner import FakeRunner
 from tests.support.engine_rig import EngineRig
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from baton.engine.batch import SchedulerOutput
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Leg, Outcome
-from baton.messages.speculation import SpeculationConfig
-from baton.testing.fake_grammar import FakeMatcher
+from baton.messages.speculation import DraftCounts, SpeculationConfig
+from tests.doubles.fake_grammar import FakeMatcher
 from tests.support.engine_rig import EngineRig
 from tests.support.executors import Ahead, executor_for
 

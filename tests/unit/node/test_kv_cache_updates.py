@@ -18,10 +18,10 @@ from baton.node.reports.logs import EventLog
 from baton.node.reports.reports import kv_cache_updates
 from baton.node.router_streams import Port
 from baton.node.service import NodeService
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_engine_driver import FakeEngineDriver
-from baton.testing.fake_role import FakeRole
-from baton.testing.fake_runner import FakeRunner
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_engine_driver import FakeEngineDriver
+from tests.doubles.fake_role import FakeRole
+from tests.doubles.fake_runner import FakeRunner
 from tests.support.engine_rig import prompt_of
 from tests.support.router_parts import decode
 

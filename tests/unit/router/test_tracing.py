@@ -14,9 +14,9 @@ from baton.messages.node import Leg, Outcome, Submit
 from baton.messages.sampling import SamplingParams
 from baton.node.attempts.attempt_times import AttemptClock, AttemptSpans, Stage, stages
 from baton.observe.start_tracing import is_asked_for, start_tracing
-from baton.testing.fake_tracing import FakeTracer
 from router.flight.request_spans import RequestSpans
 from router.placement.placement import Placement
+from tests.doubles.fake_tracing import FakeTracer
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import router_rig
 

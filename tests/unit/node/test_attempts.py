@@ -23,7 +23,7 @@ from baton.node.attempts.attempt_times import AttemptClock
 from baton.node.attempts.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
 from baton.node.reports.reports import split_by_size
 from baton.node.router_streams import Port
-from baton.runner.simulated import expected_tokens
+from tests.doubles.fake_runner import expected_tokens
 from tests.support.node_rig import PROMPT, VOCAB, NodeRig, queued_reports, submit
 from tests.support.transitions import check_pair, every_pair, row
 from tests.support.virtual_time import LoopClock, VirtualTimeLoop

@@ -9,7 +9,7 @@ from baton.background import OnFault, current_watch
 from baton.messages.ids import AttemptKey
 from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
-from baton.node.attempts.attempt_clock import TransferFigures
+from baton.node.attempts.attempt_times import TransferFigures
 from baton.node.reports.figures import KV_FETCH_HELP
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, by_label

@@ -41,7 +41,7 @@ class IntakeConnector:
     def request_added(self, request: Request) -> None:
         if request.leg is not Leg.DECODE:
             return
-        attempt, source = AttemptKey.parse(request.request_id), request.kv_source
+        attempt, source = request.attempt, request.kv_source
         if source is None:
             raise ValueError(f"{request.request_id}: a decode leg must name its KV source")
         self._expected.add(request.request_id)
@@ -52,7 +52,7 @@ class IntakeConnector:
         if request.leg is not Leg.DECODE or request.request_id in self._planned:
             return NO_EXTERNAL_TOKENS
         missing = request.num_submitted_tokens - num_computed_tokens
-        if missing > 0 and not self._intake.may_plan(AttemptKey.parse(request.request_id)):
+        if missing > 0 and not self._intake.may_plan(request.attempt):
             return ExternalTokens(None)
         return ExternalTokens(missing, load_async=True) if missing > 0 else NO_EXTERNAL_TOKENS
 
@@ -63,7 +63,7 @@ class IntakeConnector:
             raise ValueError(f"{request.request_id}: a decode leg must name its KV source")
         num_local = request.num_submitted_tokens - num_external_tokens
         plan = TransferPlan(
-            attempt=AttemptKey.parse(request.request_id),
+            attempt=request.attempt,
             source=request.kv_source,
             num_prompt_tokens=request.num_submitted_tokens,
             block_ids=tuple(block_ids),
@@ -82,12 +82,12 @@ class IntakeConnector:
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         if request.request_id in self._expected:
             self._expected.discard(request.request_id)
-            attempt = AttemptKey.parse(request.request_id)
+            attempt = request.attempt
             self._post(lambda: self._intake.abandon(attempt))
         if request.request_id not in self._planned:
             return BlockFate.FREE
         self._planned.discard(request.request_id)
-        attempt = AttemptKey.parse(request.request_id)
+        attempt = request.attempt
         if not transferring and self.stats(attempt) is not None:
             return BlockFate.FREE
         # Only the event loop knows whether a read has started. If none has, it answers `released` at once.

@@ -9,7 +9,7 @@ from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
-from baton.node.attempts.attempt_clock import TransferFigures
+from baton.node.attempts.attempt_times import TransferFigures
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, declared_figures
 from kv_transfer.backends.base import TransferBackend

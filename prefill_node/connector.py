@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request
 from baton.engine.runner import KVLayout
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from kv_transfer.digests import block_names
 from kv_transfer.link.link_messages import Closing
 from prefill_node.handoff import HandOff
 
 _log = logging.getLogger(__name__)
-_COMPUTED = frozenset({RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED})
+_COMPUTED = frozenset({Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH})
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class OfferConnector:
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         if request.leg is Leg.PREFILL:
-            attempt = AttemptKey.parse(request.request_id)
+            attempt = request.attempt
             self._post_now(lambda: self._handoff.begun(attempt))
 
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
@@ -90,19 +90,19 @@ class OfferConnector:
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         if request.leg is not Leg.PREFILL:
             return BlockFate.FREE
-        attempt = AttemptKey.parse(request.request_id)
+        attempt = request.attempt
         offered = self._offer_progress(request)
         del self._offered[request.request_id]
         if offered.is_withdrawn:
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
-        if request.status in _COMPUTED and request.num_output_tokens > request.num_given_tokens:
+        if request.outcome in _COMPUTED and request.num_output_tokens > request.num_given_tokens:
             left, parts = tuple(block_ids[offered.num_blocks :]), offered.digest_parts
             self._offer(request, offered.num_blocks, left, parts, _closing(request))
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
-        detail = request.error or f"the request ended as {request.status.name} on the prefill node"
-        aborted = request.status is RequestStatus.ABORTED
+        detail = request.error or f"the request ended as {(request.outcome or request.status).name} on the prefill node"
+        aborted = request.outcome is Outcome.ABORTED
         cause = TransferCause.CANCELLED if aborted else TransferCause.LEASE_LOST
         self._post(lambda: self._handoff.withdraw(attempt, detail, cause))
         if not offered.num_blocks:
@@ -118,7 +118,7 @@ class OfferConnector:
         digest_parts: int,
         closing: Closing | None = None,
     ) -> None:
-        attempt, handoff = AttemptKey.parse(request.request_id), self._handoff
+        attempt, handoff = request.attempt, self._handoff
         self._post(lambda: handoff.offer(attempt, first, block_ids, closing, digest_parts))
         if handoff.has_digests:
             # The reader needs the digests only when it has read everything, so nothing waits for them yet.
@@ -151,12 +151,12 @@ class OfferConnector:
             offered = self._offered[request.request_id] = _OfferProgress(0, request.num_preemptions, parts)
         elif offered.num_preemptions != request.num_preemptions and not offered.is_withdrawn:
             offered.is_withdrawn = True
-            attempt = AttemptKey.parse(request.request_id)
+            attempt = request.attempt
             self._post(lambda: self._handoff.withdraw(attempt, "preempted", promise_broken=True))
         return offered
 
 
 def _closing(request: Request) -> Closing:
-    has_ended = request.status is not RequestStatus.HANDED_OFF
+    has_ended = request.outcome is not Outcome.HANDED_OFF
     sampled = tuple(request.output_token_ids[request.num_given_tokens :])
     return Closing(request.num_submitted_tokens, sampled, has_ended, request.last_logprobs)

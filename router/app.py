@@ -22,9 +22,8 @@ from baton.registry.redis_flights import RedisFlightRecords
 from baton.registry.registry import Registry, with_authority
 from baton.security.binds import check_bind
 from baton.security.matrix import CallerRole
-from baton.text.image_prompts import ImagePrompts
 from baton.text.model_template import ModelTemplate
-from baton.text.speech_prompts import SpeechPrompts
+from baton.text.prompts import ImagePrompts, SpeechPrompts
 from baton.text.tokenizer import Tokenizer
 from baton.wire.clients.operator_client import OperatorStub
 from baton.wire.credentials import Dialer
@@ -69,7 +68,7 @@ async def run_router(
     codec = None if is_simulated else Tokenizer.load(config.model)
     template = None if is_simulated else ModelTemplate.load(config.model)
     images = None if is_simulated else ImagePrompts.load(config.model)
-    speech = None if codec is None else SpeechPrompts.load(config.model, codec)
+    speech = None if codec is None else SpeechPrompts.load(config.model, codec.tokens())
     async with contextlib.AsyncExitStack() as stack:
         if template is not None:
             stack.callback(template.close)

@@ -28,6 +28,7 @@ from baton.messages.generation import Accepted, Delivery, Finished, GenerateEven
 from baton.messages.ids import SCOPED_ID_PATTERN, new_request_id, unscoped
 from baton.messages.request_limits import MAX_POOLED_TOKENS
 from baton.messages.sampling import CONSTRAINT_KINDS, Constraint
+from baton.text.detokenizer import TextCodec
 from router.admission.bounded_work import BoundedWork
 from router.admission.images import ImageRules
 from router.admission.priorities import with_allowed_priority
@@ -42,7 +43,6 @@ from router.flight.flight_record import FlightRecord
 from router.flight.flight_table import Cancel, GiveUp, LeaveToOtherRouter
 from router.flight.request_spans import RequestSpans
 from router.flight.resumption import ResumedAnswer, check_positions, lacks_logprobs, placement_in_record, replayed
-from router.flight.text_stream import TextCodec
 from router.limits import NUM_TEXT_THREADS, DispatchLimits
 from router.live_requests import LiveRequests, NodeSender
 from router.node_links import LinkListener

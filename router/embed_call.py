@@ -17,12 +17,12 @@ from baton.messages.pooling import (
     Pooling,
     PoolingRequest,
 )
+from baton.text.detokenizer import TextCodec
 from router.pooling import (
     SMALL_VECTORS,
     PoolingCall,
     PoolingHandler,
     PoolingInput,
-    PoolingVocabulary,
     numbers_of,
     pool_all,
 )
@@ -32,7 +32,7 @@ from router.scoring import TextPair, score_pairs
 async def embed(
     request: EmbedRequest,
     handler: PoolingHandler,
-    vocabulary: PoolingVocabulary | None,
+    vocabulary: TextCodec | None,
     card: ModelCard,
     timeout_s: float | None,
 ) -> EmbedResponse:

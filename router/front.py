@@ -17,11 +17,11 @@ from baton.messages.pooling import EmbedRequest, EmbedResponse
 from baton.messages.request_limits import MAX_PROMPT_BYTES
 from baton.registry import Membership, NodeRecord
 from baton.security.callers import current_caller
+from baton.text.detokenizer import TextCodec
 from router.admission.tenants import Tenants
 from router.admission.validation import check_model, check_text, check_token_ids
 from router.dispatcher import Dispatcher
 from router.embed_call import embed
-from router.flight.text_stream import TextCodec
 from router.flight.timeline import timeline
 from router.operations.explained import explained
 from router.operations.request_rows import ended_rows, running_rows

@@ -21,6 +21,7 @@ from baton.errors import BatonError, InvalidRequest
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_INPUTS, MAX_POOLED_TOKENS, MAX_PROMPT_BYTES, MAX_VECTOR_NUMBERS
+from baton.text.detokenizer import TextCodec
 from router.admission.lengths import too_long
 from router.admission.pooling import check_dimensions, check_pooling
 from router.admission.validation import check_model, check_text
@@ -43,23 +44,6 @@ SMALL_VECTORS = 16 << 10
 """Vectors that are together no longer than so many bytes are computed with and written on the event loop."""
 
 T = TypeVar("T")
-
-
-class PoolingVocabulary(Protocol):
-    """The tokenizer as these calls use it; `baton.text.tokenizer.Tokenizer` is the real one."""
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of texts, without special tokens."""
-        ...
-
-    def num_special_tokens(self, *, pair: bool) -> int:
-        """How many special tokens are put around a text, or a pair of texts."""
-        ...
-
-    def with_special_tokens(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], int]:
-        """The tokens of a text, or a pair of texts, with the special ones, and where the second text begins (0 without
-        one, or if its tokens are of no type of their own)."""
-        ...
 
 
 class PoolingHandler(Protocol):
@@ -122,7 +106,7 @@ class PooledInput:
 async def pool_all(
     call: PoolingCall,
     handler: PoolingHandler,
-    vocabulary: PoolingVocabulary | None,
+    vocabulary: TextCodec | None,
     card: ModelCard,
     timeout_s: float | None,
 ) -> list[Finished]:
@@ -205,7 +189,7 @@ def _check_numbers(call: PoolingCall, card: ModelCard, size: int) -> None:
 
 
 async def _tokenized(
-    call: PoolingCall, handler: PoolingHandler, vocabulary: PoolingVocabulary | None, card: ModelCard
+    call: PoolingCall, handler: PoolingHandler, vocabulary: TextCodec | None, card: ModelCard
 ) -> Sequence[PooledInput]:
     """The tokens of all inputs, on the event loop if they are few; raises InvalidRequest."""
     num_chars = sum(len(one.first) + len(one.second or "") for one in call.inputs if isinstance(one.first, str))
@@ -235,7 +219,7 @@ def _turns(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 def tokenize(
     inputs: Sequence[PoolingInput],
-    vocabulary: PoolingVocabulary | None,
+    vocabulary: TextCodec | None,
     card: ModelCard,
     truncate: int | None,
     ids_of: Mapping[str, Sequence[int]],
@@ -280,7 +264,7 @@ def tokenize(
     return found
 
 
-def distinct_texts(inputs: Sequence[PoolingInput], vocabulary: PoolingVocabulary | None) -> Sequence[str]:
+def distinct_texts(inputs: Sequence[PoolingInput], vocabulary: TextCodec | None) -> Sequence[str]:
     """The texts of inputs, each once; raises InvalidRequest. May be called in a thread."""
     texts: dict[str, None] = {}
     for one in inputs:
@@ -294,7 +278,7 @@ def distinct_texts(inputs: Sequence[PoolingInput], vocabulary: PoolingVocabulary
     return list(texts)
 
 
-def encoded(texts: Sequence[str], vocabulary: PoolingVocabulary | None) -> Mapping[str, Sequence[int]]:
+def encoded(texts: Sequence[str], vocabulary: TextCodec | None) -> Mapping[str, Sequence[int]]:
     """The tokens of each text, without special ones. May be called in a thread."""
     return dict(zip(texts, vocabulary.encode_all(texts), strict=True)) if vocabulary and texts else {}
 

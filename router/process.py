@@ -35,10 +35,8 @@ from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
 from baton.text.bounded_workers import BoundedWorkers
 from baton.text.constraint_checker import ConstraintChecker
-from baton.text.image_prompts import ImagePrompts
-from baton.text.model_template import ModelTemplate
-from baton.text.request_template import RequestTemplate
-from baton.text.speech_prompts import SpeechPrompts
+from baton.text.model_template import ModelTemplate, RequestTemplate
+from baton.text.prompts import ImagePrompts, SpeechPrompts
 from baton.text.tokenizer import Tokenizer
 from baton.wire.authenticator import Authenticator
 from baton.wire.clients.node_client import NodeClient

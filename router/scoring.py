@@ -13,12 +13,12 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import Finished, ModelCard
 from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_INPUTS
+from baton.text.detokenizer import TextCodec
 from router.pooling import (
     SMALL_VECTORS,
     PoolingCall,
     PoolingHandler,
     PoolingInput,
-    PoolingVocabulary,
     numbers_of,
     pool_all,
 )
@@ -45,7 +45,7 @@ async def score_pairs(
     pairs: Sequence[TextPair],
     call: PoolingCall,
     handler: PoolingHandler,
-    vocabulary: PoolingVocabulary | None,
+    vocabulary: TextCodec | None,
     card: ModelCard,
     timeout_s: float | None,
 ) -> Scores:

@@ -102,7 +102,7 @@ def engine_rate(engine: EngineCore, runner: ModelRunner, prompts: Sequence[Seque
     began = time.perf_counter()
     for number, prompt in enumerate(prompts):
         sampling = SamplingParams(temperature=0.0, max_tokens=1)
-        engine.add_request(Request(f"{began}-{number}", prompt, sampling, leg=leg, pooling=params))
+        engine.scheduler.add_request(Request(f"{began}-{number}", prompt, sampling, leg=leg, pooling=params))
     while engine.has_work():
         engine.step()
     return sum(map(len, prompts)) / (time.perf_counter() - began)

@@ -38,6 +38,8 @@ class NewRequestData:
     """The spans of the prompt, in order. Forks have their parent's."""
     pooling: PoolingParams | None = None
     """The vector that is wanted of the prompt, instead of a sampled token; None: none is."""
+    root_id: str = ""
+    """The submitted request of which this is a sequence; empty: it is the only one. Forks have their parent's."""
 
 
 @value(frozen=True, slots=True)
@@ -179,18 +181,22 @@ class EngineCoreEvent:
 
     type: EngineCoreEventType
     request_id: str
+    """The request as it was submitted."""
     time: float
     value: int = 0
+    sequence_index: int = 0
 
 
 class EngineCoreOutput(NamedTuple):
-    """The result of one step for one request. A named tuple, since a step makes one for each running request."""
+    """The result of one step for one sequence. A named tuple, since a step makes one for each running request."""
 
     request_id: str
+    """The request as it was submitted."""
     new_token_ids: Sequence[int]
     first_index: int
     """Output index of `new_token_ids[0]`."""
     new_logprobs: Sequence[TokenLogprobs] = ()
+    sequence_index: int = 0
     outcome: Outcome | None = None
     """How the request ended; None while it has not ended."""
     stop_reason: int | None = None
@@ -207,6 +213,9 @@ class EngineCoreOutput(NamedTuple):
     draft_counts: DraftCounts | None = None
     """What became of all the request's drafts so far; None if no draft was verified since its last output."""
 
+
+EngineCoreOutputs = Mapping[int, Sequence[EngineCoreOutput]]
+"""The results of a step or another call, by client index; clients without results are left out."""
 
 WaitingReason = Literal["capacity", "deferred", "grammar", "adapter", "remote_kv", "arrived", "preempted", "swapped"]
 """What a request waits for: a seat, token budget, blocks or a slot for its adapter (capacity); the prefill node to
@@ -297,10 +306,3 @@ class StepTimes(NamedTuple):
     schedule_s: float = 0.0
     run_s: float = 0.0
     update_s: float = 0.0
-
-
-@value(frozen=True, slots=True)
-class EngineCoreOutputs:
-    """The results of one step for one client (one router)."""
-
-    outputs: Sequence[EngineCoreOutput]

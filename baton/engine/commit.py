@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, ModelRunnerOutput
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
-from baton.engine.sequence_steps import process_beam
 from baton.engine.speculation.speculation import Speculation
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
-from baton.engine.waiting.admission import Admission
 from baton.engine.waiting.preemption import Preemption
-from baton.messages.node import Leg
+from baton.engine.waiting.sequences import Sequences
+from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import TokenLogprobs
 
 _NUM_OUTPUTS_WITH_CACHE_COUNTS = 2
 """How many of a request's first outputs say how many tokens of its prompt were cached or came from another node."""
-
-_GOES_ON = tuple(EngineCoreOutput("", (), 0))[4:]
-"""The other fields of the output of a request of which there is nothing to say but its tokens."""
-_new_output: Callable[[tuple[object, ...]], EngineCoreOutput] = partial(tuple.__new__, EngineCoreOutput)
-"""Makes an output from the tuple of all its fields: a named tuple's own constructor takes a third longer."""
 
 
 class Commit:
     """Processes a runner's results. Results for a request that ended while its step was in flight are skipped."""
 
     def __init__(
-        self, state: SchedulerState, admission: Admission, speculation: Speculation, preemption: Preemption
+        self, state: SchedulerState, sequences: Sequences, speculation: Speculation, preemption: Preemption
     ) -> None:
         self._state = state
-        self._admission = admission
+        self._sequences = sequences
         self._speculation = speculation
         self._preemption = preemption
         self._config = state.config
@@ -93,8 +86,9 @@ class Commit:
             ):
                 output_token_ids.append(new_token_ids[0])
                 new_logprobs = logprobs.get(request_id, ()) if logprobs else ()
-                head = (request_id, new_token_ids, first_index, new_logprobs)
-                own_outputs.append(_new_output(head + _GOES_ON))
+                own_outputs.append(
+                    EngineCoreOutput(request.root_id, new_token_ids, first_index, new_logprobs, request.sequence_index)
+                )
             else:
                 self._commit_one(request, 1, request.num_computed_tokens, runner_output, outputs)
                 if request.status is running:
@@ -133,15 +127,15 @@ class Commit:
         state, request_id = self._state, request.request_id
         failure = runner_output.failed.get(request_id)
         if failure is not None:
-            status = RequestStatus.INVALID if request_id in runner_output.invalid else RequestStatus.ERROR
-            state.end(request, status, outputs, error=failure)
+            outcome = Outcome.INVALID if request_id in runner_output.invalid else Outcome.ERROR
+            state.end(request, outcome, outputs, error=failure)
             return
         state.kv_cache_manager.cache_blocks(request, num_computed_tokens)
         if request.encoder_inputs:
             state.encoder_cache.computed(request_id, request.encoder_inputs, num_computed_tokens)
         self._drop_unseen(request, num_computed_tokens)
         if num_scheduled_tokens > 1 or request.num_output_tokens == request.num_given_tokens:
-            state.events.record(EngineCoreEventType.CHUNK_COMPUTED, request_id, num_computed_tokens)
+            state.events.record(EngineCoreEventType.CHUNK_COMPUTED, request, num_computed_tokens)
         if request.leg is Leg.PREFILL:
             block_ids = state.kv_cache_manager.submitted_block_ids(request)
             try:
@@ -156,24 +150,24 @@ class Commit:
             return
         token_ids = runner_output.sampled_token_ids.get(request_id)
         if not token_ids:
-            state.end(request, RequestStatus.ERROR, outputs, error="the runner returned no token")
+            state.end(request, Outcome.ERROR, outputs, error="the runner returned no token")
             return
         logprobs = runner_output.logprobs.get(request_id, ())
         if runner_output.prompt_logprobs:
             request.prompt_logprobs = runner_output.prompt_logprobs.get(request_id, ())
         if request.beams is not None:
-            process_beam(request, request.beams, logprobs, state, self._admission, outputs)
+            self._sequences.process_beam(request, request.beams, logprobs, outputs)
         else:
             self._append_tokens(request, token_ids, logprobs, outputs)
 
     def _commit_embedding(self, request: Request, embedding: bytes, outputs: OutputsByClient) -> None:
         state = self._state
         if not embedding:
-            state.end(request, RequestStatus.ERROR, outputs, error="the runner returned no embedding")
+            state.end(request, Outcome.ERROR, outputs, error="the runner returned no embedding")
             return
         # The client waits for the embedding as other clients wait for the first token.
-        state.events.record(EngineCoreEventType.FIRST_TOKEN, request.request_id)
-        state.end(request, RequestStatus.STOPPED, outputs, embedding=embedding)
+        state.events.record(EngineCoreEventType.FIRST_TOKEN, request)
+        state.end(request, Outcome.STOP, outputs, embedding=embedding)
 
     def _append_tokens(
         self,
@@ -188,7 +182,7 @@ class Commit:
             logprobs = (*request.last_logprobs, *logprobs)
             request.num_unreported = 0
         if is_first and request.leg is not Leg.PREFILL:
-            self._admission.fork(request)
+            self._sequences.fork(request)
         num_before = len(request.output_token_ids)
         for token_id in token_ids:
             request.output_token_ids.append(token_id)
@@ -199,7 +193,7 @@ class Commit:
             self._speculation.count_output(request, token_ids, len(request.output_token_ids) - num_before)
             state.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         if is_first:
-            state.events.record(EngineCoreEventType.FIRST_TOKEN, request.request_id)
+            state.events.record(EngineCoreEventType.FIRST_TOKEN, request)
         if request.leg is Leg.PREFILL:
             request.last_logprobs = logprobs
         if request.leg is Leg.PREFILL and (request.sampling_params.n > 1 or request.sampling_params.beam_width):
@@ -214,7 +208,7 @@ class Commit:
             return
         state.end(
             request,
-            stop.status if stop is not None else RequestStatus.HANDED_OFF,
+            stop.outcome if stop is not None else Outcome.HANDED_OFF,
             outputs,
             stop_reason=stop.stop_reason if stop is not None else None,
             error=stop.error if stop is not None else None,

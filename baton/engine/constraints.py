@@ -1,9 +1,13 @@
-"""Grammars: the interface of what follows a sequence's tokens and says which tokens may come next.
+"""What restricts or ends an output by its tokens: the interface of grammars, and the detection of repetitions.
 
 A request with a JSON schema waits (WAITING_FOR_GRAMMAR) until its node has compiled the schema outside the engine, to
 one matcher for each sequence. The runner asks the matcher before it samples, and gives it the sampled token in the next
 step. So the scheduler need not know the tokens, and a step can be decided ahead as for any other request. When the
 output is complete, the matcher allows only an end-of-sequence token, which ends the request as it ends any other.
+
+Whether an output ends with the same pattern many times in a row is a function of its tokens alone, so every node that
+computes a request ends it at the same token, however many tokens an earlier attempt generated and however the tokens
+are split into steps.
 """
 
 from __future__ import annotations

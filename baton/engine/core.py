@@ -7,31 +7,68 @@ previous one is committed and published. Without a `StepExecutor` the three call
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from baton.engine.batch import (
     ComputedStep,
-    EngineCoreEvent,
     EngineCoreOutputs,
     ModelRunnerOutput,
     SchedulerOutput,
-    SchedulerStats,
     StepTimes,
 )
-from baton.engine.connector import KVTransferOutput
-from baton.engine.constraints import TokenMatcher
 from baton.engine.encoder_cache import EncoderInput, EncoderWork
-from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import LazyExecutor, ModelRunner, RunnerLost, StepExecutor
 from baton.engine.scheduler import Scheduler
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import ConfigError
+
+
+class InputEncoder(Protocol):
+    """Has a runner make rows of inputs, and tells the scheduler. Both methods return at once."""
+
+    def start(self, each: EncoderInput) -> None:
+        """Have an input encoded; `Scheduler.input_encoded` or `input_failed` follows, on the engine's thread."""
+        ...
+
+    def forget(self, digests: Sequence[str]) -> None:
+        """Have the runner forget the rows of inputs, and give up what is still to be encoded of them."""
+        ...
+
+
+class EncodesAtOnce:
+    """The encoder of an engine whose steps may wait for it."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+
+    def start(self, each: EncoderInput) -> None:
+        try:
+            self._runner.encoder.encode(each.content, each.num_rows)
+        except Exception as exc:
+            self._scheduler.input_failed(each.digest, exc)
+        else:
+            self._scheduler.input_encoded(each.digest)
+
+    def forget(self, digests: Sequence[str]) -> None:
+        self._runner.encoder.forget(digests)
 
 
 class EngineCore:
-    """One scheduler and one runner. Called from one thread; between two calls at most one step is in flight."""
+    """The steps of one scheduler and one runner; requests go to the scheduler. Called from one thread.
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, executor: StepExecutor | None = None) -> None:
+    Between two calls at most one step is in flight.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        executor: StepExecutor | None = None,
+        encoder: InputEncoder | None = None,
+    ) -> None:
         """`executor`: schedule asynchronously; closed by `close`. None: between two calls no step is in flight.
+        `encoder`: encodes inputs beside the steps; None: they are encoded at once, when a step is decided.
 
         Raises ConfigError for a scheduler that allocates blocks for other groups of layers than the runner has.
         """
@@ -47,11 +84,7 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, float, Callable[[], ModelRunnerOutput]]] = deque()
         """Steps that are submitted and not committed, in order: the decision, when it was made, and what waits for the
         result. At most one between two calls; two while `step` waits for the first one."""
-        self.start_encoding: Callable[[EncoderInput], None] = self._encode
-        """Has the runner encode an input. By default at once; a driver puts in its place what encodes beside the steps,
-        and then calls `input_encoded` or `input_failed`."""
-        self.forget_encoded: Callable[[Sequence[str]], None] = runner.encoder.forget
-        """Has the runner forget the rows of inputs; a driver also gives up what is still to be encoded of them."""
+        self._encoder: InputEncoder = encoder if encoder is not None else EncodesAtOnce(scheduler, runner)
         self._forgotten: dict[str, int] = {}
         """Inputs whose rows are to be forgotten, with the number of steps that were submitted before."""
         self._clock = scheduler.clock
@@ -59,44 +92,6 @@ class EngineCore:
         self._computed: ComputedStep | None = None
         self._num_steps = 0
         self._schedule_s = self._run_s = self._update_s = 0.0
-
-    def add_request(self, request: Request, *, awaits_adapter: bool = False) -> None:
-        """Queue a request; raises DuplicateRequest when a request with its id has not ended.
-
-        `awaits_adapter`: see `Scheduler.add_request`.
-        """
-        self.scheduler.add_request(request, awaits_adapter=awaits_adapter)
-
-    def finish_requests(
-        self, request_ids: Collection[str], status: RequestStatus, error: str | None = None
-    ) -> dict[int, EngineCoreOutputs]:
-        """End requests from outside (abort, deadline); idempotent. Returns their last outputs."""
-        return self.scheduler.finish_requests(request_ids, status, error)
-
-    def update_from_kv_transfer(self, transfers: KVTransferOutput) -> dict[int, EngineCoreOutputs]:
-        """Process arrivals, failures and releases of KV; see `Scheduler.update_from_kv_transfer`."""
-        return self.scheduler.update_from_kv_transfer(transfers)
-
-    def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
-        """Give a request the matchers for which it waits; see `Scheduler.grammar_compiled`."""
-        self.scheduler.grammar_compiled(request_id, matchers)
-
-    def adapter_loaded(self, request_id: str) -> None:
-        """Queue a request that waits for its adapter; see `Scheduler.adapter_loaded`."""
-        self.scheduler.adapter_loaded(request_id)
-
-    def input_encoded(self, digest: str) -> None:
-        """Note that an input is encoded; see `Scheduler.input_encoded`."""
-        self.scheduler.input_encoded(digest)
-
-    def input_fetched(self, digest: str, num_rows: int, rows: bytes) -> None:
-        """Give the runner the rows of an input that another node made, float32 [num_rows, width], little-endian."""
-        self.runner.encoder.keep(digest, num_rows, rows)
-        self.scheduler.input_encoded(digest, is_fetched=True)
-
-    def input_failed(self, digest: str, error: Exception) -> None:
-        """End the requests that need an input which can't be encoded; see `Scheduler.input_failed`."""
-        self.scheduler.input_failed(digest, str(error), is_invalid=isinstance(error, InvalidRequest))
 
     @property
     def num_submitted_steps(self) -> int:
@@ -112,7 +107,7 @@ class EngineCore:
         """Whether a call of `step` could do anything now; the driver sleeps while it could not."""
         return bool(self._in_flight) or self.scheduler.has_work()
 
-    def step(self) -> dict[int, EngineCoreOutputs]:
+    def step(self) -> EngineCoreOutputs:
         """Decide a step and commit a step, which is the same one unless another is in flight. Outputs by client index.
 
         A runner that raises fails the step's requests, not the engine.
@@ -145,24 +140,16 @@ class EngineCore:
             self._forgotten[digest] = self._num_steps
         for each in work.to_encode:
             self._forgotten.pop(each.digest, None)
-            self.start_encoding(each)
+            self._encoder.start(each)
         self._forget_encoded()
 
     def _forget_encoded(self) -> None:
         """Have the runner forget rows that no submitted step can name."""
         gone = [digest for digest, step in self._forgotten.items() if step <= self.num_committed_steps]
         if gone:
-            self.forget_encoded(gone)
+            self._encoder.forget(gone)
             for digest in gone:
                 del self._forgotten[digest]
-
-    def _encode(self, each: EncoderInput) -> None:
-        try:
-            self.runner.encoder.encode(each.content, each.num_rows)
-        except Exception as exc:
-            self.input_failed(each.digest, exc)
-        else:
-            self.input_encoded(each.digest)
 
     def _submit(self, decided: SchedulerOutput) -> None:
         self._num_steps += 1
@@ -177,14 +164,14 @@ class EngineCore:
         finally:
             self._run_s += self._clock.monotonic() - started
 
-    def _update(self, decided: SchedulerOutput, computed: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+    def _update(self, decided: SchedulerOutput, computed: ModelRunnerOutput) -> EngineCoreOutputs:
         started = self._clock.monotonic()
         outputs = self.scheduler.update_from_output(decided, computed)
         self._committed_at = self._clock.monotonic()
         self._update_s += self._committed_at - started
         return outputs
 
-    def _commit(self) -> dict[int, EngineCoreOutputs]:
+    def _commit(self) -> EngineCoreOutputs:
         """Wait for the first step in flight, and commit it."""
         decided, decided_at, result = self._in_flight.popleft()
         began = max(decided_at, self._committed_at)
@@ -202,10 +189,6 @@ class EngineCore:
             self._computed = _computed_step(decided, computed, began, self._committed_at, self.has_work())
         return outputs
 
-    def make_stats(self) -> SchedulerStats:
-        """The engine's load after the last step."""
-        return self.scheduler.make_stats()
-
     def take_computed_step(self) -> ComputedStep | None:
         """The step that was committed since the last call, if one was and it computed something."""
         computed, self._computed = self._computed, None
@@ -215,10 +198,6 @@ class EngineCore:
     def step_times(self) -> StepTimes:
         """The seconds that all steps took so far."""
         return StepTimes(self._num_steps, self._schedule_s, self._run_s, self._update_s)
-
-    def take_events(self) -> list[EngineCoreEvent]:
-        """The events of requests since the last call."""
-        return self.scheduler.take_events()
 
 
 def _computed_step(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from baton.engine.constraints import RepetitionDetector
 from baton.engine.encoder_cache import encoder_inputs
 from baton.machine import IllegalEvent
-from baton.messages.ids import Peer
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import Leg, Outcome
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. Each status from STOPPED on is final and has an outcome, which says what it means.
-
-    REQUEST_TABLE says which status follows which.
-    """
+    """Where a request is. REQUEST_TABLE says which status follows which."""
 
     WAITING = enum.auto()
     """The request waits for a seat, a budget or blocks; a computed beam waits for what continues it."""
@@ -45,60 +42,29 @@ class RequestStatus(enum.Enum):
     """The request gave way to others, and its KV will be computed again."""
     SWAPPED = enum.auto()
     """The request gave way to others, and its KV is in the host tier."""
-    STOPPED = enum.auto()
-    LENGTH_CAPPED = enum.auto()
-    ABORTED = enum.auto()
-    IGNORED = enum.auto()
-    ERROR = enum.auto()
-    INVALID = enum.auto()
-    KV_LOST = enum.auto()
-    REPETITION = enum.auto()
-    ADAPTER_UNAVAILABLE = enum.auto()
-    HANDED_OFF = enum.auto()
+    ENDED = enum.auto()
+    """`Request.outcome` says how."""
 
     __hash__ = object.__hash__  # by identity: Enum's own is a call into Python, in every lookup
 
-    @property
-    def is_finished(self) -> bool:
-        return self in _OUTCOMES
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """How a request with this status ended; None while it lives."""
-        return _OUTCOMES.get(self)
-
-
-_OUTCOMES = {
-    RequestStatus.STOPPED: Outcome.STOP,
-    RequestStatus.LENGTH_CAPPED: Outcome.LENGTH,
-    RequestStatus.ABORTED: Outcome.ABORTED,
-    RequestStatus.IGNORED: Outcome.IGNORED,
-    RequestStatus.ERROR: Outcome.ERROR,
-    RequestStatus.INVALID: Outcome.INVALID,
-    RequestStatus.KV_LOST: Outcome.KV_LOST,
-    RequestStatus.REPETITION: Outcome.REPETITION,
-    RequestStatus.ADAPTER_UNAVAILABLE: Outcome.ADAPTER_UNAVAILABLE,
-    RequestStatus.HANDED_OFF: Outcome.HANDED_OFF,
-}
-
 
 class RequestEvent(enum.Enum):
-    """What can happen to a request, and which part of the scheduler says so."""
+    """What can happen to a live request beside an outcome, and which part of the scheduler says so."""
 
     GRAMMAR_MISSING = enum.auto()
-    """Reported by admission: the request came with a schema that is not compiled yet."""
+    """Reported by WaitingRequests: the request came with a schema that is not compiled yet."""
     GRAMMAR_COMPILED = enum.auto()
-    """Reported by admission, on the node's notice: the schema is compiled."""
+    """Reported by WaitingRequests, on the node's notice: the schema is compiled."""
     ADAPTER_MISSING = enum.auto()
-    """Reported by admission: the request came with an adapter that is not loaded yet."""
+    """Reported by WaitingRequests: the request came with an adapter that is not loaded yet."""
     ADAPTER_LOADED = enum.auto()
-    """Reported by admission, on the node's notice: the adapter is loaded."""
+    """Reported by WaitingRequests, on the node's notice: the adapter is loaded."""
     LOAD_BEGUN = enum.auto()
     """Reported by admission: a decode leg has its blocks, and the connector was asked to fill them."""
     LOADED = enum.auto()
-    """Reported by admission, on the connector's notice: the prompt's KV is here."""
+    """Reported by Arrivals, on the connector's notice: the prompt's KV is here."""
     LOAD_LOST = enum.auto()
-    """Reported by admission, on the connector's notice: KV does not arrive, and is computed here."""
+    """Reported by Arrivals, on the connector's notice: KV does not arrive, and is computed here."""
     SEATED = enum.auto()
     """Reported by admission: the request takes part in the step that is being decided."""
     PREEMPTED = enum.auto()
@@ -109,29 +75,18 @@ class RequestEvent(enum.Enum):
     """Reported by preemption: the step that was to copy them was lost."""
     BEAM_COMPUTED = enum.auto()
     """Reported by `SchedulerState.park`: a beam gave up its seat until the search has decided which beams continue."""
-    STOPPED = enum.auto()
-    """Reported by `SchedulerState.end`, as all that follow: the request ends with the status of that name."""
-    LENGTH_CAPPED = enum.auto()
-    ABORTED = enum.auto()
-    IGNORED = enum.auto()
-    ERROR = enum.auto()
-    INVALID = enum.auto()
-    KV_LOST = enum.auto()
-    REPETITION = enum.auto()
-    ADAPTER_UNAVAILABLE = enum.auto()
-    HANDED_OFF = enum.auto()
 
     __hash__ = object.__hash__
 
 
-def _request_table() -> dict[tuple[RequestStatus, RequestEvent], RequestStatus]:
+def _request_table() -> dict[tuple[RequestStatus, RequestEvent | Outcome], RequestStatus]:
     state, event = RequestStatus, RequestEvent
-    table = {
+    table: dict[tuple[RequestStatus, RequestEvent | Outcome], RequestStatus] = {
         (state.WAITING, event.GRAMMAR_MISSING): state.WAITING_FOR_GRAMMAR,
         (state.WAITING_FOR_GRAMMAR, event.GRAMMAR_COMPILED): state.WAITING,
         (state.WAITING, event.ADAPTER_MISSING): state.WAITING_FOR_ADAPTER,
         (state.WAITING_FOR_ADAPTER, event.ADAPTER_LOADED): state.WAITING,
-        (state.WAITING_FOR_ADAPTER, event.ADAPTER_UNAVAILABLE): state.ADAPTER_UNAVAILABLE,
+        (state.WAITING_FOR_ADAPTER, Outcome.ADAPTER_UNAVAILABLE): state.ENDED,
         (state.WAITING, event.LOAD_BEGUN): state.WAITING_FOR_REMOTE_KVS,
         (state.WAITING_FOR_REMOTE_KVS, event.LOADED): state.WAITING,
         (state.WAITING_FOR_REMOTE_KVS, event.LOAD_LOST): state.WAITING,
@@ -148,29 +103,23 @@ def _request_table() -> dict[tuple[RequestStatus, RequestEvent], RequestStatus]:
         (state.RUNNING, event.BEAM_COMPUTED): state.WAITING,
         # The root of a beam search whose KV came from elsewhere: others go on from it.
         (state.WAITING, event.BEAM_COMPUTED): state.WAITING,
-        (state.RUNNING, event.STOPPED): state.STOPPED,
-        (state.RUNNING, event.LENGTH_CAPPED): state.LENGTH_CAPPED,
-        (state.RUNNING, event.HANDED_OFF): state.HANDED_OFF,
+        (state.RUNNING, Outcome.STOP): state.ENDED,
+        (state.RUNNING, Outcome.LENGTH): state.ENDED,
+        (state.RUNNING, Outcome.HANDED_OFF): state.ENDED,
         # The first token, which arrived with the KV, ends the request; or nothing continues a beam.
-        (state.WAITING, event.STOPPED): state.STOPPED,
-        (state.WAITING, event.LENGTH_CAPPED): state.LENGTH_CAPPED,
-        (state.WAITING, event.IGNORED): state.IGNORED,
-        (state.PREEMPTED, event.IGNORED): state.IGNORED,
+        (state.WAITING, Outcome.STOP): state.ENDED,
+        (state.WAITING, Outcome.LENGTH): state.ENDED,
+        (state.WAITING, Outcome.IGNORED): state.ENDED,
+        (state.PREEMPTED, Outcome.IGNORED): state.ENDED,
     }
     for live in RequestStatus:
-        if not live.is_finished:
-            table |= {(live, end): state[end.name] for end in ENDS_OF_ALL}
+        if live is not state.ENDED:
+            table |= {(live, outcome): state.ENDED for outcome in ENDS_OF_ALL}
     return table
 
 
-ENDS_OF_ALL = (
-    RequestEvent.ABORTED,
-    RequestEvent.ERROR,
-    RequestEvent.INVALID,
-    RequestEvent.KV_LOST,
-    RequestEvent.REPETITION,
-)
-"""Events that every live status accepts."""
+ENDS_OF_ALL = (Outcome.ABORTED, Outcome.ERROR, Outcome.INVALID, Outcome.KV_LOST, Outcome.REPETITION)
+"""Outcomes with which a request may end in every live status."""
 
 REQUEST_TABLE = _request_table()
 
@@ -197,11 +146,13 @@ class Request:
         spans: Sequence[Span] = (),
         pooling: PoolingParams | None = None,
         contents: Sequence[EncoderContent] = (),
+        attempt: AttemptKey | None = None,
     ) -> None:
         """`output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
         `reader_block_size`: of a prefill leg, tokens in a block of the node that is to read its KV; 0: as many as here.
         `adapter`: digest of the adapter with which it is computed, which the runner has loaded; empty: none.
         `pooling`: of an embedding leg, the vector that is wanted; None: the last token's embedding.
+        `attempt`: what connectors call it towards other nodes, where there are any.
 
         Raises ValueError for arguments that contradict each other.
         """
@@ -217,6 +168,11 @@ class Request:
             raise ValueError("a decode leg needs a KV source, and no other leg may have one")
         # What was submitted. Admission changes `leg` and `kv_source` alone, when a load is lost and is computed here.
         self.request_id = request_id
+        """Its name inside the engine and its runner. A further sequence or beam has one of its own."""
+        self.root_id = request_id
+        self.sequence_index = 0
+        """The request that was submitted, and which of its sequences this is; all beams count to the first one."""
+        self.attempt = attempt if attempt is not None else AttemptKey(request_id, 0)
         self.take_prompt(list(prompt_token_ids))
         self.sampling_params = sampling_params
         self.eos_token_ids = eos_token_ids
@@ -243,6 +199,8 @@ class Request:
 
         # `transition` and `end` alone write the status; `SchedulerState.end` writes why it ended.
         self.status = RequestStatus.WAITING
+        self.outcome: Outcome | None = None
+        """How it ended; None while it lives."""
         self.stop_reason: int | None = None
         self.error: str | None = None
 
@@ -308,20 +266,18 @@ class Request:
 
         Raises IllegalEvent, and changes nothing, for an event that the present status does not accept.
         """
+        self.status = self._status_after(event)
+
+    def end(self, outcome: Outcome) -> None:
+        """End so. Raises IllegalEvent, and changes nothing, if the request can't end so from its present status."""
+        self.status = self._status_after(outcome)
+        self.outcome = outcome
+
+    def _status_after(self, event: RequestEvent | Outcome) -> RequestStatus:
         after = REQUEST_TABLE.get((self.status, event))
         if after is None:
             raise IllegalEvent(self.request_id, self.status, event, repr(self))
-        self.status = after
-
-    def end(self, status: RequestStatus) -> None:
-        """End with a final status.
-
-        Raises ValueError for a status that is not final, and IllegalEvent if the request can't end so from its present
-        status; neither changes anything.
-        """
-        if not status.is_finished:
-            raise ValueError(f"{self.request_id} can't end with {status.name}: use a final status, from STOPPED on")
-        self.transition(RequestEvent[status.name])
+        return after
 
     def take_prompt(self, prompt_token_ids: list[int]) -> None:
         """Set the prompt. The list is never changed, so several requests may share it."""
@@ -365,7 +321,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return self.status.is_finished
+        return self.status is RequestStatus.ENDED
 
     @property
     def least_length(self) -> int:
@@ -387,7 +343,7 @@ class Request:
             return self.output_token_ids[start - prompt : stop - prompt]
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]
 
-    def sibling(self, request_id: str, sampling_params: SamplingParams) -> Request:
+    def sibling(self, request_id: str, sampling_params: SamplingParams, *, sequence_index: int = 0) -> Request:
         """A new request for another sequence of the same prompt, of which nothing is computed yet."""
         sibling = Request(
             request_id,
@@ -399,7 +355,9 @@ class Request:
             arrival_time=self.arrival_time,
             cache_salt=self.cache_salt,
             adapter=self.adapter,
+            attempt=self.attempt,
         )
+        sibling.root_id, sibling.sequence_index = self.root_id, sequence_index
         sibling.take_prompt(self.prompt_token_ids)
         sibling.spans, sibling.encoder_inputs = self.spans, self.encoder_inputs
         return sibling

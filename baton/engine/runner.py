@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.long_sequences import LongSequences
+from baton.engine.scheduler_config import LongSequences
 from baton.errors import AdapterRefused, BatonError
 from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.node_report import ComputePath, RankReport

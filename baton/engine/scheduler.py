@@ -10,7 +10,7 @@ Every request is in one of these places:
   running      RUNNING, in order of admission: either filling (its known tokens are still being computed) or decoding
                (it computes a token in every step, see decode_set.py)
   swapped      SWAPPED: it was preempted, and its KV is in the host tier; it runs again before new requests do
-  parked       a computed beam, until the other beams of its search are computed (see beam_group.py); not in `requests`
+  parked       a computed beam, until the other beams of its search are computed (see beams.py); not in `requests`
   ended        no longer in `requests`; its blocks are free, leased or quarantined
 
 Four rules keep the scheduler from deadlocks and from using wrong KV:
@@ -51,21 +51,22 @@ from baton.engine.decode_set import DecodeSet
 from baton.engine.encoder_cache import EncoderCache, EncoderWork
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.block_table import AllocationAnswer
-from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
+from baton.engine.kv_cache.events import KVSnapshot
 from baton.engine.kv_cache.host_tier import NO_COPIES
 from baton.engine.kv_cache.manager import KVCacheManager
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
-from baton.engine.sequence_steps import check_beams_stay, check_sequences, open_group
 from baton.engine.speculation.speculation import Speculation
 from baton.engine.stats import EngineCounters
 from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.admission import Admission
+from baton.engine.waiting.arrivals import Arrivals
 from baton.engine.waiting.preemption import Preemption
+from baton.engine.waiting.sequences import Sequences
 from baton.engine.waiting.waiting_requests import WaitingRequests
-from baton.errors import DuplicateRequest
-from baton.messages.node import Leg
+from baton.errors import DuplicateRequest, InvalidRequest
+from baton.messages.node import Outcome
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -91,10 +92,12 @@ class Scheduler:
         connector = connector if connector is not None else NullConnector()
         self._state = SchedulerState(config, key_fields, clock, connector, make_decodes(config.block_size))
         self._waiting = WaitingRequests(config)
-        self._admission = Admission(self._state, self._waiting)
+        self._sequences = Sequences(self._state, self._waiting)
+        self._admission = Admission(self._state, self._waiting, self._sequences)
+        self._arrivals = Arrivals(self._state, self._waiting, self._sequences, self._admission.prefix_cache)
         self._preemption = Preemption(self._state, self._waiting)
         self._speculation = Speculation(config.speculation, self._state, self._preemption)
-        self._commit = Commit(self._state, self._admission, self._speculation, self._preemption)
+        self._commit = Commit(self._state, self._sequences, self._speculation, self._preemption)
         self._step = 0
         self._in_flight: dict[int, StepPlan] = {}
         self._pending = OutputsByClient()
@@ -144,31 +147,33 @@ class Scheduler:
         combination of parameters that this engine does not accept.
         """
         state = self._state
-        check_sequences(request.sampling_params)
-        check_beams_stay(request, state)
+        self._sequences.check(request)
         if self._is_taken(request.request_id):
             raise DuplicateRequest(f"request {request.request_id} is here already")
         request.is_long = state.is_long(request)
-        open_group(request, state)
+        self._sequences.open_group(request)
         state.requests[request.request_id] = request
         if request.arrival_time == math.inf:
             request.arrival_time = self.clock.monotonic()
         self._stalled = False
-        state.events.record(EngineCoreEventType.QUEUED, request.request_id, request.num_submitted_tokens)
+        state.events.record(EngineCoreEventType.QUEUED, request, request.num_submitted_tokens)
         self._admission.add(request, self._pending, awaits_adapter=awaits_adapter)
 
     def finish_requests(
-        self, request_ids: Collection[str], status: RequestStatus, error: str | None = None
-    ) -> dict[int, EngineCoreOutputs]:
-        """End requests with a final status, wherever they are. Returns their last outputs by client index.
-
-        A request's own id means all its sequences, `lone_sequence_id` one of them.
-        """
-        if not status.is_finished:
-            raise ValueError(f"requests can't be ended with {status.name}: use a final status, from STOPPED on")
+        self, request_ids: Collection[str], outcome: Outcome, error: str | None = None
+    ) -> EngineCoreOutputs:
+        """End requests with all their sequences, wherever they are. Returns their last outputs by client index."""
         outputs = OutputsByClient()
-        self._finish(self._state.live_requests(request_ids), status, error, outputs)
+        self._finish(self._state.live_requests(request_ids), outcome, error, outputs)
         self._finish_failed_groups(outputs)
+        return outputs.seal()
+
+    def finish_sequence(self, request_id: str, index: int, outcome: Outcome) -> EngineCoreOutputs:
+        """End one of several sequences of a request; others are skipped. Returns its last output by client index."""
+        outputs = OutputsByClient()
+        if (sequence := self._state.live_sequence(request_id, index)) is not None:
+            self._finish([sequence], outcome, None, outputs)
+            self._finish_failed_groups(outputs)
         return outputs.seal()
 
     def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
@@ -177,7 +182,7 @@ class Scheduler:
         The matchers have been given the request's output so far. A request whose grammar can't be compiled is ended
         with `finish_requests` instead.
         """
-        self._admission.grammar_compiled(request_id, matchers)
+        self._waiting.grammar_compiled(request_id, matchers)
         self._stalled = False
 
     def adapter_loaded(self, request_id: str) -> None:
@@ -185,7 +190,7 @@ class Scheduler:
 
         A request whose adapter can't be loaded is ended with `finish_requests` and ADAPTER_UNAVAILABLE instead.
         """
-        self._admission.adapter_loaded(request_id)
+        self._waiting.adapter_loaded(request_id)
         self._stalled = False
 
     def adapters_in_use(self) -> set[str]:
@@ -206,15 +211,15 @@ class Scheduler:
         self._state.encoder_cache.encoded(digest, is_fetched=is_fetched)
         self._stalled = False
 
-    def input_failed(self, digest: str, error: str, *, is_invalid: bool) -> None:
-        """End the requests that need an input which can't be encoded. `is_invalid`: the input is at fault.
+    def input_failed(self, digest: str, error: Exception) -> None:
+        """End the requests that need an input which can't be encoded. InvalidRequest: the input is at fault.
 
         Their last outputs come with the next commit, or from `take_refusals`.
         """
         asked = self._state.encoder_cache.failed(digest)
-        status = RequestStatus.INVALID if is_invalid else RequestStatus.ERROR
+        outcome = Outcome.INVALID if isinstance(error, InvalidRequest) else Outcome.ERROR
         needing = [request for request_id, request in self._state.requests.items() if request_id in asked]
-        self._finish(needing, status, error, self._pending)
+        self._finish(needing, outcome, str(error), self._pending)
         self._finish_failed_groups(self._pending)
         self._stalled = False
 
@@ -289,14 +294,6 @@ class Scheduler:
         """The same number as in `make_stats`, in O(1)."""
         return self._waiting.num_waiting_for_remote_kvs
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV. Returns False and changes nothing while any block is in use (see `blocks_in_use`)."""
-        return self.kv_cache_manager.reset_prefix_cache()
-
-    def blocks_in_use(self) -> str:
-        """A text for people that says which blocks are in use and why; empty when none is."""
-        return self.kv_cache_manager.blocks_in_use()
-
     def take_events(self) -> list[EngineCoreEvent]:
         """The events of requests since the last call, oldest first."""
         return self._state.events.take()
@@ -310,41 +307,29 @@ class Scheduler:
         `stop_kv_events`. O(blocks)."""
         return self._state.kv_snapshot()
 
-    def kv_events_since(self, sequence: int) -> KVEventBatch:
-        """The changes of the prefix cache from event number `sequence` on, which a snapshot or the last batch named."""
-        return self.kv_cache_manager.kv_events.since(sequence)
-
-    def stop_kv_events(self) -> None:
-        """Record no changes of the prefix cache any more, since they have no reader."""
-        self.kv_cache_manager.kv_events.stop()
-
-    def check_invariant(self) -> None:
-        """Check all accounts of blocks against each other; raises BlockInvariantBroken. O(blocks)."""
-        self.kv_cache_manager.check_invariant()
-
     def _is_taken(self, request_id: str) -> bool:
         state = self._state
         known = request_id in state.requests or request_id in state.groups or request_id in state.beams
-        return known or state.kv_cache_manager.holds(request_id)
+        return known or request_id in state.kv_cache_manager.held
 
     def _finish(
-        self, requests: Sequence[Request], status: RequestStatus, error: str | None, outputs: OutputsByClient
+        self, requests: Sequence[Request], outcome: Outcome, error: str | None, outputs: OutputsByClient
     ) -> None:
         if requests:
             self._waiting.remove(requests)
             for request in requests:
-                self._state.end(request, status, outputs, error=error)
+                self._state.end(request, outcome, outputs, error=error)
             self._state.remove_ended()
             self._stalled = False
 
     def _finish_failed_groups(self, outputs: OutputsByClient) -> None:
         while self._state.failed_groups:
             group, first = self._state.failed_groups.pop()
-            status, error = RequestStatus.ERROR, "another sequence of the request failed"
-            if first.status in (RequestStatus.INVALID, RequestStatus.REPETITION):
+            outcome, error = Outcome.ERROR, "another sequence of the request failed"
+            if first.outcome in (Outcome.INVALID, Outcome.REPETITION):
                 # The node is not at fault, so the others don't end with ERROR, which routers count against the node.
-                status, error = first.status, first.error or error
-            self._finish(list(group.members), status, error, outputs)
+                outcome, error = first.outcome, first.error or error
+            self._finish(list(group.members), outcome, error, outputs)
 
     # --- deciding a step ---
 
@@ -378,14 +363,13 @@ class Scheduler:
         self._fill_step(plan)
         self._speculation.ask_draft_model(plan)
         if plan.requests:
-            self._move_to_decodes(plan)
+            state.move_to_decodes(plan)
         moved = state.free_parked() or bool(plan.preempted_req_ids)
         is_empty = plan.is_empty
         self._stalled = is_empty and not moved and not self._pending
-        copies = state.kv_cache_manager.take_copies(plan.step)
+        copies = state.kv_cache_manager.begin_step(plan.step, is_empty=is_empty)
         if not is_empty or copies is not NO_COPIES:
             self._in_flight[plan.step] = plan
-            state.kv_cache_manager.begin_step(plan.step)
         return plan.build(state.take_finished_req_ids(), copies)
 
     def _fill_step(self, plan: StepPlan) -> None:
@@ -415,7 +399,7 @@ class Scheduler:
         if not self._in_flight:
             self._speculation.update_draft_token_ids(drafts)
 
-    def take_refusals(self) -> dict[int, EngineCoreOutputs]:
+    def take_refusals(self) -> EngineCoreOutputs:
         """The last outputs of requests that never ran, without waiting for the next step's outputs."""
         outputs, self._pending = self._pending, OutputsByClient()
         return outputs.seal()
@@ -470,29 +454,11 @@ class Scheduler:
             if growth.num_tokens > 0:
                 plan.add_known(request, growth.num_tokens, growth.new_block_ids)
 
-    def _move_to_decodes(self, plan: StepPlan) -> None:
-        """Move requests whose last known token is computed in this step to the decodes, unless its token ends them."""
-        state = self._state
-        for request in plan.requests:
-            # A beam and a prefill leg end with the token that is computed now, and an embedding needs none.
-            if (
-                request.num_computed_tokens < request.num_tokens
-                or request.request_id in plan.drafts
-                or request.beams is not None
-                or request.leg in (Leg.PREFILL, Leg.EMBED)
-            ):
-                continue
-            num_to_come = state.most_output_tokens(request) - len(request.output_token_ids) - 1
-            if num_to_come > 0:
-                state.filling.remove(request)
-                state.speculating.pop(request.request_id, None)
-                state.decodes.join(request, state.kv_cache_manager.num_slots(request.request_id), num_to_come)
-
     # --- committing a step ---
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
+    ) -> EngineCoreOutputs:
         """Commit a step: append tokens, check whether they end requests, free the blocks of ended ones.
 
         Steps are committed in the order in which they were decided. Returns outputs by client index. Results for
@@ -517,7 +483,7 @@ class Scheduler:
 
     # --- KV from another node ---
 
-    def update_from_kv_transfer(self, transfers: KVTransferOutput) -> dict[int, EngineCoreOutputs]:
+    def update_from_kv_transfer(self, transfers: KVTransferOutput) -> EngineCoreOutputs:
         """Process arrivals and failures of transfers, and the release of blocks that no peer accesses any more.
 
         A failure ends its request (KV_LOST or ERROR) or lets it be computed here, as `on_transfer_failure` says. An
@@ -525,24 +491,7 @@ class Scheduler:
         don't wait for one are skipped and counted.
         """
         outputs = OutputsByClient()
-        for request_id, arrived in transfers.arrived.items():
-            request = self._admission.pop_loading(request_id)
-            if request is None:
-                self.counters.num_unknown_transfers += 1
-            else:
-                self._admission.arrive(request, arrived, outputs)
-        for request_id, lost in transfers.failed.items():
-            request = self._admission.pop_unloaded(request_id)
-            if request is None:
-                self.counters.num_unknown_transfers += 1
-            elif self.config.on_transfer_failure == "recompute":
-                self._admission.compute_here(request, lost)
-            else:
-                reroutes = self.config.on_transfer_failure == "reroute"
-                status = RequestStatus.KV_LOST if reroutes else RequestStatus.ERROR
-                self._state.end(request, status, outputs, error=lost.detail, transfer_cause=lost.cause)
-        for request_id in transfers.released:
-            self.counters.num_unknown_transfers += not self.kv_cache_manager.release(request_id)
+        self._arrivals.take(transfers, outputs)
         self._finish_failed_groups(outputs)
         self._stalled = False
         return outputs.seal()

@@ -6,9 +6,28 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from baton.engine.long_sequences import LongSequences
 from baton.errors import ConfigError
 from baton.messages.speculation import SpeculationConfig
+from baton.values import value
+
+
+@value(frozen=True, slots=True)
+class LongSequences:
+    """Which sequences of a model are long."""
+
+    most_short: int
+    """The most tokens of a short sequence."""
+    starts_over: bool
+    """Whether a short sequence that has grown beyond this is computed again, as a long one."""
+
+    def is_long(self, num_prompt_tokens: int, num_tokens: int) -> bool:
+        """Whether all positions of a sequence have the angles of long ones. `num_tokens`: with its output so far."""
+        return (num_tokens if self.starts_over else num_prompt_tokens) > self.most_short
+
+    def long_from(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """The first position of a sequence that has the angles of long ones."""
+        return 0 if self.is_long(num_prompt_tokens, num_tokens) else self.most_short
+
 
 PreemptionMode = Literal["recompute", "swap", "auto"]
 TransferFailurePolicy = Literal["reroute", "recompute", "fail"]

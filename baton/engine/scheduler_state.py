@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from baton.clock import Clock
 from baton.engine.batch import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
@@ -19,12 +18,13 @@ from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request, RequestEvent, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.sequences.beams import BeamGroup
-from baton.engine.sequences.sequence_group import SequenceGroup, split_sequence_id
+from baton.engine.sequences.sequence_group import SequenceGroup
 from baton.engine.stats import EngineCounters
+from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import max_output_tokens
 from baton.errors import TransferCause
-from baton.messages.kv_cache import BlockRemoved, BlockStored
-from baton.messages.node import Leg
+from baton.messages.kv_cache import BlockRemoved, BlockStored, Tier
+from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import TokenLogprobs
 from baton.messages.spans import rows_key
 
@@ -39,12 +39,14 @@ class EventLog:
         self._events: deque[EngineCoreEvent] = deque(maxlen=capacity)
         self.num_lost = 0
 
-    def record(self, type: EngineCoreEventType, request_id: str, value: int = 0) -> None:
+    def record(self, type: EngineCoreEventType, request: Request, value: int = 0) -> None:
         """Append one event with the clock's present time."""
         if not self.is_recording:
             return
         self.num_lost += len(self._events) == self._events.maxlen
-        self._events.append(EngineCoreEvent(type, request_id, self._clock.monotonic(), value))
+        self._events.append(
+            EngineCoreEvent(type, request.root_id, self._clock.monotonic(), value, request.sequence_index)
+        )
 
     def take(self) -> list[EngineCoreEvent]:
         """All events since the last call, oldest first."""
@@ -74,11 +76,11 @@ class OutputsByClient:
         """The list to which a client's outputs are to be appended."""
         return self._by_client.setdefault(client_index, [])
 
-    def seal(self) -> dict[int, EngineCoreOutputs]:
+    def seal(self) -> EngineCoreOutputs:
         """All outputs by client index, without clients that have none."""
         if not self._by_client:
             return {}
-        return {index: EngineCoreOutputs(outputs) for index, outputs in self._by_client.items() if outputs}
+        return {index: outputs for index, outputs in self._by_client.items() if outputs}
 
 
 class SchedulerState:
@@ -135,7 +137,7 @@ class SchedulerState:
     def end(
         self,
         request: Request,
-        status: RequestStatus,
+        outcome: Outcome,
         outputs: OutputsByClient,
         *,
         stop_reason: int | None = None,
@@ -153,7 +155,7 @@ class SchedulerState:
         are not reported yet (`Request.num_unreported`).
         """
         transferring = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        request.end(status)
+        request.end(outcome)
         request.stop_reason = stop_reason
         request.error = error
         self._settle_blocks(request, transferring)
@@ -170,7 +172,7 @@ class SchedulerState:
             if not self._leave_beams(request, beams):
                 return
             request = beams.root
-        self.events.record(EngineCoreEventType.FINISHED, request.request_id, request.num_output_tokens)
+        self.events.record(EngineCoreEventType.FINISHED, request, request.num_output_tokens)
         if first_index is None:
             first_index = request.num_output_tokens - request.num_unreported
             logprobs = request.last_logprobs
@@ -179,7 +181,7 @@ class SchedulerState:
             first_index,
             logprobs,
             outputs,
-            status=status,
+            outcome=outcome,
             error=error,
             transfer_cause=transfer_cause,
             embedding=embedding,
@@ -195,7 +197,7 @@ class SchedulerState:
     def end_computed_beams(self, beams: BeamGroup) -> None:
         """End computed beams that have no heir, without an output. Their blocks can be shared until `free_parked`."""
         for request in beams.computed:
-            request.end(RequestStatus.STOPPED)
+            request.end(Outcome.STOP)
             self._settle_blocks(request, False, keep=True)
             self._finished_req_ids.add(request.request_id)
         beams.computed = []
@@ -221,48 +223,62 @@ class SchedulerState:
         root, found = beams.root, beams.outputs()
         beams.is_closed = True
         del self.beams[root.request_id]
-        self.events.record(EngineCoreEventType.FINISHED, root.request_id, len(found))
+        self.events.record(EngineCoreEventType.FINISHED, root, len(found))
         if len(found) < beams.num_returned:
             error = (
                 f"the beam search found {len(found)} of {beams.num_returned} sequences: the model offered too few "
                 "continuations"
             )
-            self.emit(root, 0, (), outputs, status=RequestStatus.ERROR, error=error)
+            self.emit(root, 0, (), outputs, outcome=Outcome.ERROR, error=error)
             return
         for output in found:
             outputs.add(root.client_index, output)
 
     def live_requests(self, request_ids: Iterable[str]) -> list[Request]:
-        """The live requests with these ids. A request's own id means all its sequences; unknown ids are skipped."""
-        found: dict[str, Request] = {}
-        for name in request_ids:
-            request_id, index = split_sequence_id(name)
-            members: Sequence[Request | None]
-            group = self.groups.get(request_id)
-            beams = self.beams.get(name)
-            if beams is not None:
-                members = [*beams.members]
-            elif group is None:
-                members = [self.requests.get(name)]
-            elif name == request_id:
-                members = [*group.members]
-            else:
-                members = [group.member(index)]
-            found.update((member.request_id, member) for member in members if member is not None)
-        return list(found.values())
+        """All live sequences and beams of the requests that were submitted with these ids; unknown ids are skipped."""
+        found: list[Request] = []
+        for request_id in dict.fromkeys(request_ids):
+            group = self.groups.get(request_id) or self.beams.get(request_id)
+            if group is not None:
+                found += group.members
+            elif (request := self.requests.get(request_id)) is not None:
+                found.append(request)
+        return found
+
+    def live_sequence(self, request_id: str, index: int) -> Request | None:
+        """One of several sequences of a request, if it lives; there is none before they are forked."""
+        group = self.groups.get(request_id)
+        return group.member(index) if group is not None else None
 
     def end_after_connector_error(self, request: Request, exc: Exception, outputs: OutputsByClient) -> None:
         """End a request for which the connector raised an exception, so that it fails alone and the engine goes on."""
         self.counters.num_connector_errors += 1
         error, lost = f"the KV connector failed: {exc!r}", request.leg is Leg.DECODE
-        status, cause = (RequestStatus.KV_LOST, TransferCause.REFUSED) if lost else (RequestStatus.ERROR, None)
-        self.end(request, status, outputs, error=error, transfer_cause=cause)
+        outcome, cause = (Outcome.KV_LOST, TransferCause.REFUSED) if lost else (Outcome.ERROR, None)
+        self.end(request, outcome, outputs, error=error, transfer_cause=cause)
 
     def num_encoded(self, request: Request, start: int, num_tokens: int) -> int:
         """How many of the tokens [start, start + num_tokens) of a request can be computed now; see EncoderCache.cut."""
         if not request.encoder_inputs:
             return num_tokens
         return self.encoder_cache.cut(request.request_id, request.encoder_inputs, start, num_tokens)
+
+    def move_to_decodes(self, plan: StepPlan) -> None:
+        """Move requests whose last known token is computed in this step to the decodes, unless its token ends them."""
+        for request in plan.requests:
+            # A beam and a prefill leg end with the token that is computed now, and an embedding needs none.
+            if (
+                request.num_computed_tokens < request.num_tokens
+                or request.request_id in plan.drafts
+                or request.beams is not None
+                or request.leg in (Leg.PREFILL, Leg.EMBED)
+            ):
+                continue
+            num_to_come = self.most_output_tokens(request) - len(request.output_token_ids) - 1
+            if num_to_come > 0:
+                self.filling.remove(request)
+                self.speculating.pop(request.request_id, None)
+                self.decodes.join(request, self.kv_cache_manager.num_slots(request.request_id), num_to_come)
 
     def max_num_tokens(self, request: Request) -> int:
         """The most tokens that a request may have, prompt and output together."""
@@ -314,9 +330,14 @@ class SchedulerState:
 
     def kv_snapshot(self) -> KVSnapshot:
         """What the KV cache and the encoder cache have; from now on their changes are recorded. O(blocks)."""
-        found = self.kv_cache_manager.kv_snapshot()
-        keys = frozenset(map(rows_key, self.encoder_cache.ready_digests))
-        return replace(found, block_hashes={**found.block_hashes, "encoder": keys}) if keys else found
+        manager = self.kv_cache_manager
+        manager.kv_events.is_recording = True
+        found: dict[Tier, frozenset[bytes]] = {"device": frozenset(manager.pool.keys)}
+        if manager.host is not None:
+            found["host"] = frozenset(manager.host.pool.keys)
+        if rows := frozenset(map(rows_key, self.encoder_cache.ready_digests)):
+            found["encoder"] = rows
+        return KVSnapshot(found, manager.kv_events.next_sequence)
 
     def _note_rows(self, digest: str, is_there: bool) -> None:
         log = self.kv_cache_manager.kv_events
@@ -331,19 +352,20 @@ class SchedulerState:
         logprobs: Sequence[TokenLogprobs],
         outputs: OutputsByClient,
         *,
-        status: RequestStatus | None = None,
+        outcome: Outcome | None = None,
         error: str | None = None,
         transfer_cause: TransferCause | None = None,
         embedding: bytes = b"",
     ) -> None:
-        """Write an output with the request's tokens from `first_index` on. A final `status`: the request ended so."""
+        """Write an output with the request's tokens from `first_index` on. `outcome`: the request ended so."""
         new_token_ids = request.output_token_ids[first_index:]
         output = EngineCoreOutput(
-            request_id=request.request_id,
+            request_id=request.root_id,
+            sequence_index=request.sequence_index,
             new_token_ids=new_token_ids,
             first_index=first_index,
             new_logprobs=logprobs[: len(new_token_ids)],
-            outcome=status.outcome if status is not None else None,
+            outcome=outcome,
             stop_reason=request.stop_reason,
             error=error,
             transfer_cause=transfer_cause,
@@ -399,7 +421,7 @@ class SchedulerState:
         group.leave(request)
         if not group.members:
             del self.groups[group.request_id]
-        elif request.status.outcome is not None and not request.status.outcome.ends_one_sequence:
+        elif request.outcome is not None and not request.outcome.ends_one_sequence:
             self.failed_groups.append((group, request))
 
     def _settle_blocks(self, request: Request, transferring: bool, *, keep: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The counters of an engine that its metrics page shows."""
+"""What an engine counts since its start, and its metrics: counters, prefix cache hits, verified drafts."""
 
 from __future__ import annotations
 

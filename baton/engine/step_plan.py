@@ -183,4 +183,5 @@ def _new_data(request: Request, block_ids: Sequence[int]) -> NewRequestData:
         adapter=request.adapter,
         spans=request.spans,
         pooling=request.pooling,
+        root_id=request.root_id,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request
+from baton.messages.node import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +16,13 @@ class Stop:
     output that repeats itself.
     """
 
-    status: RequestStatus
+    outcome: Outcome
     stop_reason: int | None = None
     error: str | None = None
 
 
-_AT_EOS = Stop(RequestStatus.STOPPED)
-_AT_LENGTH = Stop(RequestStatus.LENGTH_CAPPED)
+_AT_EOS = Stop(Outcome.STOP)
+_AT_LENGTH = Stop(Outcome.LENGTH)
 
 
 def max_output_tokens(request: Request, max_model_len: int) -> int:
@@ -41,7 +42,7 @@ def check_stop(request: Request, max_model_len: int) -> Stop | None:
         if not params.ignore_eos and token_id in request.eos_token_ids:
             return _AT_EOS
         if token_id in params.stop_token_ids:
-            return Stop(RequestStatus.STOPPED, token_id)
+            return Stop(Outcome.STOP, token_id)
     if pattern_size:
         return _at_repetition(request, pattern_size)
     if num_output_tokens >= params.max_tokens or request.num_tokens >= max_model_len:
@@ -53,6 +54,4 @@ def _at_repetition(request: Request, pattern_size: int) -> Stop:
     rule = request.sampling_params.repetition_detection
     times = rule.min_count if rule is not None else 0
     size = f"{pattern_size} tokens" if pattern_size > 1 else "token"
-    return Stop(
-        RequestStatus.REPETITION, error=f"the output repeats itself: its last {size} came {times} times in a row"
-    )
+    return Stop(Outcome.REPETITION, error=f"the output repeats itself: its last {size} came {times} times in a row")

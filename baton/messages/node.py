@@ -241,7 +241,7 @@ RouterMessage = Submit | Abort | WatchKVCache | Adopt | AdapterList
 class Outcome(enum.Enum):
     """The end of a request, or of one of its sequences, on a node.
 
-    There is no other list of outcomes: each final status of the engine has one (`RequestStatus.outcome`), the node
+    There is no other list of outcomes: a request of the engine ends with one (`Request.outcome`), the node
     protocol has them under the same names, and the router turns them into another attempt, an error, or the end of a
     stream. Only those in FINISH_REASONS reach clients, as the value that the OpenAI API calls `finish_reason`.
     """

@@ -11,7 +11,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import structlog
@@ -25,11 +25,11 @@ from baton.engine.batch import (
     StepTimes,
 )
 from baton.engine.connector import KVTransferOutput
-from baton.engine.constraints import TokenMatcher
 from baton.engine.core import EngineCore
-from baton.engine.encoder_cache import EncoderInput
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request
+from baton.engine.runner import ModelRunner, StepExecutor
+from baton.engine.scheduler import Scheduler
 from baton.errors import BatonError, CacheInUse, InvalidRequest
 from baton.messages.node import Outcome
 from baton.node.adapters.adapter_cache import (
@@ -44,8 +44,7 @@ from baton.node.adapters.adapter_cache import (
 )
 from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.node.attempts.grammars import NO_GRAMMARS, GrammarCompiler
-from baton.node.encoding.encoder_thread import EncoderThread
-from baton.node.encoding.row_fetcher import RowSource
+from baton.node.encoding import EncoderThread, RowSource
 
 _log = structlog.get_logger(__name__)
 
@@ -54,7 +53,7 @@ _log = structlog.get_logger(__name__)
 class StepNews:
     """The news of one turn of the driver: outputs by client index, events, and the load and step times after it."""
 
-    outputs: Mapping[int, EngineCoreOutputs]
+    outputs: EngineCoreOutputs
     events: Sequence[EngineCoreEvent]
     stats: SchedulerStats
     step_times: StepTimes
@@ -66,89 +65,8 @@ class StepNews:
     """What has changed about adapters in memory; None: nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Add:
-    request: Request
-    adapter_directory: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _GrammarCompiled:
-    request_id: str
-    matchers: Sequence[TokenMatcher]
-
-
-@dataclass(frozen=True, slots=True)
-class _GrammarFailed:
-    request_id: str
-    error: BatonError
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class _EncodingFailed:
-    digest: str
-    error: BatonError
-
-
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    each: EncoderInput
-    rows: bytes | None
-    """None: they could not be fetched."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_ids: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _WatchKVCache:
-    begin: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _ResetPrefixCache:
-    answer: Callable[[int | CacheInUse], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _KeepAdapters:
-    digests: Set[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _AdapterLoaded:
-    digest: str
-    fault: AdapterFault | None
-    """Why it could not be loaded; None: it is loaded."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-_AdapterCommand = _KeepAdapters | _AdapterLoaded
-_EngineCommand = (
-    _Add
-    | _GrammarCompiled
-    | _GrammarFailed
-    | _Encoded
-    | _EncodingFailed
-    | _Fetched
-    | _Abort
-    | KVTransferOutput
-    | _WatchKVCache
-    | _ResetPrefixCache
-    | _AdapterCommand
-)
-_Command = _EngineCommand | _Stop
+_Command = Callable[[], EngineCoreOutputs | None]
+"""What another thread wants of the engine: called on the engine's thread, it returns results that it brought about."""
 
 
 class EngineDriver:
@@ -156,9 +74,12 @@ class EngineDriver:
 
     def __init__(
         self,
-        core: EngineCore,
+        scheduler: Scheduler,
+        runner: ModelRunner,
         publish: Callable[[StepNews], None],
         on_crash: Callable[[BaseException], None],
+        *,
+        executor: StepExecutor | None = None,
         flush: Callable[[], None] = lambda: None,
         grammars: GrammarCompiler | None = None,
         adapters: AdapterThreads | None = None,
@@ -167,30 +88,28 @@ class EngineDriver:
     ) -> None:
         """`on_crash` is called on the thread, as the last thing before it ends: from then on nothing is computed.
 
-        `flush` posts what the engine's connector has kept back; it is called before each step and after `publish`.
-        `grammars` is closed by `stop`; None: a request with a JSON schema fails. `adapters` loads adapters, of which at
-        most `max_cpu_loras` are in memory; None: a request with an adapter fails. `rows`: where rows of inputs may come
-        from, apart from the runner's encoder.
+        `executor`: see `EngineCore`. `flush` posts what the engine's connector has kept back; it is called before each
+        step and after `publish`. `grammars` is closed by `stop`; None: a request with a JSON schema fails. `adapters`
+        loads adapters, of which at most `max_cpu_loras` are in memory; None: a request with an adapter fails. `rows`:
+        where rows of inputs may come from, apart from the runner's encoder.
         """
-        self._core = core
+        self._scheduler = scheduler
+        self._runner = runner
         self._publish = publish
         self._on_crash = on_crash
         self._flush = flush
+        self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        """What other threads want of the engine; None: it is to stop."""
+        self._encoder = EncoderThread(scheduler, runner, self._post_of_encoder, rows)
+        self._core = EngineCore(scheduler, runner, executor, self._encoder)
         self._grammars = grammars if grammars is not None else GrammarCompiler(None, NO_GRAMMARS)
         self._adapters = adapters
-        self._clock = core.scheduler.clock
-        self._adapter_cache = AdapterCache(max_cpu_loras, self._clock)
+        self._adapter_cache = AdapterCache(max_cpu_loras, scheduler.clock)
         self._unloads: deque[tuple[str, int]] = deque()
         """Adapters to unload, each once so many steps are committed: a step in flight may name them."""
         self._adapter_news_due = False
         self._adapter_faults: dict[str, AdapterFault] = {}
         self._num_adapter_loads = 0
-        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._rows = rows
-        self._fetching: set[str] = set()
-        """Inputs whose rows are being fetched, by digest."""
-        self._encoder = EncoderThread(core.runner, self._clock, rows.encoded if rows is not None else _ignore)
-        core.start_encoding, core.forget_encoded = self._start_encoding, self._forget_encoded
         self._snapshot_due = False
         self._next_kv_event: int | None = None
         """Sequence number of the first event of the prefix cache that is not published; None: nobody watches."""
@@ -205,12 +124,12 @@ class EngineDriver:
         Waits a while for adapters that are being loaded, too, and takes all out of memory: the runner may serve another
         incarnation of this node.
         """
-        self._inbox.put(_Stop())
+        self._inbox.put(None)
         self._thread.join()
         if self._adapters is not None:
             self._adapters.end()
         for digest in self._adapter_cache.in_memory:
-            self._core.runner.adapters.unload(digest)
+            self._runner.adapters.unload(digest)
         self._grammars.close()
         self._encoder.close()
 
@@ -220,78 +139,48 @@ class EngineDriver:
         A request with a JSON schema waits in the engine until the schema is compiled, and one with an adapter until
         that is loaded from `adapter_directory`.
         """
-        if not request.sampling_params.has_grammar:
-            self._inbox.put(_Add(request, adapter_directory))
-            return
-        request_id, inbox = request.request_id, self._inbox
-        inbox.put(_Add(request, adapter_directory))
-        self._grammars.compile(
-            request,
-            lambda matchers: inbox.put(_GrammarCompiled(request_id, matchers)),
-            lambda error: inbox.put(_GrammarFailed(request_id, error)),
-        )
-
-    def _forget_encoded(self, digests: Sequence[str]) -> None:
-        self._encoder.cancel(digests)
-        self._core.runner.encoder.forget(digests)
-
-    def _start_encoding(self, each: EncoderInput) -> None:
-        if self._rows is None or each.content.held_by is None:
-            self._encode(each)
-            return
-        inbox = self._inbox
-        self._fetching.add(each.digest)
-        self._rows.fetch(each, lambda rows: inbox.put(_Fetched(each, rows)), lambda: inbox.put(_Fetched(each, None)))
-
-    def _on_fetched(self, each: EncoderInput, rows: bytes | None) -> None:
-        was_open = each.digest in self._fetching
-        self._fetching.discard(each.digest)
-        if not (was_open and self._core.scheduler.encoder_cache.awaits(each.digest)):
-            return
-        try:
-            if rows is not None:
-                self._core.input_fetched(each.digest, each.num_rows, rows)
-                return
-        except ValueError as error:
-            _log.warning("rows that were fetched can't be used, and are made here", reason=str(error))
-        self._encode(each)
-
-    def _encode(self, each: EncoderInput) -> None:
-        # A fetch for a request that has ended may still be open. Its answer must not have the input encoded once more.
-        self._fetching.discard(each.digest)
-        inbox = self._inbox
-        self._encoder.encode(
-            each,
-            lambda digest: inbox.put(_Encoded(digest)),
-            lambda digest, error: inbox.put(_EncodingFailed(digest, error)),
-        )
+        self._inbox.put(lambda: self._add(request, adapter_directory))
+        if request.sampling_params.has_grammar:
+            request_id, inbox, scheduler = request.request_id, self._inbox, self._scheduler
+            self._grammars.compile(
+                request,
+                lambda matchers: inbox.put(lambda: scheduler.grammar_compiled(request_id, matchers)),
+                lambda error: inbox.put(lambda: self._on_grammar_failed(request_id, error)),
+            )
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests from outside; unknown ids are ignored."""
-        self._inbox.put(_Abort(request_ids))
+        self._inbox.put(lambda: self._scheduler.finish_requests(request_ids, Outcome.ABORTED))
+
+    def abort_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence of a request from outside; one that does not live is ignored."""
+        self._inbox.put(lambda: self._scheduler.finish_sequence(request_id, index, Outcome.ABORTED))
 
     def tell_transfer(self, news: KVTransferOutput) -> None:
         """Pass on that KV arrived, failed to arrive, or that blocks were released."""
-        self._inbox.put(news)
+        self._inbox.put(lambda: self._scheduler.update_from_kv_transfer(news))
 
     def keep_adapters(self, digests: Set[str]) -> None:
         """Take the adapters that routers want: others leave memory as soon as no request uses them."""
-        self._inbox.put(_KeepAdapters(digests))
+        self._inbox.put(lambda: self._adapter_cache.keep_only(digests))
 
     def watch_kv_cache(self) -> None:
         """Publish all that is in the prefix cache with the next news, and its changes from then on."""
-        self._inbox.put(_WatchKVCache(True))
+        self._inbox.put(lambda: self._watch_kv_cache(begin=True))
 
     def unwatch_kv_cache(self) -> None:
         """Publish nothing of the prefix cache any more."""
-        self._inbox.put(_WatchKVCache(False))
+        self._inbox.put(lambda: self._watch_kv_cache(begin=False))
 
     def reset_prefix_cache(self, answer: Callable[[int | CacheInUse], None]) -> None:
         """Forget all cached KV; `answer` is called on the engine's thread with the number of blocks, or why none was.
 
         It is not called once the engine has stopped.
         """
-        self._inbox.put(_ResetPrefixCache(answer))
+        self._inbox.put(lambda: answer(self._reset_prefix_cache()))
+
+    def _post_of_encoder(self, note: Callable[[], None]) -> None:
+        self._inbox.put(lambda: self._on_encoded(note))
 
     def _run(self) -> None:
         try:
@@ -305,14 +194,14 @@ class EngineDriver:
 
     def _turn(self) -> bool:
         """Execute the commands in the inbox, waiting for one when there is nothing to compute; then take one step."""
-        outputs: list[dict[int, EngineCoreOutputs]] = []
+        outputs: list[EngineCoreOutputs] = []
         try:
             command = self._inbox.get(block=not self._core.has_work(), timeout=self._seconds_to_deadline())
-            while True:
-                if isinstance(command, _Stop):
-                    return False
-                outputs.append(self._execute(command))
+            while command is not None:
+                if ended := command():
+                    outputs.append(ended)
                 command = self._inbox.get_nowait()
+            return False
         except queue.Empty:
             pass
         finally:
@@ -320,7 +209,7 @@ class EngineDriver:
         if ended := self._advance_adapters():
             outputs.append(ended)
         if self._core.has_work():
-            if any(outputs):
+            if outputs:
                 # Requests that a command has ended need not wait for the step.
                 self._publish_news(outputs)
                 outputs = []
@@ -331,16 +220,16 @@ class EngineDriver:
         self._flush()
         return True
 
-    def _publish_news(self, outputs: Sequence[dict[int, EngineCoreOutputs]]) -> None:
+    def _publish_news(self, outputs: Sequence[EngineCoreOutputs]) -> None:
         core = self._core
         merged, kv_cache = _merge(outputs), self._kv_cache_news()
-        events, stats, step = core.take_events(), core.make_stats(), core.take_computed_step()
+        events, stats, step = self._scheduler.take_events(), self._scheduler.make_stats(), core.take_computed_step()
         self._publish(StepNews(merged, events, stats, core.step_times, kv_cache, step, self._take_adapter_news()))
 
     def _kv_cache_news(self) -> KVEventBatch | KVSnapshot | None:
-        scheduler = self._core.scheduler
+        scheduler = self._scheduler
         if self._next_kv_event is not None and not self._snapshot_due:
-            batch = scheduler.kv_events_since(self._next_kv_event)
+            batch = scheduler.kv_cache_manager.kv_events.since(self._next_kv_event)
             if batch.complete:
                 self._next_kv_event = batch.next_sequence
                 return batch if batch.events else None
@@ -351,57 +240,44 @@ class EngineDriver:
         self._snapshot_due, self._next_kv_event = False, snapshot.next_sequence
         return snapshot
 
-    def _execute(self, command: _EngineCommand) -> dict[int, EngineCoreOutputs]:
-        if isinstance(command, _Add):
-            return self._add(command.request, command.adapter_directory)
-        if isinstance(command, _GrammarCompiled):
-            self._core.grammar_compiled(command.request_id, command.matchers)
-            return {}
-        if isinstance(command, _GrammarFailed):
-            is_invalid = isinstance(command.error, InvalidRequest)
-            status = RequestStatus.INVALID if is_invalid else RequestStatus.ERROR
-            return self._core.finish_requests([command.request_id], status, str(command.error))
-        if isinstance(command, _Encoded):
-            self._core.input_encoded(command.digest)
-            return {}
-        if isinstance(command, _EncodingFailed):
-            self._core.input_failed(command.digest, command.error)
-            return self._core.scheduler.take_refusals()
-        if isinstance(command, _Fetched):
-            self._on_fetched(command.each, command.rows)
-            return {}
-        if isinstance(command, _Abort):
-            return self._core.finish_requests(command.request_ids, RequestStatus.ABORTED)
-        if isinstance(command, _WatchKVCache):
-            self._snapshot_due = command.begin
-            if not command.begin:
-                self._next_kv_event = None
-                self._core.scheduler.stop_kv_events()
-            return {}
-        if isinstance(command, _ResetPrefixCache):
-            command.answer(self._reset_prefix_cache())
-            return {}
-        if isinstance(command, _KeepAdapters):
-            self._adapter_cache.keep_only(command.digests)
-            return {}
-        if isinstance(command, _AdapterLoaded):
-            return self._on_adapter_loaded(command.digest, command.fault)
-        return self._core.update_from_kv_transfer(command)
+    # --- commands ---
 
-    def _add(self, request: Request, adapter_directory: str) -> dict[int, EngineCoreOutputs]:
+    def _add(self, request: Request, adapter_directory: str) -> EngineCoreOutputs:
         try:
-            self._core.add_request(request, awaits_adapter=bool(request.adapter))
+            self._scheduler.add_request(request, awaits_adapter=bool(request.adapter))
         except BatonError as error:
-            return {request.client_index: EngineCoreOutputs([_refused(request, error)])}
-        refusals = self._core.scheduler.take_refusals()
+            return {request.client_index: [_refused(request, error)]}
+        refusals = self._scheduler.take_refusals()
         if request.adapter and not request.is_finished:
             ended = self._perform(self._adapter_cache.want(request.request_id, request.adapter, adapter_directory))
-            return dict(_merge([refusals, ended]))
+            return _merge([refusals, ended])
         return refusals
+
+    def _on_grammar_failed(self, request_id: str, error: BatonError) -> EngineCoreOutputs:
+        outcome = Outcome.INVALID if isinstance(error, InvalidRequest) else Outcome.ERROR
+        return self._scheduler.finish_requests([request_id], outcome, str(error))
+
+    def _on_encoded(self, note: Callable[[], None]) -> EngineCoreOutputs:
+        """Let the encoder tell the scheduler of an input. One that can't be encoded may have ended requests."""
+        note()
+        return self._scheduler.take_refusals()
+
+    def _watch_kv_cache(self, *, begin: bool) -> None:
+        self._snapshot_due = begin
+        if not begin:
+            self._next_kv_event = None
+            self._scheduler.kv_cache_manager.kv_events.stop()
+
+    def _reset_prefix_cache(self) -> int | CacheInUse:
+        num_blocks = self._scheduler.kv_cache_manager.num_cached_blocks
+        if self._scheduler.kv_cache_manager.reset_prefix_cache():
+            return num_blocks
+        in_use = self._scheduler.kv_cache_manager.blocks_in_use()
+        return CacheInUse(f"the prefix cache stays as it is, since blocks are in use: {in_use}")
 
     # --- adapters ---
 
-    def _on_adapter_loaded(self, digest: str, fault: AdapterFault | None) -> dict[int, EngineCoreOutputs]:
+    def _on_adapter_loaded(self, digest: str, fault: AdapterFault | None) -> EngineCoreOutputs:
         self._adapter_news_due = True
         if fault is not None:
             self._adapter_faults[digest] = fault
@@ -412,29 +288,29 @@ class EngineDriver:
     @property
     def has_due(self) -> bool:
         """Whether something about adapters is to be given up now."""
-        return self._adapter_cache.deadline <= self._clock.monotonic()
+        return self._adapter_cache.deadline <= self._scheduler.clock.monotonic()
 
     def _seconds_to_deadline(self) -> float | None:
         deadline = self._adapter_cache.deadline
-        return None if deadline == math.inf else max(0.0, deadline - self._clock.monotonic())
+        return None if deadline == math.inf else max(0.0, deadline - self._scheduler.clock.monotonic())
 
-    def _advance_adapters(self) -> dict[int, EngineCoreOutputs]:
+    def _advance_adapters(self) -> EngineCoreOutputs:
         """Unload and load what may be by now; this is almost always nothing."""
         cache, outputs = self._adapter_cache, []
         if self.has_due:
             outputs.append(self._perform(cache.expire()))
         while True:
             if cache.needs_turn:
-                outputs.append(self._perform(cache.turn(self._core.scheduler.adapters_in_use())))
+                outputs.append(self._perform(cache.turn(self._scheduler.adapters_in_use())))
             if not (self._unloads and self._unloads[0][1] <= self._core.num_committed_steps):
-                return dict(_merge(outputs)) if outputs else {}
+                return _merge(outputs)
             digest, _ = self._unloads.popleft()
-            self._core.runner.adapters.unload(digest)
+            self._runner.adapters.unload(digest)
             cache.unloaded(digest)
             self._adapter_news_due = True
 
-    def _perform(self, effects: Sequence[CacheEffect]) -> dict[int, EngineCoreOutputs]:
-        outputs: list[dict[int, EngineCoreOutputs]] = []
+    def _perform(self, effects: Sequence[CacheEffect]) -> EngineCoreOutputs:
+        outputs: list[EngineCoreOutputs] = []
         for effect in effects:
             match effect:
                 case LoadAdapter(digest, directory):
@@ -443,18 +319,18 @@ class EngineDriver:
                     self._unloads.append((digest, self._core.num_submitted_steps))
                 case AdapterReady(request_ids):
                     for request_id in request_ids:
-                        self._core.adapter_loaded(request_id)
+                        self._scheduler.adapter_loaded(request_id)
                 case AdapterFailed(request_ids, reason):
-                    unavailable = RequestStatus.ADAPTER_UNAVAILABLE
-                    outputs.append(self._core.finish_requests(request_ids, unavailable, reason))
-        return dict(_merge(outputs)) if outputs else {}
+                    unavailable = Outcome.ADAPTER_UNAVAILABLE
+                    outputs.append(self._scheduler.finish_requests(request_ids, unavailable, reason))
+        return _merge(outputs)
 
     def _load(self, digest: str, directory: str) -> None:
         inbox = self._inbox
         if self._adapters is None:
-            inbox.put(_AdapterLoaded(digest, AdapterFault("this node loads no adapters")))
+            inbox.put(lambda: self._on_adapter_loaded(digest, AdapterFault("this node loads no adapters")))
             return
-        self._adapters.load(digest, directory, lambda fault: inbox.put(_AdapterLoaded(digest, fault)))
+        self._adapters.load(digest, directory, lambda fault: inbox.put(lambda: self._on_adapter_loaded(digest, fault)))
 
     def _take_adapter_news(self) -> AdapterNews | None:
         if not self._adapter_news_due:
@@ -463,28 +339,17 @@ class EngineDriver:
         self._adapter_news_due = False
         return AdapterNews(self._adapter_cache.loaded, faults, self._num_adapter_loads)
 
-    def _reset_prefix_cache(self) -> int | CacheInUse:
-        scheduler = self._core.scheduler
-        num_blocks = scheduler.kv_cache_manager.num_cached_blocks
-        if scheduler.reset_prefix_cache():
-            return num_blocks
-        return CacheInUse(f"the prefix cache stays as it is, since blocks are in use: {scheduler.blocks_in_use()}")
-
-
-def _ignore(num_rows: int, seconds: float) -> None:
-    """Nobody wants to know how long an input took."""
-
 
 def _refused(request: Request, error: BatonError) -> EngineCoreOutput:
     return EngineCoreOutput(request.request_id, (), 0, outcome=Outcome.ERROR, error=str(error))
 
 
-def _merge(parts: Sequence[Mapping[int, EngineCoreOutputs]]) -> Mapping[int, EngineCoreOutputs]:
+def _merge(parts: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:
     """Merge the outputs of several commands and a step into one mapping, in order."""
     if len(parts) == 1:
         return parts[0]
     merged: dict[int, list[EngineCoreOutput]] = {}
     for part in parts:
         for index, outputs in part.items():
-            merged.setdefault(index, []).extend(outputs.outputs)
-    return {index: EngineCoreOutputs(outputs) for index, outputs in merged.items()}
+            merged.setdefault(index, []).extend(outputs)
+    return merged

@@ -19,11 +19,11 @@ from baton.errors import ConfigError, EngineFault, ExitCode, Unreachable
 from baton.failpoints import configure_failpoints
 from baton.messages.node import NodeDescription, Role
 from baton.node.leftovers import describe_left, may_be_written
+from baton.node.lifecycle import NodeStop
 from baton.node.name_claim import Asks, require_free_name
 from baton.node.role import NodeRole, RoleContext
 from baton.node.runner_spec import runner_spec
 from baton.node.serve import Node
-from baton.node.stop import NodeStop
 from baton.observe.logs import log_also
 from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.ready import Ready, announce

@@ -13,7 +13,7 @@ from baton.engine.runner import ModelRunner
 from baton.messages.ids import AttemptKey
 from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
-from baton.node.attempts.attempt_clock import TransferFigures
+from baton.node.attempts.attempt_times import TransferFigures
 from baton.observe.metrics import Distribution, Figure
 from baton.registry import Membership
 from baton.wire.credentials import PLAINTEXT_DIALER, Dialer

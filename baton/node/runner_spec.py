@@ -1,8 +1,9 @@
-"""Derives from a node's configuration which runner it loads, and the limits of its scheduler."""
+"""Derives from a node's configuration which runner it loads, what drafts beside it, and the limits of its scheduler."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from baton.config import NodeConfig
 from baton.config.setting import settings_for
@@ -11,9 +12,9 @@ from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import ConfigError
 from baton.messages.capabilities import Capability
 from baton.messages.speculation import SpeculationConfig
-from baton.node.draft_spec import draft_spec
-from baton.runner import RunnerSpec, SimulatedSpec, StepTime, TorchSpec
+from baton.runner import DraftSpec, RunnerSpec, SimulatedSpec, StepTime, TorchSpec
 from baton.runner.blocks.host_blocks import host_blocks_in
+from baton.text.tokenizer import Tokenizer
 
 _MIN_BLOCKS = 8
 
@@ -109,3 +110,29 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
 
 def _speculation(config: NodeConfig) -> SpeculationConfig | None:
     return SpeculationConfig.from_json(config.speculative_config) if config.speculative_config else None
+
+
+def draft_spec(speculation: SpeculationConfig | None, model: Path) -> DraftSpec | None:
+    """What to load for drafts beside the model in a directory; None: no model drafts.
+
+    Raises ConfigError if the two models don't have the same tokens.
+    """
+    if speculation is None or speculation.method != "draft_model":
+        return None
+    directory = Path(speculation.model)
+    if (difference := _difference(Tokenizer.load(directory), Tokenizer.load(model))) is not None:
+        raise ConfigError(
+            f"the draft model in {directory} has other tokens than the model in {model} ({difference}); choose a draft "
+            "model with the same tokenizer"
+        )
+    quantization = None if speculation.quantization == "off" else speculation.quantization
+    return DraftSpec(directory, speculation.num_speculative_tokens, quantization)
+
+
+def _difference(drafting: Tokenizer, own: Tokenizer) -> str | None:
+    """The first token id that two tokenizers have different texts for; None: they have the same tokens."""
+    theirs, ours = drafting.tokens(), own.tokens()
+    if theirs == ours:
+        return None
+    first = min(id for id in theirs.keys() | ours.keys() if theirs.get(id) != ours.get(id))
+    return f"token {first} is {theirs.get(first)!r:.40} there and {ours.get(first)!r:.40} here"

@@ -14,8 +14,8 @@ import structlog
 from baton.background import BackgroundWatch, OnFault, current_watch
 from baton.clock import SystemClock
 from baton.config import NodeConfig
+from baton.engine.batch import StepTimes
 from baton.engine.connector import KVTransferOutput
-from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.runner import ModelRunner, RunnerLost
 from baton.engine.scheduler import Scheduler
@@ -23,24 +23,19 @@ from baton.errors import BackgroundFault, EngineFault
 from baton.messages.ids import new_incarnation
 from baton.messages.node import NodeDescription
 from baton.messages.node_report import OpenHandoff
-from baton.node.adapters.adapter_files import AdapterDirectories
-from baton.node.adapters.adapter_threads import AdapterThreads
-from baton.node.attempts.attempt_spans import AttemptSpans
+from baton.node.adapters.adapter_threads import AdapterDirectories, AdapterThreads
+from baton.node.attempts.attempt_times import AttemptSpans
 from baton.node.attempts.grammars import load_compiler
-from baton.node.description import describe
 from baton.node.driver import EngineDriver, StepNews
-from baton.node.encoding.row_fetcher import RowFetcher
-from baton.node.lifecycle import NodeEvent, NodeState, node_lifecycle
+from baton.node.encoding import RowFetcher
+from baton.node.lifecycle import NodeEvent, NodeState, NodeStop, node_lifecycle
 from baton.node.name_claim import Asks, require_first, start_number
-from baton.node.outbox import Outbox
-from baton.node.reports.event_log import EventLog
-from baton.node.reports.figures import ComputedTotals, engine_figures, model_figures
-from baton.node.reports.ranks import rank_figures
-from baton.node.reports.reports import node_record
+from baton.node.reports.figures import ComputedTotals, engine_figures, model_figures, rank_figures
+from baton.node.reports.logs import EventLog
+from baton.node.reports.reports import describe, node_record
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.node.runner_spec import scheduler_config
 from baton.node.service import NodeService
-from baton.node.stop import NodeStop
 from baton.observe.metrics import render
 from baton.observe.metrics_page import MetricsPage
 from baton.observe.process_figures import process_figures
@@ -56,6 +51,34 @@ from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import RpcServer, join_address, reached_as
 from baton.wire.services.encoder_rows_service import EncoderRowsServicer
 from baton.wire.services.node_service import SERVICE_NAME, NodeServicer
+
+
+class Outbox:
+    """The actions and the work that were kept back. Belongs to the engine's thread."""
+
+    def __init__(self, post: Callable[[Callable[[], None]], object]) -> None:
+        """`post` runs a callable on the event loop, in order."""
+        self._post = post
+        self._kept: list[Callable[[], None]] = []
+        self._work: list[Callable[[], None]] = []
+
+    def add(self, action: Callable[[], None]) -> None:
+        """Keep an action, which `flush` posts to the event loop."""
+        self._kept.append(action)
+
+    def add_work(self, work: Callable[[], None]) -> None:
+        """Keep work, which `flush` does on this thread once all actions are posted."""
+        self._work.append(work)
+
+    def flush(self) -> None:
+        """Post the actions in order, then do the work."""
+        kept, self._kept = self._kept, []
+        for action in kept:
+            self._post(action)
+        kept_work, self._work = self._work, []
+        for work in kept_work:
+            work()
+
 
 _log = structlog.get_logger(__name__)
 
@@ -193,15 +216,24 @@ class Node:
         key_fields = CacheKeyFields.of(self._runner.model, self._runner.layout)
         limits = scheduler_config(config, self._runner)
         self.scheduler = Scheduler(limits, key_fields, clock, connector=role.connector)
-        executor = StepThread() if config.schedules_ahead else None
-        core = EngineCore(self.scheduler, self._runner, executor)
-        self._latest = StepNews({}, (), core.make_stats(), core.step_times)
+        self._latest = StepNews({}, (), self.scheduler.make_stats(), StepTimes())
         check = self._runner.adapters.check
         adapters = AdapterThreads(self._runner, AdapterDirectories(config.adapter_directories, check))
         cleanup.push_async_callback(adapters.close)
         rows = RowFetcher(self._runner.model, context.dialer, clock, post)
         cleanup.push_async_callback(rows.close)
-        driver = EngineDriver(core, publish, crashed, outbox.flush, grammars, adapters, config.max_cpu_loras, rows)
+        driver = EngineDriver(
+            self.scheduler,
+            self._runner,
+            publish,
+            crashed,
+            executor=StepThread() if config.schedules_ahead else None,
+            flush=outbox.flush,
+            grammars=grammars,
+            adapters=adapters,
+            max_cpu_loras=config.max_cpu_loras,
+            rows=rows,
+        )
         description = describe(
             config,
             self._runner,
@@ -289,16 +321,16 @@ class Node:
         A second request to stop ends the wait, and so does drain_s. A node that only changes its role then gives back
         what runs, for other nodes, and waits until nobody reads its blocks. What is left is logged.
         """
-        service.refuse_new_work()
+        service.draining.refuse_new_work()
         await self._rpc.set_ready(False)
-        idle = asyncio.create_task(service.wait_idle())
+        idle = asyncio.create_task(service.draining.wait_idle())
         forced = asyncio.create_task(stop.forced.wait())
         for_good = asyncio.create_task(stop.for_good.wait())
         try:
             ends = (idle, forced, for_good)
             await asyncio.wait(ends, timeout=self._config.drain_s, return_when=asyncio.FIRST_COMPLETED)
             if not any(one.done() for one in ends):
-                given_back = service.give_back_work()
+                given_back = service.draining.give_back_work()
                 _log.info("requests that were not done in time continue at other nodes", requests=given_back)
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait((idle, forced), timeout=self._config.drain_s, return_when=asyncio.FIRST_COMPLETED)
@@ -307,6 +339,6 @@ class Node:
                 task.cancel()
             await asyncio.gather(idle, forced, for_good, return_exceptions=True)
         if idle.cancelled():
-            _log.warning("the drain ended before all work had", left=service.work_left())
+            _log.warning("the drain ended before all work had", left=service.draining.work_left())
         else:
             self.left = idle.result()

@@ -2,8 +2,7 @@
 
 from baton.offline.llm import LLM
 from baton.offline.outputs import CompletionOutput, EmbeddingOutput, RequestOutput, RequestsFailed
-from baton.offline.sampling_params import SamplingParams
-from baton.offline.settings import EngineSettings
+from baton.offline.settings import EngineSettings, SamplingParams
 
 __all__ = [
     "LLM",

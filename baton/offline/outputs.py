@@ -1,13 +1,16 @@
-"""The results of offline use."""
+"""What offline use returns, and the progress bar while it computes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from baton.errors import BatonError, EngineFault
 from baton.messages.sampling import TokenLogprobs
@@ -76,3 +79,27 @@ class RequestsFailed(EngineFault):
         failed = [place for place, one in enumerate(outputs) if isinstance(one, BatonError)]
         first = failed[0]
         super().__init__(f"{len(failed)} of {len(outputs)} requests failed, first prompt {first}: {outputs[first]}")
+
+
+OnProgress = Callable[[int, int], None]
+"""Takes how many requests have ended, and how many tokens were generated, so far."""
+
+
+@contextmanager
+def progress_bar(total: int, *, is_wanted: bool, console: Console | None = None) -> Iterator[OnProgress]:
+    """A function that moves the bar. Nothing is written unless it `is_wanted` and the console is a terminal."""
+    console = console or Console(stderr=True)
+    if not (is_wanted and console.is_terminal):
+        yield lambda num_ended, num_tokens: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("prompts", total=total, tokens=0)
+        yield lambda num_ended, num_tokens: bar.update(task, completed=num_ended, tokens=num_tokens)

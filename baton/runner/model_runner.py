@@ -159,7 +159,7 @@ class TorchModelRunner:
         rows = self._rows_of(step, scheduler_output.num_scheduled_tokens.items())
         if rows is not None:
             samplers = [share.state for share in rows.samplers]
-            with self._masks.filling(samplers, scheduler_output.num_scheduled_tokens):
+            with self._masks.filling(samplers, (share.state.root_id for share in rows.scheduled)):
                 if rows.wants_hidden:
                     computed = self._transformer.compute_with_hidden(rows.batch, rows.logits_rows, rows.num_logits)
                 else:

@@ -23,8 +23,8 @@ from baton.errors import ConfigError, InvalidRequest
 from baton.messages.sampling import ConstraintKind
 from baton.processes.bounded_process import limit_memory, limit_powers
 from baton.processes.parent import die_with
-from baton.text.schema_compiling import JSON_OBJECT, check_constraint
-from baton.text.template_work import TemplateWork, load_all
+from baton.text.chat_template import TemplateWork, load_all
+from baton.text.constraints.schema_compiling import JSON_OBJECT, check_constraint
 
 LENGTH_BYTES = 4
 MAX_MESSAGE_BYTES = 16 << 20

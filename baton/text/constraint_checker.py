@@ -17,7 +17,8 @@ from cachetools import LRUCache
 from baton.errors import InvalidRequest
 from baton.messages.sampling import ConstraintKind
 from baton.text.bounded_workers import BoundedWorkers
-from baton.text.schema_compiling import MAX_CHOICE_JSON_BYTES, MAX_SCHEMA_BYTES
+from baton.text.constraints.json_schemas import MAX_SCHEMA_BYTES
+from baton.text.constraints.schema_compiling import MAX_CHOICE_JSON_BYTES
 
 _MAX_VERDICTS = 1024
 

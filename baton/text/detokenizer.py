@@ -8,7 +8,7 @@ returned with its last one.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -39,6 +39,52 @@ class Detokenizer(Protocol):
 
     def finish(self) -> str:
         """Return the remaining text at the end of the stream. Idempotent."""
+        ...
+
+
+class TextCodec(Protocol):
+    """A tokenizer as all that serves text uses it; `baton.text.tokenizer.Tokenizer` is the real one."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids without special tokens."""
+        ...
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens."""
+        ...
+
+    def num_special_tokens(self, *, pair: bool) -> int:
+        """How many special tokens are put around a text, or a pair of texts."""
+        ...
+
+    def with_special_tokens(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], int]:
+        """The tokens of a text or a pair with special ones, and where those of the second type begin, or 0."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def context_of(self, prompt: Sequence[int], first: int = 0) -> tuple[int, ...]:
+        """The last few tokens of a prompt on which the text behind it depends. Those before `first` have no text."""
+        ...
+
+    def detokenizer(self, shown_tokens: Sequence[int] = (), context: Sequence[int] = ()) -> Detokenizer:
+        """A detokenizer for one stream. `shown_tokens`: special tokens that have a text in it, too. `context`: what
+        `context_of` gives of the prompt.
+        """
+        ...
+
+    def spelling(self, token_id: int) -> bytes:
+        """The bytes of a token as part of a text."""
+        ...
+
+    def special_ids(self, texts: Iterable[str]) -> list[int]:
+        """The ids of those texts that are special tokens."""
+        ...
+
+    def added_id(self, text: str) -> int | None:
+        """The id of the added token with this text; None: there is none."""
         ...
 
 

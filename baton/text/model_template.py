@@ -1,10 +1,12 @@
-"""The chat template in a model's files. Whoever made the model wrote it, so child processes render it, within limits.
+"""Chat templates that came with a model or a request. Child processes render them, within limits: strangers wrote them.
 
 A download's template may run for ever, for some chats alone, or want all memory. The rules:
 
-1. This process neither compiles nor renders it. A child keeps it compiled, so that a chat costs a message to the child.
-2. What a client has sent wrongly is InvalidRequest. What exceeds the limits is a fault of the template, TemplateFault.
-3. A template whose check exceeds the limits is not used: all chats end with that fault, and nothing else does.
+1. This process neither compiles nor renders one. A child keeps the model's compiled, so that a chat costs a message to
+   the child.
+2. What a client has sent wrongly, its own template included, is InvalidRequest. What of the model's exceeds the limits
+   is a fault of the template, TemplateFault.
+3. A model's template whose check exceeds the limits is not used: all chats end with that fault, and nothing else does.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,10 +23,9 @@ from baton.errors import BatonError, ConfigError, InvalidRequest, Overloaded, Te
 from baton.model_formats.special_tokens import find_special_tokens
 from baton.text.bounded_child import Outcome
 from baton.text.bounded_workers import BoundedWorkers, Job, Workers, WorkLimits
-from baton.text.chat_template import DEFAULT_TEMPLATE, FIELD, TOOL_USE, check_variables
+from baton.text.chat_template import DEFAULT_TEMPLATE, FIELD, TOOL_USE, TemplateWork, check_variables, read_traits
 from baton.text.prompt_template import PromptTemplate, TemplateTraits
 from baton.text.template_files import DEFAULT, find_templates, find_tool_call_parser
-from baton.text.template_work import TemplateWork, read_traits
 
 _log = logging.getLogger(__name__)
 
@@ -181,3 +183,44 @@ class ModelTemplate(PromptTemplate):
             advice = "" if level == logging.WARNING else ": replace the template in the model's directory"
             _log.log(level, "%d chats have failed since the start of this process: %s%s", count, reason, advice)
         return TemplateFault(reason)
+
+
+class RequestTemplate(PromptTemplate):
+    """A request's template; a counterpart of `ChatTemplate` whose `render` takes bounded time and memory."""
+
+    def __init__(self, workers: Workers, special_tokens: Mapping[str, str], source: str) -> None:
+        """`special_tokens`: those of the model, by their names in templates. `source`: the template in Jinja."""
+        self._workers = workers
+        self._special_tokens = special_tokens
+        self._sources = {DEFAULT: source}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        now: datetime,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt's text, as `ChatTemplate.render` makes it. Blocks the thread until a child process has answered.
+
+        Raises InvalidRequest for a template that fails or exceeds its limits, and Overloaded if no child can be
+        started.
+        """
+        check_variables(variables)
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        at = now.isoformat()
+        work = TemplateWork(self._sources, self._special_tokens, messages, at, variables or {}, tools or (), options)
+        return self._done("chat_template", work)
+
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        return read_traits(self._done("template_traits", TemplateWork(self._sources, self._special_tokens)))
+
+    def _done(self, job: Job, work: TemplateWork) -> str:
+        outcome = self._workers.run(job, work.as_json())
+        if outcome.reason:
+            raise InvalidRequest(FIELD, outcome.reason)
+        return outcome.result

@@ -9,7 +9,7 @@ from baton.errors import InvalidRequest
 from baton.messages.capabilities import Capability
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.model_formats.images import ImageLimits
-from baton.text.image_prompts import FIELD, ImagePrompts, PromptImage
+from baton.text.prompts import FIELD, ImagePrompts, PromptImage
 from router.admission.capable import check_can
 
 

@@ -42,9 +42,8 @@ from baton.messages.sampling import (
     SamplingParams,
 )
 from baton.messages.spans import EncoderContent, Span
-from baton.text.closed_objects import without_extra_keys
-from baton.text.image_prompts import PromptImage
-from baton.text.schema_compiling import MAX_SCHEMA_BYTES
+from baton.text.constraints.json_schemas import MAX_SCHEMA_BYTES, without_extra_keys
+from baton.text.prompts import PromptImage
 from router.admission.images import ImageRules, read_images
 from router.admission.lengths import too_long
 from router.admission.pooling import check_generates, pooling_params

@@ -10,9 +10,10 @@ from itertools import chain
 from baton.messages.generation import Chunk, GenerateEvent, SequenceFinished, joined
 from baton.messages.logprob_rows import logprobs_alone
 from baton.messages.node import RequestDelta
+from baton.text.detokenizer import TextCodec
 from router.admission.request import ValidRequest
 from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
-from router.flight.text_stream import TextCodec, TextStream
+from router.flight.text_stream import TextStream
 
 MAX_LOGPROBS_AT_ONCE = 64
 """The most tokens of a chunk with log-probabilities that is made here: writing it takes some milliseconds."""

@@ -15,12 +15,12 @@ from baton.messages.generation import Chunk, GenerateEvent, KnownText
 from baton.messages.logprob_rows import LogprobLog
 from baton.messages.node import NodeDescription, RequestDelta
 from baton.messages.sampling import TokenLogprobs
+from baton.text.detokenizer import TextCodec
 from router.admission.request import ValidRequest
 from router.flight.answer import MAX_PARSED_TOKENS, Answer
 from router.flight.flight_record import FlightRecord
 from router.flight.flight_sequence import FlightSequence
 from router.flight.flight_table import EmitTokens, SequenceEnded
-from router.flight.text_stream import TextCodec
 from router.placement.placement import Placement
 
 

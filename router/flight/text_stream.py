@@ -6,47 +6,12 @@ Reasoning before the answer is not searched: a stop string there would end the a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from baton.messages.generation import Chunk, ReasoningBegin
 from baton.messages.sampling import TokenLogprobs
-from baton.text.detokenizer import Detokenizer
+from baton.text.detokenizer import TextCodec
+from baton.text.ends import StopStrings
 from baton.text.reasoning import AnswerFinder
-from baton.text.stop_strings import StopStrings
-
-
-class TextCodec(Protocol):
-    """The tokenizer as the router uses it; `baton.text.tokenizer.Tokenizer` is the real one."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_rendered(self, text: str) -> list[int]:
-        """Token ids without special tokens."""
-        ...
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens."""
-        ...
-
-    def num_special_tokens(self, *, pair: bool) -> int:
-        """How many special tokens are put around a text, or a pair of texts."""
-        ...
-
-    def with_special_tokens(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], int]:
-        """The tokens of a text or a pair with special ones, and where those of the second type begin, or 0."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def context_of(self, prompt: Sequence[int], first: int = 0) -> tuple[int, ...]:
-        """The last few tokens of a prompt on which the text behind it depends. Those before `first` have no text."""
-        ...
-
-    def detokenizer(self, shown_tokens: Sequence[int] = (), context: Sequence[int] = ()) -> Detokenizer:
-        """A detokenizer for one stream. `shown_tokens`: special tokens that have a text in it, too. `context`: what
-        `context_of` gives of the prompt.
-        """
-        ...
 
 
 class TextStream:

@@ -27,8 +27,8 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest, ModelCard
+from baton.text.constraints.json_schemas import MAX_SCHEMA_BYTES
 from baton.text.reasoning import BEGIN, END, opens_reasoning
-from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.formats import CallGrammarOptions, Tool
 from router.http.bodies.tools import CHAT_TOOL_FIELDS, NamedTool, ToolBody, ToolFields, tools_of

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedRequest
 from baton.messages.generation import ModelCard
 from baton.messages.request_limits import MAX_PROMPT_BYTES
 from baton.text.chat_template import FIELD, MAX_RENDERED_BYTES
-from baton.text.detokenizer import Detokenizer
-from baton.text.fill_in_middle import find_gap_tokens
+from baton.text.detokenizer import Detokenizer, TextCodec
 from baton.text.model_template import ModelTemplate
 from baton.text.prompt_template import PromptTemplate, with_parts
+from baton.text.prompts import find_gap_tokens
 from baton.text.tool_calls.formats import FORMATS
 from baton.text.tool_calls.tools_in_text import tools_in_text
 from router.admission.images import ImageRules, check_takes_images
@@ -30,37 +30,13 @@ NO_TOOLS = (
 _NOT_TRUSTED = "is not taken from requests here; an operator allows it with --trust-request-chat-template on"
 
 
-class Vocabulary(Protocol):
-    """The tokenizer as the HTTP front uses it; `baton.text.tokenizer.Tokenizer` is the real one."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_rendered(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def spelling(self, token_id: int) -> bytes: ...
-
-    def detokenizer(self, shown_tokens: Sequence[int] = (), context: Sequence[int] = ()) -> Detokenizer: ...
-
-    def special_ids(self, texts: Iterable[str]) -> list[int]: ...
-
-    def added_id(self, text: str) -> int | None: ...
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def num_special_tokens(self, *, pair: bool) -> int: ...
-
-    def with_special_tokens(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], int]: ...
-
-
 class ServedModel:
     """The model that the cluster serves."""
 
     def __init__(
         self,
         card: Callable[[], ModelCard],
-        vocabulary: Vocabulary | None,
+        vocabulary: TextCodec | None,
         template: ModelTemplate | None,
         now: Callable[[], datetime],
         request_template: Callable[[str], PromptTemplate] | None = None,
@@ -88,7 +64,7 @@ class ServedModel:
         return self._card()
 
     @property
-    def vocabulary(self) -> Vocabulary | None:
+    def vocabulary(self) -> TextCodec | None:
         """The tokenizer; None: the model is served without one."""
         return self._vocabulary
 
@@ -152,7 +128,7 @@ class ServedModel:
         """The text of token ids, without special tokens; raises InvalidRequest. May be called in a thread."""
         return self._with_text().decode(token_ids)
 
-    def _with_text(self) -> Vocabulary:
+    def _with_text(self) -> TextCodec:
         if self._vocabulary is None:
             raise InvalidRequest("model", "is served without a tokenizer")
         return self._vocabulary

@@ -18,7 +18,7 @@ from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.spec import TorchSpec
-from baton.text.structural_tags import lark_of_structural_tag
+from baton.text.constraints.structural_tags import lark_of_structural_tag
 from baton.wire.clients.node_client import NodeClient
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
 from tests.support.reports import QueuedReports

@@ -16,7 +16,7 @@ from baton.messages.generation import GenerateRequest
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.text.structural_tags import lark_of_structural_tag
+from baton.text.constraints.structural_tags import lark_of_structural_tag
 from tests.support.caller import TokenCount
 from tests.support.http_streams import sse, tokens_of
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text

@@ -50,11 +50,11 @@ def alone(runner: TorchModelRunner, prompts: list[list[int]], params: list[Sampl
             num_blocks=runner.memory.num_blocks, block_size=BLOCK_SIZE, max_num_seqs=4, enable_prefix_caching=False
         )
         engine = EngineCore(Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), SystemClock()), runner)
-        engine.add_request(Request(f"alone-{index}", prompt, how))
+        engine.scheduler.add_request(Request(f"alone-{index}", prompt, how))
         tokens: list[int] = []
         while engine.has_work():
             for step in engine.step().values():
-                tokens += [token for output in step.outputs for token in output.new_token_ids]
+                tokens += [token for output in step for token in output.new_token_ids]
         outputs.append(tokens)
     return outputs
 

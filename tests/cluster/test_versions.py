@@ -14,9 +14,9 @@ from baton.client.operator import OperatorClient
 from baton.config import NodeConfig
 from baton.messages.generation import GenerateRequest
 from baton.messages.node import NodeDescription
+from baton.node.lifecycle import NodeStop
 from baton.node.role import NodeRole, RoleContext
 from baton.node.serve import Node
-from baton.node.stop import NodeStop
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
 from decode_node.app import DecodeRole

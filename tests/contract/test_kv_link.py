@@ -11,11 +11,10 @@ import grpc
 import pytest
 
 from baton.engine.connector import BlockFate, LostKV
-from baton.engine.request import RequestStatus
 from baton.engine.runner import KVMemory
 from baton.errors import TransferCause, TransferFailed
 from baton.messages.ids import AttemptKey, Peer
-from baton.messages.node import StageTimings
+from baton.messages.node import Outcome, StageTimings
 from baton.runner.blocks.known_bytes import block_filler
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
 from kv_transfer.backends.base import TransferBackend
@@ -293,7 +292,7 @@ async def test_many_transfers_share_one_link(rig: HandoffRig) -> None:
 async def test_a_request_that_ended_with_its_first_token_still_brings_valid_blocks(rig: HandoffRig) -> None:
     # The engine puts arrived blocks into its prefix cache: unread ones would poison it.
     rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
-    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS, RequestStatus.STOPPED)
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS, Outcome.STOP)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     rig.assert_blocks(KEY, OURS)
 
@@ -363,7 +362,7 @@ async def test_an_abort_by_the_sender_before_computing_fails_the_transfer(rig: H
     rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.recorder.wait_for_event("subscribed", KEY)
     await _wait_until_settled(rig)
-    assert rig.sender.finish(rig.sender.request(KEY, 18), [], RequestStatus.ABORTED) is BlockFate.FREE
+    assert rig.sender.finish(rig.sender.request(KEY, 18), [], Outcome.ABORTED) is BlockFate.FREE
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert rig.receiver.recorder.failed[KEY].cause is TransferCause.CANCELLED
 
@@ -371,7 +370,7 @@ async def test_an_abort_by_the_sender_before_computing_fails_the_transfer(rig: H
 async def test_an_abort_by_the_sender_without_a_reader_releases_its_blocks(rig: HandoffRig) -> None:
     prefill = rig.sender.request(KEY, 18)
     rig.sender.compute(prefill, THEIRS, 9)
-    assert rig.sender.finish(prefill, THEIRS, RequestStatus.ABORTED) is BlockFate.LEASED
+    assert rig.sender.finish(prefill, THEIRS, Outcome.ABORTED) is BlockFate.LEASED
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
     rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
@@ -384,7 +383,7 @@ async def test_an_abort_by_the_sender_during_a_read_keeps_its_blocks_until_it_en
     decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.compute(prefill, THEIRS, 9)
     await rig.wait_for_read()
-    assert rig.sender.finish(prefill, THEIRS, RequestStatus.ABORTED) is BlockFate.LEASED
+    assert rig.sender.finish(prefill, THEIRS, Outcome.ABORTED) is BlockFate.LEASED
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
     assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.SUSPECT

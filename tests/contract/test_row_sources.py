@@ -19,8 +19,7 @@ from baton.errors import BackgroundFault, DeadlineExceeded
 from baton.messages.ids import Peer
 from baton.messages.node import NodeDescription
 from baton.messages.spans import EncoderContent
-from baton.node.encoding.fetch_policy import FetchPolicy
-from baton.node.encoding.row_fetcher import RowFetcher, RowSource
+from baton.node.encoding import FetchPolicy, RowFetcher, RowSource
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
 from baton.v1 import encoder_rows_pb2 as pb
@@ -303,7 +302,7 @@ async def test_a_fault_ends_the_process_since_requests_would_wait_for_ever(monke
         async def broken(*_arguments: object) -> bytes:
             raise ValueError("out of luck")
 
-        monkeypatch.setattr("baton.node.encoding.row_fetcher.read_rows", broken)
+        monkeypatch.setattr("baton.node.encoding.read_rows", broken)
         answers = Answers()
         made.fetch(input_of(IMAGE, "127.0.0.1:1"), answers.done, answers.none)
         assert "rows" in str(await faults.get())

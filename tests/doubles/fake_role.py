@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from baton.messages.ids import AttemptKey
 from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
-from baton.node.attempts.attempt_clock import TransferFigures
+from baton.node.attempts.attempt_times import TransferFigures
 from baton.node.role import Servicer
 from baton.observe.metrics import Figure
 from tests.doubles.fake_connector import FakeConnector

@@ -310,7 +310,7 @@ def test_a_drain_gives_up_on_reads_that_never_end() -> None:
             await recorded(cluster, "decode-0", "read_started")
             cluster.dispatcher.cancel("leaver")
             await asking
-            draining = cluster.nodes["decode-0"].service
+            draining = cluster.nodes["decode-0"].service.draining
             draining.refuse_new_work()
             async with asyncio.timeout(GIVE_UP_AFTER_S + 3):
                 (left,) = await draining.wait_idle()
@@ -489,7 +489,7 @@ def test_a_prefill_node_drains_when_its_last_lease_is_over() -> None:
             cluster.fabric.freeze("prefill-0.1")
             asking = asyncio.create_task(ask(cluster, prompt_of(30), "first"))
             await recorded(cluster, "prefill-0", "closing_offered")
-            draining = cluster.nodes["prefill-0"].service
+            draining = cluster.nodes["prefill-0"].service.draining
             draining.refuse_new_work()
             drained = asyncio.create_task(draining.wait_idle())
             other = await ask(cluster, prompt_of(30, seed=1), "other")

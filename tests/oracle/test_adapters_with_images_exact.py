@@ -67,7 +67,7 @@ def test_tokens_behind_images_are_those_of_peft(tmp_path: Path, name: str) -> No
         for turn in ("", "-again"):
             found = run_all(engine, made(turn))
             assert {key.removesuffix("-again"): tokens for key, tokens in found.items()} == expected
-        assert engine.make_stats().num_preemptions_by_mode[mode] > 0
+        assert engine.scheduler.make_stats().num_preemptions_by_mode[mode] > 0
 
 
 def test_what_changes_the_images_is_refused(tmp_path: Path) -> None:

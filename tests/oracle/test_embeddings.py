@@ -57,10 +57,10 @@ def embed(
     """Compute all vectors at once, beside the engine's other requests; by default embeddings of last tokens."""
     for name, prompt in prompts.items():
         params = (pooling or {}).get(name)
-        engine.add_request(Request(name, prompt, SamplingParams(), leg=Leg.EMBED, pooling=params))
+        engine.scheduler.add_request(Request(name, prompt, SamplingParams(), leg=Leg.EMBED, pooling=params))
     found: dict[str, bytes] = {}
     while len(found) < len(prompts):
-        for output in (output for outputs in engine.step().values() for output in outputs.outputs):
+        for output in (output for outputs in engine.step().values() for output in outputs):
             if output.request_id in prompts:
                 assert (output.outcome, list(output.new_token_ids)) == (Outcome.STOP, []), output
                 found[output.request_id] = output.embedding
@@ -70,7 +70,7 @@ def embed(
 def add_stream(engine: EngineCore) -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     stream = Request("stream", PROMPTS["of-17"][::-1], params)
-    engine.add_request(stream)
+    engine.scheduler.add_request(stream)
     return stream
 
 
@@ -125,7 +125,7 @@ def test_an_embedding_is_the_last_hidden_state_with_the_same_bits_in_any_batch(t
     assert embed(engine, PROMPTS) == together, "in chunks, beside a stream"
     assert not stream.is_finished
     assert embed(engine, PROMPTS) == together, "with a cached prefix"
-    assert engine.make_stats().prefix_cache.num_hit_tokens["device"] >= 64
+    assert engine.scheduler.make_stats().prefix_cache.num_hit_tokens["device"] >= 64
 
     prompts = {f"{number} {name}": prompt for number in range(len(KINDS)) for name, prompt in PROMPTS.items()}
     kinds = {f"{number} {name}": kind for number, kind in enumerate(KINDS) for name in PROMPTS}
@@ -147,7 +147,7 @@ def test_streams_that_begin_in_a_step_with_embeddings_get_their_own_tokens(tmp_p
     for prompts in ({}, PROMPTS):
         engine = make_engine(runner)
         if prompts:
-            engine.add_request(Request("before", PROMPTS["of-70"], SamplingParams(), leg=Leg.EMBED))
+            engine.scheduler.add_request(Request("before", PROMPTS["of-70"], SamplingParams(), leg=Leg.EMBED))
         stream = add_stream(engine)
         embed(engine, prompts)
         while engine.has_work():

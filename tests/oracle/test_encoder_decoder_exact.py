@@ -140,7 +140,7 @@ def test_tokens_are_those_of_generate(
     assert run_all(together, requests_for(directory, inputs)) == expected
     again = run_all(together, requests_for(directory, inputs, suffix="-again"))
     assert {name.removesuffix("-again"): tokens for name, tokens in again.items()} == expected
-    assert together.make_stats().prefix_cache.num_hit_tokens["device"] > 0
+    assert together.scheduler.make_stats().prefix_cache.num_hit_tokens["device"] > 0
     large = engine_of(runner, max_num_batched_tokens=2048)
     assert run_all(large, requests_for(directory, inputs)) == expected
 
@@ -190,8 +190,8 @@ def outputs_of(engine: EngineCore, requests: Sequence[Request]) -> dict[str, lis
     """Tokens and log-probabilities, if wanted, of all sequences of requests."""
     found: dict[str, list[Any]] = {}
     for request in requests:
-        engine.add_request(request)
+        engine.scheduler.add_request(request)
     while engine.has_work():
-        for output in (output for outputs in engine.step().values() for output in outputs.outputs):
+        for output in (output for outputs in engine.step().values() for output in outputs):
             found.setdefault(output.request_id, []).extend([*output.new_token_ids, *output.new_logprobs])
     return found

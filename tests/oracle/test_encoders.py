@@ -54,10 +54,10 @@ def vectors(
     )
     engine = EngineCore(Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock()), runner)
     for name, text in texts.items():
-        engine.add_request(Request(name, text, SamplingParams(), leg=Leg.EMBED, pooling=params[name]))
+        engine.scheduler.add_request(Request(name, text, SamplingParams(), leg=Leg.EMBED, pooling=params[name]))
     found: dict[str, bytes] = {}
     while len(found) < len(texts):
-        for output in (output for outputs in engine.step().values() for output in outputs.outputs):
+        for output in (output for outputs in engine.step().values() for output in outputs):
             assert output.outcome is Outcome.STOP, output
             found[output.request_id] = output.embedding
     return found

@@ -117,10 +117,10 @@ def test_a_stage_on_a_gpu_that_is_killed_is_noticed(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     with on_gpu(tmp_path, 2, dtype="float32") as runner:
         engine = make_engine(runner)
-        engine.add_request(Request("first", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        engine.scheduler.add_request(Request("first", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
         engine.step()
         os.kill(runner.rank_reports()[1].pid, signal.SIGKILL)
-        engine.add_request(Request("later", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        engine.scheduler.add_request(Request("later", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
         with pytest.raises(RunnerLost, match=r"rank 1 \(process \d+\) was ended by SIGKILL"):
             engine.step()
 

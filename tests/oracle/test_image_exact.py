@@ -150,7 +150,7 @@ def test_tokens_behind_images_are_those_of_generate(
     assert run_all(together, [prompt.request(name) for name, prompt in prompts.items()]) == expected
     again = run_all(together, [prompt.request(f"{name}-again") for name, prompt in prompts.items()])
     assert {name.removesuffix("-again"): tokens for name, tokens in again.items()} == expected
-    assert together.make_stats().prefix_cache.num_hit_tokens["device"] > 0
+    assert together.scheduler.make_stats().prefix_cache.num_hit_tokens["device"] > 0
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -170,11 +170,11 @@ def test_several_sequences_of_a_prompt_with_images(
 ) -> None:
     engine = engine_of(runner)
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=2)
-    engine.add_request(prompts["p1"].request("p1", greedy))
+    engine.scheduler.add_request(prompts["p1"].request("p1", greedy))
     tokens: dict[str, list[int]] = {}
     while engine.has_work():
         for outputs in engine.step().values():
-            for output in outputs.outputs:
+            for output in outputs:
                 tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
     assert list(tokens.values()) == [expected["p1"]] * 2
 
@@ -199,9 +199,9 @@ def test_bits_in_bfloat16_depend_on_the_request_alone(directory: Path, prompts: 
 def _outputs(engine: EngineCore, requests: Sequence[Request]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {request.request_id: [] for request in requests}
     for request in requests:
-        engine.add_request(request)
+        engine.scheduler.add_request(request)
     while engine.has_work():
         for outputs in engine.step().values():
-            for output in outputs.outputs:
+            for output in outputs:
                 found[output.request_id] += [*output.new_token_ids, *output.new_logprobs]
     return found

@@ -24,10 +24,11 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.text.grammar import Grammars, num_mask_words
+from baton.text.constraints.grammar import Grammars, num_mask_words
 from baton.text.tokenizer import Tokenizer
 from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_grammar import FakeMatcher
+from tests.support.engine_rig import name_of
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
 from tests.support.tiny_models import TINY_MODELS
 
@@ -80,16 +81,18 @@ class Engine:
         tokens: dict[str, list[int]] = {}
         for name, prompt in prompts.items():
             how = params[name]
-            self.core.add_request(Request(name, prompt, how, eos_token_ids=self._eos))
+            self.core.scheduler.add_request(Request(name, prompt, how, eos_token_ids=self._eos))
             if how.has_grammar:
-                self.core.grammar_compiled(name, [self._grammars.matcher(how.json_schema) for _ in range(how.n)])
+                self.core.scheduler.grammar_compiled(
+                    name, [self._grammars.matcher(how.json_schema) for _ in range(how.n)]
+                )
         while self.core.has_work():
             for outputs in self.core.step().values():
-                for output in outputs.outputs:
-                    tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                for output in outputs:
+                    tokens.setdefault(name_of(output), []).extend(output.new_token_ids)
                     if output.error is not None:
-                        self.errors[output.request_id] = output.error
-        self.core.scheduler.check_invariant()
+                        self.errors[name_of(output)] = output.error
+        self.core.scheduler.kv_cache_manager.check_invariant()
         return tokens
 
 
@@ -191,7 +194,7 @@ def test_batching_preemption_and_asynchronous_scheduling_change_no_token(
     cramped._masks = TokenMasks(VOCAB, least_beside=1)  # all steps' masks by the second thread
     engine = Engine(cramped, grammars, ahead, preemption_mode=mode, num_host_blocks=cramped.num_host_blocks)
     assert engine.run(*sampled) == alone
-    assert engine.core.make_stats().num_preemptions_by_mode[mode] > 0
+    assert engine.core.scheduler.make_stats().num_preemptions_by_mode[mode] > 0
 
 
 def test_generated_json_fits_the_schema(model_dir: Path, alone: dict[str, list[int]]) -> None:
@@ -238,10 +241,10 @@ def test_an_attempt_continues_behind_the_tokens_of_an_earlier_one(
         for name in ("object", "penalised")
     }
     for name, request in requests.items():
-        core.add_request(request)
+        core.scheduler.add_request(request)
         matcher = grammars.matcher(params[name].json_schema)
         matcher.advance(request.output_token_ids)
-        core.grammar_compiled(name, [matcher])
+        core.scheduler.grammar_compiled(name, [matcher])
     while core.has_work():
         core.step()
     assert {name: request.output_token_ids for name, request in requests.items()} == {
@@ -261,11 +264,11 @@ def test_no_token_is_outside_the_mask(grammars: Grammars, sampled: Sampled, alon
 def test_a_constrained_request_may_end_by_its_length(runner: TorchModelRunner, grammars: Grammars) -> None:
     engine = Engine(runner, grammars)
     request = Request("r", prompt_of(1), constrained("object", max_tokens=3), eos_token_ids=frozenset({EOS}))
-    engine.core.add_request(request)
-    engine.core.grammar_compiled("r", [grammars.matcher(schema_text("object"))])
+    engine.core.scheduler.add_request(request)
+    engine.core.scheduler.grammar_compiled("r", [grammars.matcher(schema_text("object"))])
     while engine.core.has_work():
         engine.core.step()
-    assert request.status.outcome is Outcome.LENGTH
+    assert request.outcome is Outcome.LENGTH
 
 
 def test_a_schema_that_becomes_too_complex_fails_its_request_alone(
@@ -274,8 +277,8 @@ def test_a_schema_that_becomes_too_complex_fails_its_request_alone(
     prompts, params = sampled
     engine = Engine(runner, grammars)
     costly = Request("costly", prompt_of(1), constrained("object"))
-    engine.core.add_request(costly)
-    engine.core.grammar_compiled("costly", [FakeMatcher([range(VOCAB)] * 9, {EOS}, too_complex_at=4)])
+    engine.core.scheduler.add_request(costly)
+    engine.core.scheduler.grammar_compiled("costly", [FakeMatcher([range(VOCAB)] * 9, {EOS}, too_complex_at=4)])
     assert engine.run({"object": prompts["object"]}, params)["object"] == alone["object"]
     assert engine.errors == {"costly": "json_schema: too complex"}
-    assert (costly.status.outcome, costly.num_output_tokens) == (Outcome.INVALID, 4)
+    assert (costly.outcome, costly.num_output_tokens) == (Outcome.INVALID, 4)

@@ -32,6 +32,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
 from tests.doubles.fake_clock import FakeClock
+from tests.support.engine_rig import name_of
 from tests.support.rotary_models import PHI3_LONGROPE, ROPE_TYPES
 
 _SCHEDULES = int(os.environ.get("BATON_SCHEDULES") or 0)
@@ -117,9 +118,9 @@ class ThreadExecutor:
 
 def step(engine: EngineCore, answers: dict[str, Answer]) -> None:
     for outputs in engine.step().values():
-        for output in outputs.outputs:
+        for output in outputs:
             assert output.outcome in (None, Outcome.LENGTH), output
-            answer = answers.setdefault(output.request_id, Answer())
+            answer = answers.setdefault(name_of(output), Answer())
             answer.token_ids += output.new_token_ids
             answer.logprobs += output.new_logprobs
 
@@ -133,7 +134,7 @@ def alone(runner: TorchModelRunner, given: Mapping[str, Sequence[int]]) -> dict[
     answers: dict[str, Answer] = {}
     for name, prompt in given.items():
         engine = make_engine(runner, enable_prefix_caching=False)
-        engine.add_request(Request(name, prompt, greedy()))
+        engine.scheduler.add_request(Request(name, prompt, greedy()))
         while engine.has_work():
             step(engine, answers)
     return answers
@@ -175,7 +176,7 @@ class Schedule:
             step(engine, self._answers)
         if self._executor is not None:
             self._executor.close()
-        stats = engine.make_stats()
+        stats = engine.scheduler.make_stats()
         assert stats.free_blocks == stats.total_blocks
         engine.scheduler.kv_cache_manager.check_invariant()
         for name, (prompt, num_given) in self._of.items():
@@ -192,7 +193,7 @@ class Schedule:
         num_given = draw.randrange(MOST_TOKENS) if n == 1 and draw.random() < 0.3 else 0
         given = self._expected[prompt].token_ids[:num_given]
         token_ids = prompts()[prompt]
-        self.engine.add_request(Request(prompt, token_ids, greedy(n=n), output_token_ids=given))
+        self.engine.scheduler.add_request(Request(prompt, token_ids, greedy(n=n), output_token_ids=given))
         for index in range(n):
             self._of[sequence_id(prompt, index)] = prompt, num_given
 
@@ -242,7 +243,7 @@ def test_tokens_of_every_type_equal_generate(tmp_path: Path, name: str) -> None:
     assert "Baton's loop over the layers" in [path.runs for path in runner.model.compute_paths]
     engine = make_engine(runner, chunk=24)
     for key, prompt in given.items():
-        engine.add_request(Request(key, prompt, greedy(18)))
+        engine.scheduler.add_request(Request(key, prompt, greedy(18)))
     answers: dict[str, Answer] = {}
     while engine.has_work():
         step(engine, answers)

@@ -174,7 +174,7 @@ def test_a_stage_that_fails_in_a_step_ends_them_all(tmp_path: Path, monkeypatch:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     with in_stages(tmp_path, 2, dtype="float32") as runner:
         engine = make_engine(runner)
-        engine.add_request(Request("first", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        engine.scheduler.add_request(Request("first", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
         engine.step()
         # Another thread tells why, maybe after the step has ended.
         reasons: SimpleQueue[str] = SimpleQueue()
@@ -185,7 +185,9 @@ def test_a_stage_that_fails_in_a_step_ends_them_all(tmp_path: Path, monkeypatch:
 
         monkeypatch.setattr(caches_of(runner)[0], "compute_stage", fails)
         for turn in range(2):
-            engine.add_request(Request(f"later-{turn}", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+            engine.scheduler.add_request(
+                Request(f"later-{turn}", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1))
+            )
             with pytest.raises(RunnerLost, match="rank 1 has failed: MemoryError: no memory for rows"):
                 engine.step()
         assert "no memory for rows" in reasons.get(timeout=60.0)

@@ -14,7 +14,6 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.sequences.sequence_group import split_sequence_id
 from baton.messages.capabilities import Capability
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
@@ -79,10 +78,10 @@ def run_all(
     """The tokens of each sequence of each prompt; all prompts at once."""
     found: dict[str, list[list[int]]] = {name: [[] for _ in range(params.n)] for name in prompts}
     for name, prompt in prompts.items():
-        engine.add_request(Request(name, prompt.token_ids, params, spans=prompt.spans))
+        engine.scheduler.add_request(Request(name, prompt.token_ids, params, spans=prompt.spans))
     while engine.has_work():
-        for output in (output for outputs in engine.step().values() for output in outputs.outputs):
-            name, index = split_sequence_id(output.request_id)
+        for output in (output for outputs in engine.step().values() for output in outputs):
+            name, index = output.request_id, output.sequence_index
             found[name][index] += output.new_token_ids
             assert output.outcome in (None, Outcome.LENGTH), output
     return found
@@ -130,7 +129,7 @@ def test_tokens_behind_given_rows_equal_generate(tmp_path: Path, name: str) -> N
     engine = make_engine(runner)
     assert run_all(engine, prompts) == expected, "in chunks through spans, beside each other"
     assert run_all(engine, prompts) == expected, "with cached prefixes that end in spans"
-    assert engine.make_stats().prefix_cache.num_hit_tokens["device"] >= 64
+    assert engine.scheduler.make_stats().prefix_cache.num_hit_tokens["device"] >= 64
 
 
 class Recorded(NamedTuple):
@@ -144,10 +143,10 @@ def run_recorded(engine: EngineCore, prompts: Mapping[str, Prompt], params: Samp
     """All prompts at once."""
     found = {name: Recorded([[] for _ in range(params.n)], [[] for _ in range(params.n)]) for name in prompts}
     for name, prompt in prompts.items():
-        engine.add_request(Request(name, prompt.token_ids, params, spans=prompt.spans))
+        engine.scheduler.add_request(Request(name, prompt.token_ids, params, spans=prompt.spans))
     while engine.has_work():
-        for output in (output for outputs in engine.step().values() for output in outputs.outputs):
-            name, index = split_sequence_id(output.request_id)
+        for output in (output for outputs in engine.step().values() for output in outputs):
+            name, index = output.request_id, output.sequence_index
             found[name].token_ids[index] += output.new_token_ids
             found[name].logprobs[index] += [one.logprob for one in output.new_logprobs]
             assert output.outcome in (None, Outcome.LENGTH), output
@@ -180,7 +179,7 @@ def test_batch_mates_and_preemption_change_no_bit(tmp_path: Path, dtype: str) ->
     for mode in ("recompute", "swap"):
         engine = make_engine(cramped, preemption_mode=mode, num_host_blocks=cramped.num_host_blocks)
         assert run_recorded(engine, prompts, DRAWN) == expected
-        assert engine.make_stats().num_preemptions_by_mode[mode] > 0
+        assert engine.scheduler.make_stats().num_preemptions_by_mode[mode] > 0
 
 
 def test_rows_of_any_dtype_and_the_tokens_own_rows_give_what_the_tokens_give(tmp_path: Path) -> None:
@@ -211,7 +210,7 @@ def test_drafts_change_no_token_and_beams_are_those_of_the_tokens(tmp_path: Path
     expected = alone(runner, prompts, params)
     drafting = make_engine(runner, speculation=SpeculationConfig(prompt_lookup_min=1))
     assert run_recorded(drafting, prompts, params) == expected
-    assert drafting.make_stats().spec_decoding.num_drafts > 0
+    assert drafting.scheduler.make_stats().spec_decoding.num_drafts > 0
 
     table = runner._transformer._module.get_input_embeddings().weight.detach()
     whole = prompts["text"].token_ids
@@ -257,11 +256,11 @@ def test_huge_rows_fail_their_own_request_and_change_no_tokens_of_others(tmp_pat
     for turn in range(2):
         tokens: dict[str, list[int]] = {}
         outcomes: dict[str, Outcome] = {}
-        engine.add_request(Request(f"bad {turn}", bad.token_ids, params, spans=bad.spans))
+        engine.scheduler.add_request(Request(f"bad {turn}", bad.token_ids, params, spans=bad.spans))
         for name, prompt in prompts.items():
-            engine.add_request(Request(f"{name} {turn}", prompt.token_ids, params, spans=prompt.spans))
+            engine.scheduler.add_request(Request(f"{name} {turn}", prompt.token_ids, params, spans=prompt.spans))
         while engine.has_work():
-            for output in (output for outputs in engine.step().values() for output in outputs.outputs):
+            for output in (output for outputs in engine.step().values() for output in outputs):
                 name = output.request_id.removesuffix(f" {turn}")
                 tokens.setdefault(name, []).extend(output.new_token_ids)
                 if output.outcome is not None:
@@ -276,11 +275,11 @@ def test_rows_of_another_width_fail_their_own_request_alone(tmp_path: Path) -> N
     runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
     engine = make_engine(runner)
     narrow = span_of(random_rows(8, 63, seed=0))
-    engine.add_request(Request("narrow", [0] * 8, GREEDY, spans=[narrow]))
-    engine.add_request(Request("text", [5] * 8, GREEDY))
+    engine.scheduler.add_request(Request("narrow", [0] * 8, GREEDY, spans=[narrow]))
+    engine.scheduler.add_request(Request("text", [5] * 8, GREEDY))
     ended: dict[str, Outcome] = {}
     while engine.has_work():
-        for output in (output for outputs in engine.step().values() for output in outputs.outputs):
+        for output in (output for outputs in engine.step().values() for output in outputs):
             if output.outcome is not None:
                 ended[output.request_id] = output.outcome
     assert ended == {"narrow": Outcome.ERROR, "text": Outcome.LENGTH}

@@ -111,10 +111,10 @@ class Engine:
 
     def run(self, *requests: Request) -> None:
         for request in requests:
-            self.core.add_request(request)
+            self.core.scheduler.add_request(request)
         running = {request.request_id for request in requests}
         while running:
-            for output in (output for outputs in self.core.step().values() for output in outputs.outputs):
+            for output in (output for outputs in self.core.step().values() for output in outputs):
                 self.cached[output.request_id] = output.num_cached_tokens
                 if output.prompt_logprobs:
                     assert output.first_index == 0
@@ -163,7 +163,7 @@ def test_preemption_changes_nothing(qwen2: Path, mode: str) -> None:
     stream = Request("stream", PROMPTS["of-17"], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
     asks = [Request(f"asks-{n}", PROMPTS["of-70"], PARAMS) for n in range(2)]
     engine.run(stream, *asks)
-    assert engine.core.make_stats().num_preemptions_by_mode[mode] > 0
+    assert engine.core.scheduler.make_stats().num_preemptions_by_mode[mode] > 0
     right = computed(qwen2, PROMPTS)["of-70"]
     assert engine.found == {f"asks-{n}": [right] for n in range(2)}
 
@@ -172,7 +172,7 @@ def test_a_step_computes_few_of_their_rows_and_goes_on_with_others(qwen2: Path) 
     engine = Engine(load(qwen2, 256), max_num_batched_tokens=512)
     long = [RNG.randrange(256) for _ in range(200)]
     for name in ("a", "b"):
-        engine.core.add_request(Request(name, long, PARAMS, leg=Leg.WHOLE))
-    engine.core.add_request(Request("plain", long[::-1], SamplingParams(max_tokens=1)))
+        engine.core.scheduler.add_request(Request(name, long, PARAMS, leg=Leg.WHOLE))
+    engine.core.scheduler.add_request(Request("plain", long[::-1], SamplingParams(max_tokens=1)))
     scheduled = engine.core.scheduler.schedule()
     assert dict(scheduled.num_scheduled_tokens) == {"a": 128, "b": 1, "plain": 200}

@@ -118,7 +118,7 @@ def compute(
         run.tokens.append(run_all(engine, requests))
     assert len({token for tokens in run.tokens[0].values() for token in tokens}) > 20
     engine.close()
-    run.num_preemptions = engine.make_stats().num_preemptions
+    run.num_preemptions = engine.scheduler.make_stats().num_preemptions
     run.kv = runner._transformer.kv_cache.view(torch.uint8).cpu().numpy().tobytes()
     return run
 
@@ -298,7 +298,7 @@ def test_a_step_that_fails_on_one_rank_ends_them_all(tmp_path: Path, monkeypatch
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     with loaded(tmp_path, (2, 1), dtype="float32") as runner:
         engine = make_engine(runner)
-        engine.add_request(Request("first", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        engine.scheduler.add_request(Request("first", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
         engine.step()
         run = ShardedProgram.run
 
@@ -309,7 +309,9 @@ def test_a_step_that_fails_on_one_rank_ends_them_all(tmp_path: Path, monkeypatch
 
         monkeypatch.setattr(ShardedProgram, "run", fails_on_the_first_rank)
         for turn in range(2):
-            engine.add_request(Request(f"later-{turn}", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+            engine.scheduler.add_request(
+                Request(f"later-{turn}", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1))
+            )
             with pytest.raises(RunnerLost, match="no scratch memory"):
                 engine.step()
             monkeypatch.setattr(ShardedProgram, "run", run)

@@ -92,10 +92,10 @@ def answers(runner: TorchModelRunner, prompts: Mapping[str, list[int]]) -> dict[
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, stop_token_ids=runner.model.eos_token_ids)
     tokens: dict[str, list[int]] = {question: [] for question in prompts}
     for question, prompt in prompts.items():
-        engine.add_request(Request(question, prompt, params))
+        engine.scheduler.add_request(Request(question, prompt, params))
     while engine.has_work():
         for outputs in engine.step().values():
-            for output in outputs.outputs:
+            for output in outputs:
                 tokens[output.request_id].extend(output.new_token_ids)
     return tokens
 

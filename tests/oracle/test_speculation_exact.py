@@ -97,9 +97,9 @@ def generate(
     results = {name: Result([], []) for name in names}
     for name in names:
         params = replace(PARAMS[name], speculation=name not in without)
-        core.add_request(Request(name, PROMPTS[name], params))
+        core.scheduler.add_request(Request(name, PROMPTS[name], params))
         if params.has_grammar:
-            core.grammar_compiled(name, [FakeMatcher(FORCED, range(VOCABULARY))])
+            core.scheduler.grammar_compiled(name, [FakeMatcher(FORCED, range(VOCABULARY))])
     while core.has_work():
         if drafts is not None and expected is not None:
             core.scheduler.update_draft_token_ids(
@@ -109,13 +109,13 @@ def generate(
                 }
             )
         for client in core.step().values():
-            for output in client.outputs:
+            for output in client:
                 assert output.error is None
                 result = results[output.request_id]
                 result.token_ids += output.new_token_ids
                 result.logprobs += output.new_logprobs
                 result.outcome = output.outcome
-    stats = core.make_stats()
+    stats = core.scheduler.make_stats()
     assert stats.free_blocks == stats.total_blocks
     return results, stats.spec_decoding
 

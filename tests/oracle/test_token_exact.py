@@ -49,10 +49,10 @@ def run_all(engine: EngineCore, requests: list[Request]) -> dict[str, list[int]]
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     reasons: dict[str, Outcome] = {}
     for request in requests:
-        engine.add_request(request)
+        engine.scheduler.add_request(request)
     while engine.has_work():
         for outputs in engine.step().values():
-            for output in outputs.outputs:
+            for output in outputs:
                 tokens[output.request_id].extend(output.new_token_ids)
                 if output.outcome is not None:
                     reasons[output.request_id] = output.outcome
@@ -123,7 +123,7 @@ def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
     assert run_all(engine, [Request(key, prompt, greedy) for key, prompt in prompts.items()]) == expected
     again = run_all(engine, [Request(f"{key}-again", prompt, greedy) for key, prompt in prompts.items()])
     assert {key.removesuffix("-again"): tokens for key, tokens in again.items()} == expected
-    assert engine.make_stats().prefix_cache.num_hit_tokens["device"] > 0
+    assert engine.scheduler.make_stats().prefix_cache.num_hit_tokens["device"] > 0
     assert runner.model.bit_exact
 
 
@@ -151,5 +151,5 @@ def test_preempted_requests_continue_with_the_same_tokens(tmp_path: Path) -> Non
 
     engine = make_engine(cramped)
     tokens = run_all(engine, requests())
-    assert engine.make_stats().num_preemptions > 0
+    assert engine.scheduler.make_stats().num_preemptions > 0
     assert tokens == run_all(make_engine(roomy), requests())

@@ -75,10 +75,10 @@ def test_of_equal_paths_the_same_is_taken_as_by_transformers() -> None:
 
 def times_of(engine: EngineCore, requests: Sequence[Request]) -> dict[str, list[float]]:
     for request in requests:
-        engine.add_request(request)
+        engine.scheduler.add_request(request)
     found = {}
     while engine.has_work():
-        for output in (output for outputs in engine.step().values() for output in outputs.outputs):
+        for output in (output for outputs in engine.step().values() for output in outputs):
             assert output.error is None
             found[output.request_id.removesuffix("+")] = np.frombuffer(output.embedding, "<f4").tolist()
     return found
@@ -125,6 +125,6 @@ def test_times_of_a_model_are_those_of_transformers_whatever_is_beside_them(tmp_
         assert times_of(engine, [request]) == {request.request_id: expected[request.request_id]}
     # The transcripts are cached by now, and are computed all the same.
     assert times_of(engine, made("+")) == expected
-    assert engine.make_stats().prefix_cache.num_hit_tokens["device"] > 0
+    assert engine.scheduler.make_stats().prefix_cache.num_hit_tokens["device"] > 0
     in_chunks = engine_of(runner, max_num_batched_tokens=24)
     assert times_of(in_chunks, made()) == expected

@@ -16,7 +16,7 @@ from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
 from baton.text.chat_template import DEFAULT_TEMPLATE
-from baton.text.image_prompts import ImagePrompts
+from baton.text.prompts import ImagePrompts
 from router.admission.images import ImageRules
 from router.http.pages.operations import OPERATIONS
 from tests.support.browser import Browser

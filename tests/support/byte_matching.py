@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llguidance import LLTokenizer
 
-from baton.text.schema_compiling import check_matcher, compile_constraint
+from baton.text.constraints.schema_compiling import check_matcher, compile_constraint
 
 _BYTES = LLTokenizer("byte", slices=LLTokenizer.json_slices())
 

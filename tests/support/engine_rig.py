@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from baton.engine.batch import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from baton.engine.batch import EngineCoreEvent, EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from baton.engine.connector import ArrivedKV, KVTransferOutput
-from baton.engine.core import EngineCore
+from baton.engine.core import EncodesAtOnce, EngineCore, InputEncoder
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request
 from baton.engine.runner import StepExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.sequences.sequence_group import sequence_seed, split_sequence_id
+from baton.engine.sequences.sequence_group import sequence_id, sequence_seed
 from baton.errors import TransferCause
 from baton.messages.ids import Peer
 from baton.messages.node import Leg, Outcome
@@ -30,6 +30,17 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
     return [(seed * 7919 + position) % 1000 for position in range(num_tokens)]
 
 
+def name_of(of_sequence: EngineCoreOutput | EngineCoreEvent) -> str:
+    """What tests call a sequence: its request's name alone, or with its index behind a tilde."""
+    return sequence_id(of_sequence.request_id, of_sequence.sequence_index)
+
+
+def split_name(name: str) -> tuple[str, int]:
+    """Return the request and the index of a sequence with this name. All beams count to the first sequence."""
+    request_id, _, index = name.partition("~")
+    return request_id, int(index.partition("^")[0] or "0")
+
+
 class EngineRig:
     """One engine, by default with blocks of 4 tokens. The block accounts are checked after every call."""
 
@@ -38,6 +49,7 @@ class EngineRig:
         num_blocks: int = 65,
         connector: FakeConnector | None = None,
         executor: StepExecutor | None = None,
+        make_encoder: Callable[[Scheduler, FakeRunner], InputEncoder] = EncodesAtOnce,
         **limits: Any,
     ) -> None:
         limits = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8, "watermark": 0.0} | limits
@@ -52,7 +64,7 @@ class EngineRig:
         self.clock = FakeClock()
         fields = CacheKeyFields.of(self.runner.model, self.runner.layout)
         self.scheduler = Scheduler(self.config, fields, self.clock, self.connector)
-        self.core = EngineCore(self.scheduler, self.runner, executor)
+        self.core = EngineCore(self.scheduler, self.runner, executor, make_encoder(self.scheduler, self.runner))
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         """The tokens that a client received of each request, without gaps."""
@@ -94,7 +106,7 @@ class EngineRig:
             spans=spans,
             contents=[EncoderContent(span.digest) for span in spans],
         )
-        self.core.add_request(request, awaits_adapter=awaits_adapter)
+        self.scheduler.add_request(request, awaits_adapter=awaits_adapter)
         self.requests[request_id] = request
         self.tokens[request_id] = list(request.output_token_ids)
         self._note(self.scheduler.take_refusals())
@@ -119,8 +131,12 @@ class EngineRig:
             self.step()
         raise AssertionError(f"still busy after {limit} steps: {list(self.scheduler.requests.values())}")
 
-    def abort(self, *request_ids: str, status: RequestStatus = RequestStatus.ABORTED) -> list[EngineCoreOutput]:
-        return self._note(self.core.finish_requests(request_ids, status))
+    def abort(self, *request_ids: str, outcome: Outcome = Outcome.ABORTED) -> list[EngineCoreOutput]:
+        return self._note(self.scheduler.finish_requests(request_ids, outcome))
+
+    def abort_sequence(self, request_id: str, index: int, outcome: Outcome = Outcome.ABORTED) -> list[EngineCoreOutput]:
+        """End one sequence of a request and return its output, as a list."""
+        return self._note(self.scheduler.finish_sequence(request_id, index, outcome))
 
     def transfer(
         self,
@@ -137,7 +153,7 @@ class EngineRig:
             },
             released=frozenset(released),
         )
-        return self._note(self.core.update_from_kv_transfer(report))
+        return self._note(self.scheduler.update_from_kv_transfer(report))
 
     def fail_transfer(self, request_id: str, num_valid_blocks: int) -> list[EngineCoreOutput]:
         """Fail a transfer of which the first `num_valid_blocks` blocks are verified; the others hold garbage."""
@@ -148,7 +164,7 @@ class EngineRig:
             if stripe * size >= load.num_local_tokens:
                 self.runner.write_slots(load.block_ids, [0xBAD] * size, stripe * size, group)
         lost = self.connector.lose(request_id, TransferCause.PEER_GONE, "peer gone", num_valid_blocks)
-        return self._note(self.core.update_from_kv_transfer(KVTransferOutput(failed={request_id: lost})))
+        return self._note(self.scheduler.update_from_kv_transfer(KVTransferOutput(failed={request_id: lost})))
 
     def write_kv(self, request_id: str) -> None:
         """Write the right KV into the blocks that the request's load waits for, and nowhere else."""
@@ -186,7 +202,7 @@ class EngineRig:
 
     def expected(self, request_id: str, num_tokens: int) -> list[int]:
         """Return the tokens that an undisturbed request, or sequence of one, would generate."""
-        name, index = split_sequence_id(request_id)
+        name, index = split_name(request_id)
         request = self.requests[name]
         seed, vocab = sequence_seed(request.sampling_params.seed, index), self.runner.model.vocab_size
         prompt = with_spans(request.prompt_token_ids, request.spans)
@@ -198,18 +214,19 @@ class EngineRig:
 
     def events(self) -> list[tuple[str, str, int]]:
         """Return (type, request id, value) of the events since the last call."""
-        return [(event.type.value, event.request_id, event.value) for event in self.core.take_events()]
+        return [(event.type.value, name_of(event), event.value) for event in self.scheduler.take_events()]
 
-    def _note(self, by_client: Mapping[int, EngineCoreOutputs]) -> list[EngineCoreOutput]:
-        outputs = [output for batch in by_client.values() for output in batch.outputs]
+    def _note(self, by_client: EngineCoreOutputs) -> list[EngineCoreOutput]:
+        outputs = [output for batch in by_client.values() for output in batch]
         for output in outputs:
-            self.tokens.setdefault(output.request_id, [])
-            assert output.request_id not in self.ends, f"{output} after the end"
+            name = name_of(output)
+            self.tokens.setdefault(name, [])
+            assert name not in self.ends, f"{output} after the end"
             assert "ContradictoryStep" not in (output.error or ""), output.error
             if output.new_token_ids:
-                assert output.first_index == len(self.tokens[output.request_id])
-            self.tokens[output.request_id] += output.new_token_ids
+                assert output.first_index == len(self.tokens[name])
+            self.tokens[name] += output.new_token_ids
             if output.outcome is not None:
-                self.ends[output.request_id] = output
-        self.scheduler.check_invariant()
+                self.ends[name] = output
+        self.scheduler.kv_cache_manager.check_invariant()
         return outputs

@@ -18,7 +18,7 @@ from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory
 from baton.messages.ids import AttemptKey, Peer
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
@@ -215,7 +215,7 @@ class SenderHalf:
         await self.server.stop(None)
 
     def request(self, key: str, num_tokens: int) -> Request:
-        return Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.PREFILL)
+        return Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.PREFILL, attempt=AttemptKey.parse(key))
 
     def compute(self, request: Request, block_ids: list[int], num_computed: int) -> None:
         """Write the blocks' bytes and commit a step, as an engine does."""
@@ -223,12 +223,12 @@ class SenderHalf:
             write_block(self.memory, block_ids[index], content_of(request.request_id, index))
         self.connector.blocks_computed(request, block_ids, num_computed)
 
-    def finish(self, request: Request, block_ids: list[int], status: RequestStatus = RequestStatus.HANDED_OFF) -> Any:
+    def finish(self, request: Request, block_ids: list[int], outcome: Outcome = Outcome.HANDED_OFF) -> Any:
         """End the request; a computed one with first token 7."""
-        if status is not RequestStatus.ABORTED:
+        if outcome is not Outcome.ABORTED:
             self.compute(request, block_ids, request.num_prompt_tokens)
             request.output_token_ids.append(7)
-        request.status = status
+        request.status, request.outcome = RequestStatus.ENDED, outcome
         return self.connector.request_finished(request, block_ids, False)
 
 
@@ -251,7 +251,8 @@ class AnnouncingBackend(FakeTransferBackend):
 
 
 def decode_leg(key: str, num_tokens: int, source: Peer) -> Request:
-    return Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.DECODE, kv_source=source)
+    attempt = AttemptKey.parse(key)
+    return Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.DECODE, kv_source=source, attempt=attempt)
 
 
 class ReceiverHalf:
@@ -303,7 +304,7 @@ class ReceiverHalf:
         return request
 
     def finish(self, request: Request, block_ids: list[int], transferring: bool) -> Any:
-        request.status = RequestStatus.ABORTED
+        request.status, request.outcome = RequestStatus.ENDED, Outcome.ABORTED
         return self.connector.request_finished(request, block_ids, transferring)
 
 

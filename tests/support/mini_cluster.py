@@ -18,8 +18,8 @@ import grpc
 from baton.config import NodeConfig, RouterConfig
 from baton.messages.node import NodeDescription, Role
 from baton.messages.node_report import TraceEvent
+from baton.node.lifecycle import NodeStop
 from baton.node.serve import Node
-from baton.node.stop import NodeStop
 from baton.registry import Membership
 from baton.runner import ModelRunner
 from baton.v1 import operator_pb2, operator_pb2_grpc
@@ -67,7 +67,7 @@ class RunningNode:
             await self.node.serve(self._on_ready, self.stop)
             role = self.stop.pop_next_role()
             if role is not None:
-                self.node.scheduler.check_invariant()
+                self.node.scheduler.kv_cache_manager.check_invariant()
 
     def _on_ready(self, description: NodeDescription) -> None:
         self.description = description
@@ -155,7 +155,7 @@ async def mini_cluster(
         await _until_placeable(cluster, len(names))
         yield cluster
     for running in cluster.nodes.values():
-        running.node.scheduler.check_invariant()
+        running.node.scheduler.kv_cache_manager.check_invariant()
 
 
 async def _start_node(

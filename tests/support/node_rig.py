@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from baton.clock import Clock
-from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import Leg, NodeDescription, RequestDelta, Role, StepReport, Submit
 from baton.messages.sampling import SamplingParams
-from baton.node.port import Port
-from baton.node.reports.event_log import EventLog
+from baton.node.reports.logs import EventLog
+from baton.node.router_streams import Port
 from baton.node.service import NodeService
 from tests.doubles.fake_adapter_threads import FakeAdapterThreads
 from tests.doubles.fake_clock import FakeClock
@@ -61,7 +60,8 @@ class NodeRig:
         self.crashes: list[BaseException] = []
         self.adapters = FakeAdapterThreads()
         self.driver = FakeEngineDriver(
-            EngineCore(self.scheduler, runner),
+            self.scheduler,
+            runner,
             lambda news: self.service.on_step(news),
             self.crashes.append,
             adapters=self.adapters,

@@ -20,7 +20,6 @@ from typing import Any, cast
 
 from baton.clock import Clock
 from baton.engine.connector import KVTransferOutput
-from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.runner import KVMemory
@@ -33,9 +32,9 @@ from baton.messages.node import NodeDescription, Role, RouterMessage, StageTimin
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.messages.sampling import TokenLogprobs
 from baton.node.adapters.adapter_threads import AdapterThreads
-from baton.node.attempts.attempt_clock import TransferFigures
-from baton.node.outbox import Outbox
-from baton.node.reports.event_log import EventLog
+from baton.node.attempts.attempt_times import TransferFigures
+from baton.node.reports.logs import EventLog
+from baton.node.serve import Outbox
 from baton.node.service import NodeService
 from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
@@ -207,8 +206,8 @@ class _Hasher(Executor):
 
 
 class _Driver(FakeEngineDriver):
-    def __init__(self, machine: _Machine, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, machine: _Machine, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._machine = machine
         self._is_over = False
 
@@ -218,6 +217,10 @@ class _Driver(FakeEngineDriver):
 
     def abort(self, request_ids: Sequence[str]) -> None:
         super().abort(request_ids)
+        self.wake()
+
+    def abort_sequence(self, request_id: str, index: int) -> None:
+        super().abort_sequence(request_id, index)
         self.wake()
 
     def tell_transfer(self, news: KVTransferOutput) -> None:
@@ -368,18 +371,18 @@ class SimulatedNode:
         self.senders = KnownSenders(kv_format, self._sender_joined, self._sender_left)
         self.connector = connector
         self.scheduler = self._new_scheduler(limits, clock, connector)
-        core = EngineCore(self.scheduler, self.runner, executor_for(limits.ahead))
         self.crashes: list[BaseException] = []
         adapters = cluster.make_adapter_threads(self)
         self.driver = _Driver(
             self.machine,
-            core,
+            self.scheduler,
+            self.runner,
             lambda news: post(self._on_step, news),
             self._crashed,
-            outbox.flush,
-            None,
-            adapters,
-            limits.max_cpu_loras,
+            executor=executor_for(limits.ahead),
+            flush=outbox.flush,
+            adapters=adapters,
+            max_cpu_loras=limits.max_cpu_loras,
         )
         self.description = self._describe(address)
         role = _Role(self.half, connector)
@@ -523,7 +526,7 @@ class SimulatedNode:
         """Check that books, queues and agents are as empty as at the start."""
         assert not self.crashes
         assert self.is_idle, f"{self.incarnation}: {self.scheduler.make_stats()} {self.scheduler.requests}"
-        self.scheduler.check_invariant()
+        self.scheduler.kv_cache_manager.check_invariant()
         assert not self.scheduler.requests
         assert self.connector.num_followed == 0
         if isinstance(self.half, HandOff):

@@ -16,8 +16,8 @@ from typing import Any
 from baton.engine.runner import RunnerLost
 from baton.messages.ids import AttemptKey
 from baton.messages.node import ONE_RANK, NodeDescription, NodeShape, Role
-from baton.node.reports.event_log import EventLog
-from baton.node.stop import NodeStop
+from baton.node.lifecycle import NodeStop
+from baton.node.reports.logs import EventLog
 from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
 from baton.runner.ranks.rank_spec import INTERVAL_S
@@ -203,7 +203,7 @@ class RankedNode(SimulatedNode):
         """Serve, drain and end as `Node.serve` does, and exit."""
         await self.stop.requested.wait()
         await self.machine.running()
-        self.service.refuse_new_work()
+        self.service.draining.refuse_new_work()
         await self._drain()
         for part in (self._leave, self._close_service, self._stop_engine, self.half.stop, self._stop_server):
             await self._ranked_cluster.pause()
@@ -212,7 +212,7 @@ class RankedNode(SimulatedNode):
         self._ranked_cluster.exited(self)
 
     async def _drain(self) -> None:
-        idle = asyncio.create_task(self.service.wait_idle())
+        idle = asyncio.create_task(self.service.draining.wait_idle())
         forced = asyncio.create_task(self.stop.forced.wait())
         try:
             await asyncio.wait((idle, forced), timeout=DRAIN_S, return_when=asyncio.FIRST_COMPLETED)

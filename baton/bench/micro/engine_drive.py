@@ -101,14 +101,14 @@ class EngineDrive:
     def _add(self, prompt: Sequence[int], max_tokens: int, adapter: str) -> None:
         self._count += 1
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self._core.add_request(Request(f"bench-{self._count}", prompt, params, adapter=adapter))
+        self._core.scheduler.add_request(Request(f"bench-{self._count}", prompt, params, adapter=adapter))
 
     def _step(self, expected_tokens: int) -> float:
         started = time.perf_counter()
         results: list[EngineCoreOutput] = []
         while not results:
             # A step that is only decided, while others are computed, has no results.
-            results = [one for client in self._core.step().values() for one in client.outputs]
+            results = [one for client in self._core.step().values() for one in client]
         seconds = time.perf_counter() - started
         errors = [one.error for one in results if one.error]
         if errors:

@@ -62,10 +62,10 @@ class SoloEngine:
         self._count += 1
         tokens: list[int] = []
         first_ms, started = 0.0, time.perf_counter()
-        self._core.add_request(Request(f"solo-{self._count}", prompt, params))
+        self._core.scheduler.add_request(Request(f"solo-{self._count}", prompt, params))
         while self._core.has_work():
             for outputs in self._core.step().values():
-                for output in outputs.outputs:
+                for output in outputs:
                     tokens += output.new_token_ids
             if tokens and not first_ms:
                 first_ms = (time.perf_counter() - started) * 1e3

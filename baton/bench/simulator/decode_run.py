@@ -44,7 +44,7 @@ class DecodeRun:
             assert allocation.answer is AllocationAnswer.OK
             self._decodes.note_growth(request)
         self._decodes.tick()
-        self._manager.begin_step(self._step)
+        self._manager.pool.raise_fence(self._step)
 
     def commit(self) -> None:
         """Give each request its token, as `Scheduler.update_from_output` does."""

@@ -14,12 +14,12 @@ from baton.bench.simulator.events import Timeline
 from baton.bench.simulator.network import Flow, Network
 from baton.bench.simulator.prompt import TOKEN
 from baton.engine.connector import ArrivedKV, BlockFate, ExternalTokens, KVTransferOutput, LostKV, NullConnector
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request
 from baton.errors import TransferCause
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 
 _ARRIVED = ArrivedKV((TOKEN,))
-_COMPUTED = (RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED)
+_COMPUTED = (Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH)
 
 
 class HandOffNode(Protocol):
@@ -183,7 +183,7 @@ class OfferingConnector(NullConnector):
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         if request.leg is not Leg.PREFILL:
             return BlockFate.FREE
-        if request.status in _COMPUTED:
+        if request.outcome in _COMPUTED:
             self._handoffs.prompt_done(self._node, request.request_id)
             return BlockFate.LEASED
         self._handoffs.drop(request.request_id, self._node)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from baton.bench.simulator.counted_decodes import same_token_output
@@ -36,7 +36,7 @@ from baton.engine.connector import KVTransferOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.kv_cache.events import KVEventLog
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request
 from baton.engine.scheduler import SchedulerConfig
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
@@ -53,8 +53,7 @@ from baton.messages.node import (
     Submit,
 )
 from baton.messages.sampling import SamplingParams
-from baton.node.reports.kv_cache_updates import kv_cache_updates
-from baton.node.reports.reports import load_of
+from baton.node.reports.reports import kv_cache_updates, load_of
 
 _ONE_TOKEN = (TOKEN,)
 _NOTHING = ModelRunnerOutput({})
@@ -205,7 +204,7 @@ class SimulatedNode:
         if self._attempts.pop(request_id, None) is not None:
             self._forget_drafts(request_id)
             self._interrupt()
-            self.scheduler.finish_requests([request_id], RequestStatus.ABORTED)
+            self.scheduler.finish_requests([request_id], Outcome.ABORTED)
         self._handoffs.drop(request_id, self)
         self._start_next_step()
 
@@ -446,12 +445,10 @@ class SimulatedNode:
 
     # Reports.
 
-    def _publish(
-        self, outputs: Mapping[int, EngineCoreOutputs], joined: Collection[str], figures: StepFigures | None
-    ) -> None:
+    def _publish(self, outputs: EngineCoreOutputs, joined: Collection[str], figures: StepFigures | None) -> None:
         deltas: list[RequestDelta] = []
         for of_client in outputs.values():
-            for output in of_client.outputs:
+            for output in of_client:
                 if output.outcome is None and output.request_id not in joined:
                     continue
                 attempt = self._attempts.get(output.request_id)
@@ -505,7 +502,7 @@ class SimulatedNode:
         )
 
     def _kv_cache_update(self) -> KVCacheUpdate | None:
-        batch = self.scheduler.kv_events_since(self._next_kv_event)
+        batch = self.scheduler.kv_cache_manager.kv_events.since(self._next_kv_event)
         if batch.complete and not batch.events:
             return None
         self._next_kv_event = batch.next_sequence

@@ -21,7 +21,7 @@ from baton.cli.target import RunDirOption, local_cluster, run_dir_of
 from baton.errors import BatonError, InvalidRequest, PermissionDenied, Unauthenticated, Unreachable
 from baton.messages.generation import Chunk, Finished
 from baton.security.access import default_access
-from baton.text.repetition import MAX_READ_CHARS, repeated_end
+from baton.text.ends import MAX_READ_CHARS, repeated_end
 
 if TYPE_CHECKING:
     from baton.cli.commands.chat_stream import ChatClient, Endpoint

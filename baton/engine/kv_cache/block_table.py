@@ -1,12 +1,13 @@
-"""The block table of one live request."""
+"""The block table of one live request, and what the KV cache manager answers about prefixes and allocations."""
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
 
 from baton.engine.batch import BlockCopy
-from baton.engine.kv_cache.block_pool import Block
+from baton.engine.kv_cache.block_pool import Block, BlockPool
 from baton.values import value
 
 
@@ -89,3 +90,48 @@ class BlockTable:
         the table has all its entries."""
         self.num_stripes_to_come = 0
         """The number of stripes at which a growing table is complete."""
+
+
+class HeldBlocks:
+    """The blocks of ended requests that a peer may still read, or to which a transfer may still write."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._leased: dict[str, list[Block]] = {}
+        self._quarantined: dict[str, list[Block]] = {}
+
+    def lease(self, request_id: str, blocks: list[Block]) -> None:
+        """Keep the blocks for a reader."""
+        self._pool.lease(blocks)
+        self._leased[request_id] = blocks
+
+    def quarantine(self, request_id: str, blocks: list[Block]) -> None:
+        """Keep the blocks, which nobody may use, for a writer."""
+        self._pool.quarantine(blocks)
+        self._quarantined[request_id] = blocks
+
+    def release(self, request_id: str) -> bool:
+        """Free a request's blocks, which no peer or transfer accesses any more. False: it has none here."""
+        if (leased := self._leased.pop(request_id, None)) is not None:
+            self._pool.end_lease(leased)
+            return True
+        if (quarantined := self._quarantined.pop(request_id, None)) is not None:
+            self._pool.end_quarantine(quarantined)
+            return True
+        return False
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._leased or request_id in self._quarantined
+
+    def holders(self, block: Block) -> list[str]:
+        """The ended requests that hold a block."""
+        held = (*self._leased.items(), *self._quarantined.items())
+        return [request_id for request_id, blocks in held if block in blocks]
+
+    def counts(self) -> tuple[Counter[int], Counter[int]]:
+        """How often each block, by id, is leased and quarantined here."""
+        leased, quarantined = (
+            Counter(block.block_id for blocks in held.values() for block in blocks)
+            for held in (self._leased, self._quarantined)
+        )
+        return leased, quarantined

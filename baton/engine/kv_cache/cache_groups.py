@@ -55,6 +55,13 @@ class CacheGroups:
             unseen.update(range(first, min(end, entries.stop), self._num_groups))
         return unseen
 
+    def without_null(self, blocks: list[Block]) -> list[Block]:
+        """The blocks of these entries, without the null block."""
+        if not self.windows:
+            return blocks
+        null = self._pool.null_block
+        return [block for block in blocks if block is not null]
+
     def entry_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """The keys of the entries in stripes with these keys."""
         if self._num_groups == 1:

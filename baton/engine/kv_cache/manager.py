@@ -25,12 +25,13 @@ from baton.engine.kv_cache.block_table import (
     BlockTable,
     ComputedBlocks,
     Growth,
+    HeldBlocks,
 )
 from baton.engine.kv_cache.cache_groups import CacheGroups
-from baton.engine.kv_cache.events import KVEventLog, KVSnapshot
+from baton.engine.kv_cache.events import KVEventLog
 from baton.engine.kv_cache.host_tier import NO_COPIES, HostTier, StepCopies
 from baton.engine.request import Request
-from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, Tier
+from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored
 
 _NOTHING_NEEDED = Allocation(AllocationAnswer.OK)
 _LATER = Allocation(AllocationAnswer.LATER)
@@ -61,8 +62,8 @@ class KVCacheManager:
         self._tables: dict[str, BlockTable] = {}
         self.num_growing = 0
         """Requests whose tables grow while they are computed."""
-        self._leased: dict[str, list[Block]] = {}
-        self._quarantined: dict[str, list[Block]] = {}
+        self.held = HeldBlocks(pool)
+        """Blocks of ended requests."""
         self.kv_events = KVEventLog()
         pool.on_evict = self._evicted
         self._keeps_evicted = host is not None and enable_caching
@@ -148,7 +149,7 @@ class KVCacheManager:
                 range(num_entries - missing, num_entries), request.num_submitted_tokens
             )
             missing -= len(unseen)
-        if missing + len(self._without_null(table.blocks if table is not None else list(computed.blocks))) > (
+        if missing + len(self._groups.without_null(table.blocks if table is not None else list(computed.blocks))) > (
             self.pool.num_total_blocks
         ):
             return _NEVER
@@ -163,7 +164,12 @@ class KVCacheManager:
             # A transfer may write at once, before the step has copied the evicted blocks out.
             self._keeps_evicted = self._enable_caching and num_external_tokens == 0
         taken = self.pool.get_new_blocks(missing, after=table.blocks[-1] if table.blocks else None)
-        self._append(table, taken, num_entries, unseen)
+        if unseen:
+            fresh, null = iter(taken), self.pool.null_block
+            places = range(len(table.blocks), num_entries)
+            table.blocks += [null if entry in unseen else next(fresh) for entry in places]
+        else:
+            table.blocks += taken
         if self.host is not None:
             self._keeps_evicted = self._enable_caching
             self.host.copy_in(computed.host_blocks, taken)
@@ -187,7 +193,7 @@ class KVCacheManager:
         num_tokens = request.num_tokens - computed.num_tokens
         num_missing = -(-num_tokens // self.block_size)
         num_held = self._groups.num_held(num_missing, self.block_size)
-        num_hits = len(self._without_null(list(computed.blocks)))
+        num_hits = len(self._groups.without_null(list(computed.blocks)))
         if num_held + num_hits > self.pool.num_total_blocks:
             return AllocationAnswer.NEVER
         idle_hits = sum([block.is_on_free_list for block in computed.blocks])
@@ -252,14 +258,6 @@ class KVCacheManager:
         self.cache_blocks(request, num_stripes * self.block_size)
         return num_stripes
 
-    def kv_snapshot(self) -> KVSnapshot:
-        """The keys of all cached blocks; from now on changes are recorded in `kv_events`. O(blocks)."""
-        self.kv_events.is_recording = True
-        found: dict[Tier, frozenset[bytes]] = {"device": frozenset(self.pool.keys)}
-        if self.host is not None:
-            found["host"] = frozenset(self.host.pool.keys)
-        return KVSnapshot(found, self.kv_events.next_sequence)
-
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV; False, and nothing changes, while any block is held."""
         if self.host is not None and self.host.pool.num_free_blocks != self.host.pool.num_total_blocks:
@@ -300,7 +298,7 @@ class KVCacheManager:
             first, end = table.num_dropped_stripes[group], self._groups.first_seen(num_computed_tokens, window)
             if end > first:
                 table_entries = table.blocks[first * groups + group : end * groups : groups]
-                dropped = self._without_null(table_entries)
+                dropped = self._groups.without_null(table_entries)
                 table.blocks[first * groups + group : end * groups : groups] = [null] * (end - first)
                 table.num_dropped_stripes[group] = end
                 if table.spare is None:
@@ -308,9 +306,9 @@ class KVCacheManager:
                 else:
                     # Cache hits may be shared with other requests, so they are freed and not reused.
                     num_hits = max(0, table.num_hit_entries // groups - first)
-                    own = self._without_null(table_entries[num_hits:])
+                    own = self._groups.without_null(table_entries[num_hits:])
                     table.spare += own
-                    self.pool.free_blocks(self._without_null(table_entries[:num_hits]))
+                    self.pool.free_blocks(self._groups.without_null(table_entries[:num_hits]))
 
     def block_ids(self, request_id: str) -> list[int]:
         """The block ids of a live request's table, the null block's included; empty when it has no table."""
@@ -336,7 +334,7 @@ class KVCacheManager:
         table = self._tables.pop(request_id, None)
         if table is not None:
             self._end_growth(table)
-            self.pool.free_blocks(self._without_null(table.blocks))
+            self.pool.free_blocks(self._groups.without_null(table.blocks))
         elif self.host is not None:
             self.host.drop(request_id)
 
@@ -362,7 +360,7 @@ class KVCacheManager:
         if not self.host.put(request.request_id, [None if block is null else block for block in entries], keys):
             return False
         del self._tables[request.request_id]
-        self.pool.free_blocks(self._without_null(table.blocks))
+        self.pool.free_blocks(self._groups.without_null(table.blocks))
         return True
 
     def swap_in(self, request: Request, *, num_spared_blocks: int = 0) -> AllocationAnswer:
@@ -395,13 +393,15 @@ class KVCacheManager:
         table.blocks += taken
         return AllocationAnswer.OK
 
-    def take_copies(self, step: int) -> StepCopies:
-        """The copies from and to the host tier of the step that is being decided."""
-        return self.host.begin_step(step) if self.host is not None else NO_COPIES
+    def begin_step(self, step: int, *, is_empty: bool) -> StepCopies:
+        """Note that a step was decided; returns its copies from and to the host tier.
 
-    def begin_step(self, step: int) -> None:
-        """Note that a step was decided: until `settle`, blocks to which it may write are not allocated again."""
-        self.pool.raise_fence(step)
+        Until `settle`, blocks to which the step may write are not allocated again.
+        """
+        copies = self.host.begin_step(step) if self.host is not None else NO_COPIES
+        if not is_empty or copies is not NO_COPIES:
+            self.pool.raise_fence(step)
+        return copies
 
     def settle(self, step: int, lost: bool) -> None:
         """Note that a step was computed, or was lost and may have copied nothing."""
@@ -411,18 +411,17 @@ class KVCacheManager:
         self.pool.lift_fence(step)
 
     def lease(self, request_id: str) -> None:
-        """Turn the blocks of an ended request into a lease: a peer may read them until `release`.
+        """Turn the blocks of an ended request into a lease: a peer may read them until `HeldBlocks.release`.
 
         Does nothing when the request has no blocks.
         """
         table = self._tables.pop(request_id, None)
         if table is not None:
             self._end_growth(table)
-            blocks = self._leased[request_id] = self._without_null(table.blocks)
-            self.pool.lease(blocks)
+            self.held.lease(request_id, self._groups.without_null(table.blocks))
 
     def quarantine(self, request_id: str, num_valid_stripes: int = 0) -> None:
-        """Quarantine the blocks of an ended request, to which a transfer may still write, until `release`.
+        """Quarantine the blocks of an ended request, to which a transfer may still write, until `HeldBlocks.release`.
 
         Cache hits in front of the written blocks and lookahead blocks behind them are freed at once, and so are the
         first `num_valid_stripes`, which the transfer has filled. Does nothing when the request has no blocks.
@@ -432,29 +431,8 @@ class KVCacheManager:
             return
         end = table.num_hit_entries + table.num_filling_entries
         first = max(table.num_hit_entries, num_valid_stripes * self.num_groups)
-        filling = self._without_null(table.blocks[first:end])
-        self.pool.quarantine(filling)
-        self.pool.free_blocks(self._without_null(table.blocks[:first] + table.blocks[end:]))
-        self._quarantined[request_id] = filling
-
-    def release(self, request_id: str) -> bool:
-        """Free the leased or quarantined blocks of an ended request, which no peer or transfer accesses any more.
-
-        Returns False when the request has no such blocks.
-        """
-        leased = self._leased.pop(request_id, None)
-        if leased is not None:
-            self.pool.end_lease(leased)
-            return True
-        quarantined = self._quarantined.pop(request_id, None)
-        if quarantined is not None:
-            self.pool.end_quarantine(quarantined)
-            return True
-        return False
-
-    def holds(self, request_id: str) -> bool:
-        """Whether blocks of this ended request are leased or quarantined."""
-        return request_id in self._leased or request_id in self._quarantined
+        self.held.quarantine(request_id, self._groups.without_null(table.blocks[first:end]))
+        self.pool.free_blocks(self._groups.without_null(table.blocks[:first] + table.blocks[end:]))
 
     def check_invariant(self) -> None:
         """Check the pools' accounts, and their counts against all tables; raises BlockInvariantBroken. O(blocks)."""
@@ -462,17 +440,17 @@ class KVCacheManager:
         if self.host is not None:
             self.host.check_invariant()
         owners = Counter(
-            block.block_id for table in self._tables.values() for block in self._without_null(table.blocks)
+            block.block_id for table in self._tables.values() for block in self._groups.without_null(table.blocks)
         )
         owners.update(block.block_id for table in self._tables.values() for block in table.spare or ())
         owners.update(block.block_id for block in self.pool.fenced)
-        leases = Counter(block.block_id for blocks in self._leased.values() for block in blocks)
-        held = Counter(block.block_id for blocks in self._quarantined.values() for block in blocks)
+        leases, quarantines = self.held.counts()
         problems = [
             f"{block!r}: tables {owners[block.block_id]}, leases {leases[block.block_id]}, "
-            f"quarantines {held[block.block_id]}, of {self._holders(block)}"
+            f"quarantines {quarantines[block.block_id]}, of "
+            f"{[name for name, table in self._tables.items() if block in table.blocks] + self.held.holders(block)}"
             for block in self.pool.blocks
-            if (owners[block.block_id], leases[block.block_id], held[block.block_id])
+            if (owners[block.block_id], leases[block.block_id], quarantines[block.block_id])
             != (block.owner_cnt, block.lease_cnt, int(block.quarantined))
         ]
         if problems:
@@ -495,34 +473,12 @@ class KVCacheManager:
             spare, table.spare = table.spare, None
             self.pool.free_blocks(spare)
 
-    def _holders(self, block: Block) -> list[str]:
-        return [
-            *(request_id for request_id, table in self._tables.items() if block in table.blocks),
-            *(request_id for request_id, blocks in self._leased.items() if block in blocks),
-            *(request_id for request_id, blocks in self._quarantined.items() if block in blocks),
-        ]
-
     def _open_table(self, request_id: str, hits: Sequence[Block], num_external_tokens: int) -> BlockTable:
         blocks = list(hits)
         table = BlockTable(blocks, self.num_groups, -(-num_external_tokens // self.block_size))
-        self.pool.touch(self._without_null(blocks))
+        self.pool.touch(self._groups.without_null(blocks))
         self._tables[request_id] = table
         return table
-
-    def _append(self, table: BlockTable, taken: Sequence[Block], num_entries: int, unseen: Collection[int]) -> None:
-        """Extend a table to `num_entries`, with the null block at the entries in `unseen`."""
-        if not unseen:
-            table.blocks += taken
-            return
-        blocks, null = iter(taken), self.pool.null_block
-        table.blocks += [null if entry in unseen else next(blocks) for entry in range(len(table.blocks), num_entries)]
-
-    def _without_null(self, blocks: list[Block]) -> list[Block]:
-        """The blocks of these entries, without the null block."""
-        if not self._groups.windows:
-            return blocks
-        null = self.pool.null_block
-        return [block for block in blocks if block is not null]
 
     def _cache_group(self, request: Request, table: BlockTable, group: int, first: int, end: int) -> None:
         """Enter one group's blocks of the stripes [first, end) into the prefix cache."""

@@ -1,11 +1,16 @@
-"""Beam search over one request, as pure decisions: from the likeliest tokens of each beam to the next beams.
+"""Beam search: the search over one request as pure decisions, and the engine's requests that compute its beams.
 
 The rules are those of transformers' `generate(num_beams=..., do_sample=False)`, so that the results are equal. A step
 considers the best `num_candidates` continuations of all beams. Those that end the sequence are finished if they are
 among the best `width`; of the others, the best `width` run on. A finished beam is scored by its log-probability divided
-by its length to the power of `length_penalty`.
+by its length to the power of `length_penalty`. A beam is stored as one token and a link to the beam that it continues,
+so the cost of a step does not depend on length.
 
-A beam is stored as one token and a link to the beam that it continues, so the cost of a step does not depend on length.
+A request that has computed its beam is parked: it gives up its seat at once, since other beams may need the seat. When
+the search advances, the best beam that continues the parked one becomes its heir: the same request, in the same blocks,
+with one more token. The other continuations are forked: they share the full blocks and copy the block to which they
+would write. A beam that gets no seat in the next step loses its blocks (see SchedulerState.free_parked) and recomputes
+them later, so that a search can't starve itself.
 """
 
 from __future__ import annotations
@@ -15,7 +20,6 @@ from dataclasses import dataclass, field, replace
 
 from baton.engine.batch import EngineCoreOutput
 from baton.engine.request import Request
-from baton.engine.sequences.sequence_group import beam_id, sequence_id
 from baton.messages.node import Outcome
 
 
@@ -188,9 +192,10 @@ class BeamGroup:
         is_stop = last in root.stop_ids
         is_eos = last in root.eos_token_ids and not root.sampling_params.ignore_eos
         return EngineCoreOutput(
-            sequence_id(root.request_id, index),
+            root.request_id,
             token_ids,
             0,
+            sequence_index=index,
             outcome=Outcome.STOP if is_stop else Outcome.LENGTH,
             stop_reason=last if is_stop and not is_eos else None,
             num_cached_tokens=root.num_cached_tokens,
@@ -204,7 +209,7 @@ class BeamGroup:
 
     def _fork(self, place: int, parent: Request) -> Request:
         root = self.root
-        request = root.sibling(beam_id(root.request_id, self.search.length, place), root.sampling_params)
+        request = root.sibling(f"{root.request_id}~0^{self.search.length}.{place}", root.sampling_params)
         request.output_token_ids = list(parent.output_token_ids)
         request.block_hashes = list(parent.block_hashes)
         request.beams = self

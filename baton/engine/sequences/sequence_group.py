@@ -15,35 +15,16 @@ from dataclasses import replace
 
 from baton.engine.request import Request, RequestStatus
 
-_MARK = "~"
-"""Separates the request's id from the sequence's index in an engine id; no request id contains it."""
-_BEAM_MARK = "^"
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def sequence_id(request_id: str, index: int) -> str:
-    """The engine's id of a sequence. Sequence 0 has the request's own id."""
-    return f"{request_id}{_MARK}{index}" if index else request_id
+    """The engine's own id of a sequence, which nobody reads: `Request.root_id` and `sequence_index` say the same.
 
-
-def lone_sequence_id(request_id: str, index: int) -> str:
-    """An id that names one sequence, where the request's own id would name all of its sequences."""
-    return f"{request_id}{_MARK}{index}"
-
-
-def split_sequence_id(engine_id: str) -> tuple[str, int]:
-    """Split an engine's id into the request id and the sequence index."""
-    request_id, mark, index = engine_id.partition(_MARK)
-    return request_id, int(index.partition(_BEAM_MARK)[0]) if mark else 0
-
-
-def beam_id(request_id: str, step: int, index: int) -> str:
-    """The engine's id of a request that computes beams; `split_sequence_id` counts it to sequence 0.
-
-    `step`, `index`: the length of the request's first beam, and that beam's index among the running ones.
+    Sequence 0 has the request's own id; no request id contains a tilde.
     """
-    return f"{request_id}{_MARK}0{_BEAM_MARK}{step}.{index}"
+    return f"{request_id}~{index}" if index else request_id
 
 
 def sequence_seed(seed: int, index: int) -> int:
@@ -130,15 +111,14 @@ class SequenceGroup:
 
     def member(self, index: int) -> Request | None:
         """The sequence with this index if it has not ended; None before the sequences are forked."""
-        engine_id = sequence_id(self.request_id, index)
-        return next((m for m in self.members if self.is_forked and m.request_id == engine_id), None)
+        return next((m for m in self.members if self.is_forked and m.sequence_index == index), None)
 
     def _child(self, index: int) -> Request:
         root = self.root
         # The prompt is computed, and what is reported of it, for the first sequence.
         seed = sequence_seed(root.sampling_params.seed, index)
         params = replace(root.sampling_params, seed=seed, prompt_logprobs=None)
-        child = root.sibling(sequence_id(root.request_id, index), params)
+        child = root.sibling(sequence_id(root.request_id, index), params, sequence_index=index)
         child.group = self
         child.matchers = root.matchers[index : index + 1]
         return child

@@ -1,1 +1,4 @@
-"""Speculative decoding: drafts of the tokens to come, how many are worth computing, and their part in a step."""
+"""Speculative decoding: drafts of the tokens to come, how many are worth computing, and their part in a step.
+
+The scheduler takes `speculation.Speculation`; the rest is what that is made of.
+"""

@@ -12,28 +12,25 @@ has arrived get seats before them. While no seat is free, loads may begin in fro
 the first of these may be passed only `max_times_passed` times, since a loaded request gets a seat before it.
 
 The running requests have at most `max_loras` different adapters. A request whose adapter would be one more is skipped
-with all that wait behind it with that adapter, and does not hold up others (see adapter_slots.py, adapter_queues.py).
+with all that wait behind it with that adapter, and does not hold up others (see request_queue.py).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.engine.batch import EngineCoreEventType
-from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens, LostKV
-from baton.engine.constraints import TokenMatcher
+from baton.engine.connector import NO_EXTERNAL_TOKENS, ExternalTokens
 from baton.engine.kv_cache.block_table import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
 from baton.engine.request import Request, RequestEvent, RequestStatus
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.stats import PrefixCacheCounts
 from baton.engine.step_plan import StepPlan
-from baton.engine.stopping import check_stop
 from baton.engine.waiting.request_queue import NO_TURN, AdapterQueues, AdapterSlots, Turn
+from baton.engine.waiting.sequences import Sequences
 from baton.engine.waiting.waiting_requests import WaitingRequests, may_load
-from baton.errors import TransferCause
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 
 
 class _AdmissionResult(enum.Enum):
@@ -64,9 +61,10 @@ class _Unseated(NamedTuple):
 class Admission:
     """Moves waiting requests to running, or from WAITING to WAITING_FOR_REMOTE_KVS."""
 
-    def __init__(self, state: SchedulerState, waiting: WaitingRequests) -> None:
+    def __init__(self, state: SchedulerState, waiting: WaitingRequests, sequences: Sequences) -> None:
         self._state = state
         self._waiting = waiting
+        self._sequences = sequences
         self._config = state.config
         self._manager = state.kv_cache_manager
         self._prompt_needs_whole_step = False
@@ -84,154 +82,14 @@ class Admission:
         if not self._state.encoder_cache.can_ever_hold(request.encoder_inputs):
             field, most = request.encoder_inputs[0].content.kind.field, self._config.num_encoder_rows
             error = f"{field}: one input has more rows than the {most} that this node keeps; make it smaller"
-            self._state.end(request, RequestStatus.INVALID, outputs, error=error)
+            self._state.end(request, Outcome.INVALID, outputs, error=error)
             return
         try:
             self._state.connector.request_added(request)
         except Exception as exc:
             self._fail(request, exc, outputs)
             return
-        if request.adapter and awaits_adapter:
-            request.transition(RequestEvent.ADAPTER_MISSING)
-            self._waiting.add_for_adapter(request)
-        else:
-            self._await_grammar(request)
-
-    def adapter_loaded(self, request_id: str) -> None:
-        """Queue a request whose adapter is loaded, before those that arrived later; skip one that has ended."""
-        request = self._waiting.for_adapter.pop(request_id, None)
-        if request is not None:
-            request.transition(RequestEvent.ADAPTER_LOADED)
-            self._await_grammar(request)
-
-    def _await_grammar(self, request: Request) -> None:
-        """Queue a request, or let it wait for its grammar if it has one that is not compiled."""
-        if request.sampling_params.has_grammar and not request.matchers:
-            request.transition(RequestEvent.GRAMMAR_MISSING)
-            self._waiting.add_for_grammar(request)
-        else:
-            self._waiting.add(request)
-
-    def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
-        """Queue a request whose grammar is compiled, before those that arrived later; skip one that has ended."""
-        waiting = self._waiting.for_adapter.get(request_id)
-        if waiting is not None:
-            waiting.matchers = matchers
-            return
-        request = self._waiting.for_grammar.pop(request_id, None)
-        if request is not None:
-            request.transition(RequestEvent.GRAMMAR_COMPILED)
-            request.matchers = matchers
-            self._waiting.add(request)
-
-    def fork(self, request: Request) -> None:
-        """Queue or hold back the other sequences, if there are any, of a request whose prompt is computed."""
-        group = request.group
-        if group is None or group.is_forked:
-            return
-        children = group.fork()
-        self._register(children)
-        self._waiting.for_seat.prepend_many(group.take_due())
-        if group.held:
-            self._waiting.holding.append(group)
-        for child in children:
-            self._state.events.record(EngineCoreEventType.QUEUED, child.request_id, child.num_prompt_tokens)
-
-    def enter(self, requests: Sequence[Request]) -> None:
-        """Put new sequences or beams, which continue what others computed, next in turn."""
-        self._register(requests)
-        self._waiting.for_seat.prepend_many(requests)
-
-    def _register(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            request.is_long = self._state.is_long(request)
-            self._state.requests[request.request_id] = request
-
-    def _queue_due(self) -> None:
-        """Queue sequences that were held back, behind all that waits, as far as earlier ones of them have ended."""
-        now = self._state.clock.monotonic()
-        for group in self._waiting.holding:
-            for child in group.take_due():
-                # A queue with priorities orders equals by their arrival.
-                child.arrival_time = now
-                self._waiting.add(child)
-        self._waiting.holding = [group for group in self._waiting.holding if group.held]
-
-    def pop_loading(self, request_id: str) -> Request | None:
-        """Remove and return a request that waits for remote KV; None when this request does not."""
-        return self._waiting.remote.pop(request_id, None)
-
-    def pop_unloaded(self, request_id: str) -> Request | None:
-        """Remove and return a request that waits for remote KV, or for the blocks that a load needs; otherwise None."""
-        request = self._waiting.remote.pop(request_id, None) or self._state.requests.get(request_id)
-        if request is None or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            return request
-        queued = request.status in (
-            RequestStatus.WAITING,
-            RequestStatus.WAITING_FOR_GRAMMAR,
-            RequestStatus.WAITING_FOR_ADAPTER,
-        )
-        if request.leg is not Leg.DECODE or not queued or self._manager.has_table(request_id):
-            return None
-        self._waiting.remove([request])
-        return request
-
-    def arrive(self, request: Request, arrived: ArrivedKV, outputs: OutputsByClient) -> None:
-        """Take over arrived KV: it can be found in the prefix cache, and the request runs from the next step on."""
-        state = self._state
-        request.transition(RequestEvent.LOADED)
-        request.num_external_tokens = request.num_submitted_tokens - request.num_computed_tokens
-        request.num_computed_tokens = request.num_submitted_tokens
-        self.prefix_cache.note_hit("remote", request.num_external_tokens)
-        state.events.record(EngineCoreEventType.REMOTE_KV_ARRIVED, request.request_id, request.num_external_tokens)
-        self._manager.note_partly_filled(request, arrived.partly_filled)
-        self._manager.cache_blocks(request, request.num_submitted_tokens)
-        self.fork(request)
-        if request.beams is not None:
-            state.park(request)
-            self.enter([request.beams.restart_from_prompt()])
-            state.end_computed_beams(request.beams)
-            return
-        request.last_logprobs = arrived.first_logprobs
-        has_all = request.sampling_params.logprobs is None or arrived.first_logprobs
-        for token_id in arrived.first_token_ids:
-            request.output_token_ids.append(token_id)
-            request.num_unreported += bool(has_all)
-            stop = check_stop(request, state.max_num_tokens(request))
-            if stop is not None:
-                state.end(request, stop.status, outputs, stop_reason=stop.stop_reason, error=stop.error)
-                return
-        if not arrived.first_token_ids:
-            error, cause = "the KV arrived without a first token", TransferCause.REFUSED
-            state.end(request, RequestStatus.KV_LOST, outputs, error=error, transfer_cause=cause)
-            return
-        if state.is_long(request) and not request.is_long:
-            # Its first token makes it a long sequence, so the KV that arrived is only for others.
-            state.forget_short(request)
-            request.leg, request.kv_source = Leg.WHOLE, None
-            self._waiting.for_seat.prepend(request)
-            return
-        self._waiting.arrived.append(request)
-
-    def compute_here(self, request: Request, lost: LostKV) -> None:
-        """Compute a request here whose KV does not arrive completely, before new requests, as a request of one leg.
-
-        It finds those of its blocks in the prefix cache that hold the right KV all the same.
-        """
-        num_here = 0
-        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            num_here = self._state.give_up_load(request, lost)
-        request.num_external_tokens = max(0, num_here - request.num_computed_tokens)
-        self._state.events.record(EngineCoreEventType.REMOTE_KV_LOST, request.request_id, num_here)
-        request.leg, request.kv_source, request.num_computed_tokens = Leg.WHOLE, None, 0
-        request.transition(RequestEvent.LOAD_LOST)
-        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
-            self._waiting.for_grammar[request.request_id] = request
-            return
-        if request.status is RequestStatus.WAITING_FOR_ADAPTER:
-            self._waiting.for_adapter[request.request_id] = request
-            return
-        self._waiting.for_seat.prepend(request)
+        self._waiting.enter(request, awaits_adapter=awaits_adapter)
 
     def begin_step(self) -> None:
         """A new step is decided: what was skipped in the last one is tried again."""
@@ -300,7 +158,7 @@ class Admission:
         """
         waiting = self._waiting
         if waiting.holding:
-            self._queue_due()
+            self._sequences.queue_due()
         if not waiting.num_queued:
             return
         stay: dict[AdapterQueues, list[Request]] = {}
@@ -318,7 +176,7 @@ class Admission:
             if result is _AdmissionResult.ADMITTED:
                 passed = stuck if unseated is None or turn < unseated.turn else [*stuck, unseated.request]
                 for other in passed:
-                    waiting.times_passed[other.request_id] = waiting.times_passed.get(other.request_id, 0) + 1
+                    waiting.times_passed[other.request_id] += 1
                 unseated = unseated or self._unseated(plan)
             elif result is not _AdmissionResult.ENDED:
                 stay.setdefault(queue, []).append(request)
@@ -358,7 +216,7 @@ class Admission:
         # The stream of a preempted request has stalled: if new requests took its blocks, it could starve.
         return len(stuck) <= self._config.max_stuck_requests and all(
             request.status is not RequestStatus.PREEMPTED
-            and self._waiting.times_passed.get(request.request_id, 0) < self._config.max_times_passed
+            and self._waiting.times_passed[request.request_id] < self._config.max_times_passed
             for request in stuck
         )
 
@@ -437,7 +295,7 @@ class Admission:
             return True
         self._skipped.append(request)
         ran_before = request.status in (RequestStatus.PREEMPTED, RequestStatus.SWAPPED) or request.beams is not None
-        times_passed = self._waiting.times_passed.get(request.request_id, 0)
+        times_passed = self._waiting.times_passed[request.request_id]
         if ran_before or times_passed >= self._config.max_times_passed:
             slots.keep_for(request.adapter)
         return False
@@ -507,7 +365,9 @@ class Admission:
         return _AdmissionResult.ADMITTED
 
     def _allocate_to_grow(self, request: Request, computed: ComputedBlocks) -> AllocationAnswer:
-        return self._manager.allocate_to_grow(request, computed, self._longest_chunk, self._spared_blocks())
+        config = self._config
+        most = min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
+        return self._manager.allocate_to_grow(request, computed, most, self._spared_blocks())
 
     def _may_grow(self, request: Request) -> bool:
         """Whether the request may be computed with fewer blocks than its tokens fill: its queries only see a window.
@@ -516,11 +376,6 @@ class Admission:
         """
         is_alone = request.group is None and request.beams is None
         return is_alone and self._manager.has_windows and self._config.enable_chunked_prefill
-
-    @property
-    def _longest_chunk(self) -> int:
-        config = self._config
-        return min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
 
     def _report_begun(self, request: Request) -> None:
         try:
@@ -549,7 +404,7 @@ class Admission:
         self._note_hits(request, computed)
         self._waiting.times_passed.pop(request.request_id, None)
         request.transition(RequestEvent.LOAD_BEGUN)
-        self._state.events.record(EngineCoreEventType.REMOTE_KV_REQUESTED, request.request_id, num_external_tokens)
+        self._state.events.record(EngineCoreEventType.REMOTE_KV_REQUESTED, request, num_external_tokens)
         try:
             self._state.connector.update_state_after_alloc(
                 request, self._manager.submitted_block_ids(request), num_external_tokens
@@ -563,7 +418,7 @@ class Admission:
     def _run(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         block_ids = self._manager.block_ids(request.request_id)
         if request.beams is None or request.is_root:
-            self._state.events.record(EngineCoreEventType.SCHEDULED, request.request_id, request.num_computed_tokens)
+            self._state.events.record(EngineCoreEventType.SCHEDULED, request, request.num_computed_tokens)
         parent = self._parent(request)
         if request.is_known:
             plan.add_known(request, num_tokens, block_ids, resumed=True)
@@ -581,9 +436,7 @@ class Admission:
             self._slots.take(request.adapter)
             for other in self._skipped:
                 if other.adapter != request.adapter:
-                    self._waiting.times_passed[other.request_id] = (
-                        self._waiting.times_passed.get(other.request_id, 0) + 1
-                    )
+                    self._waiting.times_passed[other.request_id] += 1
         self._state.running.append(request)
         self._state.filling.append(request)
         self._waiting.times_passed.pop(request.request_id, None)
@@ -613,7 +466,7 @@ class Admission:
             f"KV cache {self._config.num_slots})"
         )
         self._waiting.times_passed.pop(request.request_id, None)
-        self._state.end(request, RequestStatus.IGNORED, outputs, error=error)
+        self._state.end(request, Outcome.IGNORED, outputs, error=error)
         return _AdmissionResult.ENDED
 
     def _fail(self, request: Request, exc: Exception, outputs: OutputsByClient) -> _AdmissionResult:

@@ -100,7 +100,7 @@ class Preemption:
             request.spec_token_ids = []
         request.num_preemptions += 1
         state.encoder_cache.release(request.request_id, request.encoder_inputs)
-        state.events.record(EngineCoreEventType.PREEMPTED, request.request_id, request.num_preemptions)
+        state.events.record(EngineCoreEventType.PREEMPTED, request, request.num_preemptions)
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         manager = self._state.kv_cache_manager

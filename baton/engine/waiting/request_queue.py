@@ -1,12 +1,20 @@
-"""The order in which waiting requests are tried."""
+"""The order in which waiting requests are tried, also where the running ones may have few different adapters.
+
+Requests of each adapter have a queue of their own, and all queues share one order. An adapter that gets no slot in a
+step is passed over for the rest of the step with a single look, however many requests wait with it.
+
+Every running request may take part in every step, so `max_loras` bounds the different adapters of a step. A request
+whose adapter would be one more is skipped, and others are tried. So that it does not wait for ever while requests with
+the running adapters come and go, the next slot is kept for it once it was passed often: until it has a seat, no request
+with another adapter gets one. Requests whose KV has arrived are tried first, and are not held up by requests without
+blocks: they hold blocks that those may lack.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Protocol
 
 from baton.engine.request import Request, RequestStatus
 from baton.messages.adapters import NO_ADAPTER
@@ -52,169 +60,67 @@ class QueuePositions:
         return self._first
 
 
-class RequestQueue(Protocol):
-    """Waiting requests, ordered by one policy."""
+class RequestQueue:
+    """Waiting requests in the order of one policy.
 
-    @property
-    def num_tokens(self) -> int:
+    First come, first served; or smaller priorities first, and equal ones by arrival. With `ageing_s` above 0 requests
+    gain priority by waiting, so that none starves.
+    """
+
+    def __init__(self, positions: QueuePositions | None = None, *, ageing_s: float | None = None) -> None:
+        """`ageing_s`: seconds of waiting that outweigh a priority difference of 1; 0: waiting counts for nothing, None:
+        priorities do.
+        """
+        self.num_tokens = 0
         """The sum of `tokens_to_compute` over all requests in the queue."""
-        ...
+        self._ageing_s = ageing_s
+        self._positions = positions if positions is not None else QueuePositions()
+        self._heap: list[tuple[Turn, Request]] = []
 
     @property
     def next_turn(self) -> Turn:
         """The next request's turn; NO_TURN when the queue is empty."""
-        ...
+        return self._heap[0][0] if self._heap else NO_TURN
 
     @property
     def next_request(self) -> Request | None:
         """The next request, which stays in the queue; None when the queue is empty."""
-        ...
+        return self._heap[0][1] if self._heap else None
 
     def add(self, request: Request) -> None:
         """Add a new request at the end, or one that already has a position (see `QueuePositions`) there."""
-        ...
+        self.num_tokens += tokens_to_compute(request)
+        if not request.queue_position:
+            request.queue_position = self._positions.behind_all()
+        # No two requests have one position, so requests themselves are never compared.
+        heapq.heappush(self._heap, ((*self._rank(request), request.queue_position), request))
 
     def pop(self) -> Request:
         """Remove and return the next request; raises IndexError when the queue is empty."""
-        ...
-
-    def prepend(self, request: Request) -> None:
-        """Put a request that was preempted next in turn, as far as the policy allows."""
-        ...
-
-    def prepend_many(self, requests: Sequence[Request]) -> None:
-        """Put these requests next in turn, in this order, as far as the policy allows."""
-        ...
-
-    def put_back(self, requests: Sequence[Request]) -> None:
-        """Return popped requests to their old positions. `requests`: in the order in which they were popped."""
-        ...
-
-    def remove_many(self, request_ids: Collection[str]) -> None:
-        """Remove these requests; unknown ids are skipped."""
-        ...
-
-    def last_in_turn(self, running: Iterable[Request]) -> Request | None:
-        """The running request that is preempted first; None when there is none.
-
-        `running`: in order of admission.
-        """
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Request]: ...
-
-
-class FCFSRequestQueue:
-    """First come, first served."""
-
-    def __init__(self, positions: QueuePositions | None = None) -> None:
-        self.num_tokens = 0
-        self._positions = positions if positions is not None else QueuePositions()
-        self._requests: deque[Request] = deque()
-
-    @property
-    def next_turn(self) -> Turn:
-        return (self._requests[0].queue_position,) if self._requests else NO_TURN
-
-    @property
-    def next_request(self) -> Request | None:
-        return self._requests[0] if self._requests else None
-
-    def add(self, request: Request) -> None:
-        requests = self._requests
-        self.num_tokens += tokens_to_compute(request)
-        if not request.queue_position:
-            request.queue_position = self._positions.behind_all()
-        behind = len(requests)
-        while behind and requests[behind - 1].queue_position > request.queue_position:
-            behind -= 1
-        requests.insert(behind, request)
-
-    def pop(self) -> Request:
-        request = self._requests.popleft()
+        _, request = heapq.heappop(self._heap)
         self.num_tokens -= tokens_to_compute(request)
         return request
 
     def prepend(self, request: Request) -> None:
-        request.queue_position = self._positions.before_all()
-        self.put_back((request,))
-
-    def prepend_many(self, requests: Sequence[Request]) -> None:
-        for request in reversed(requests):
-            self.prepend(request)
-
-    def put_back(self, requests: Sequence[Request]) -> None:
-        self.num_tokens += sum(map(tokens_to_compute, requests))
-        self._requests.extendleft(reversed(requests))
-
-    def remove_many(self, request_ids: Collection[str]) -> None:
-        gone = [request for request in self._requests if request.request_id in request_ids]
-        if gone:
-            self.num_tokens -= sum(map(tokens_to_compute, gone))
-            self._requests = deque(request for request in self._requests if request.request_id not in request_ids)
-
-    def last_in_turn(self, running: Iterable[Request]) -> Request | None:
-        last = deque(running, maxlen=1)
-        return last.pop() if last else None
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-
-class PriorityRequestQueue:
-    """Smaller priorities first, equal ones by arrival. Requests gain priority by waiting, so that none starves."""
-
-    def __init__(self, ageing_s: float, positions: QueuePositions | None = None) -> None:
-        """`ageing_s`: seconds of waiting that outweigh a priority difference of 1; 0: waiting counts for nothing."""
-        self.num_tokens = 0
-        self._ageing_s = ageing_s
-        self._positions = positions if positions is not None else QueuePositions()
-        self._heap: list[tuple[float, float, int, Request]] = []
-
-    @property
-    def next_turn(self) -> Turn:
-        return self._heap[0][:-1] if self._heap else NO_TURN
-
-    @property
-    def next_request(self) -> Request | None:
-        return self._heap[0][-1] if self._heap else None
-
-    def add(self, request: Request) -> None:
-        self.num_tokens += tokens_to_compute(request)
-        if not request.queue_position:
-            request.queue_position = self._positions.behind_all()
-        heapq.heappush(self._heap, (*self._rank(request), request.queue_position, request))
-
-    def pop(self) -> Request:
-        request = heapq.heappop(self._heap)[-1]
-        self.num_tokens -= tokens_to_compute(request)
-        return request
-
-    def prepend(self, request: Request) -> None:
-        # First among its equals.
+        """Put a request that was preempted next in turn, as far as the policy allows: first among its equals."""
         request.queue_position = self._positions.before_all()
         self.add(request)
 
-    def prepend_many(self, requests: Sequence[Request]) -> None:
-        for request in reversed(requests):
-            self.prepend(request)
-
-    def put_back(self, requests: Sequence[Request]) -> None:
+    def put_back(self, requests: Iterable[Request]) -> None:
+        """Return popped requests to their old positions."""
         for request in requests:
             self.add(request)
 
     def remove_many(self, request_ids: Collection[str]) -> None:
-        gone = [entry[-1] for entry in self._heap if entry[-1].request_id in request_ids]
-        self.num_tokens -= sum(map(tokens_to_compute, gone))
-        self._heap = [entry for entry in self._heap if entry[-1].request_id not in request_ids]
-        heapq.heapify(self._heap)
+        """Remove these requests; unknown ids are skipped."""
+        gone = [request for _, request in self._heap if request.request_id in request_ids]
+        if gone:
+            self.num_tokens -= sum(map(tokens_to_compute, gone))
+            self._heap = [entry for entry in self._heap if entry[1].request_id not in request_ids]
+            heapq.heapify(self._heap)
 
     def last_in_turn(self, running: Iterable[Request]) -> Request | None:
+        """The running request that is preempted first; None when there is none. `running`: in order of admission."""
         # Of equals the newest: `max` would take the first.
         return max(enumerate(running), key=lambda place: (*self._rank(place[1]), place[0]), default=(0, None))[1]
 
@@ -222,9 +128,11 @@ class PriorityRequestQueue:
         return len(self._heap)
 
     def __iter__(self) -> Iterator[Request]:
-        return (entry[-1] for entry in sorted(self._heap, key=lambda entry: entry[:-1]))
+        return (request for _, request in sorted(self._heap, key=lambda entry: entry[0]))
 
-    def _rank(self, request: Request) -> tuple[float, float]:
+    def _rank(self, request: Request) -> tuple[float, ...]:
+        if self._ageing_s is None:
+            return ()
         # All requests age at the same rate, so the order of two never changes while they wait: no clock is needed.
         arrived = request.arrival_time
         return (arrived + self._ageing_s * request.priority if self._ageing_s else request.priority), arrived
@@ -288,13 +196,10 @@ class AdapterQueues:
         for request in reversed(requests):
             self.prepend(request)
 
-    def put_back(self, requests: Sequence[Request]) -> None:
-        """Return popped requests to their old positions. `requests`: in the order in which they were popped."""
-        by_adapter: dict[str, list[Request]] = {}
+    def put_back(self, requests: Iterable[Request]) -> None:
+        """Return popped requests to their old positions."""
         for request in requests:
-            by_adapter.setdefault(request.adapter, []).append(request)
-        for some in by_adapter.values():
-            self._queue_of(some[0]).put_back(some)
+            self._queue_of(request).add(request)
 
     def remove_many(self, request_ids: Collection[str]) -> None:
         """Remove these requests; unknown ids are skipped."""

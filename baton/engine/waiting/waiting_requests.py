@@ -10,17 +10,16 @@ Requests that lack a seat and requests that lack a load slot have a queue each, 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
 
 from baton.engine.batch import WaitingReason
-from baton.engine.request import Request, RequestStatus
+from baton.engine.constraints import TokenMatcher
+from baton.engine.request import Request, RequestEvent, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.sequences.sequence_group import SequenceGroup
 from baton.engine.waiting.request_queue import (
     AdapterQueues,
-    FCFSRequestQueue,
-    PriorityRequestQueue,
     QueuePositions,
     RequestQueue,
 )
@@ -33,11 +32,16 @@ class WaitingRequests:
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_num_seqs = config.max_num_seqs
         self._positions = QueuePositions()
-        self.for_seat = AdapterQueues(lambda: _queue(config, self._positions))
+        ageing_s = config.priority_ageing_s if config.policy == "priority" else None
+
+        def empty_queue() -> RequestQueue:
+            return RequestQueue(self._positions, ageing_s=ageing_s)
+
+        self.for_seat = AdapterQueues(empty_queue)
         """Requests that wait for a seat, without blocks; parked beams that continue have blocks."""
-        self.for_load = AdapterQueues(lambda: _queue(config, self._positions))
+        self.for_load = AdapterQueues(empty_queue)
         """Decode legs that wait for a load slot, without blocks."""
-        self.swapped = _queue(config, self._positions)
+        self.swapped = empty_queue()
         """Preempted requests whose blocks are in the host tier."""
         self.holding: list[SequenceGroup] = []
         """Requests of several sequences some of which are held back (see sequence_group.py)."""
@@ -49,7 +53,7 @@ class WaitingRequests:
         """Requests with reserved blocks that are being filled from another node."""
         self.arrived: deque[Request] = deque()
         """Requests whose KV has arrived, in the order of its arrival; they wait for the next step."""
-        self.times_passed: dict[str, int] = {}
+        self.times_passed: Counter[str] = Counter()
         """How often later requests were admitted before a waiting one."""
         self.preempted: set[str] = set()
         """Ids of the requests in `for_seat` that were preempted."""
@@ -112,15 +116,44 @@ class WaitingRequests:
         queue = self.for_load if may_load(request) else self.for_seat
         queue.add(request)
 
-    def add_for_grammar(self, request: Request) -> None:
-        """Let a new request wait for its grammar. Its position in the queues is that of its arrival."""
-        self._give_position(request)
-        self.for_grammar[request.request_id] = request
+    def enter(self, request: Request, *, awaits_adapter: bool) -> None:
+        """Take a new request: it waits for its adapter and its grammar, or is queued. Its position in the queues is
+        that of its arrival.
+        """
+        if request.adapter and awaits_adapter:
+            request.transition(RequestEvent.ADAPTER_MISSING)
+            self._give_position(request)
+            self.for_adapter[request.request_id] = request
+        else:
+            self._await_grammar(request)
 
-    def add_for_adapter(self, request: Request) -> None:
-        """Let a new request wait for its adapter. Its position in the queues is that of its arrival."""
-        self._give_position(request)
-        self.for_adapter[request.request_id] = request
+    def adapter_loaded(self, request_id: str) -> None:
+        """Queue a request whose adapter is loaded, before those that arrived later; skip one that has ended."""
+        request = self.for_adapter.pop(request_id, None)
+        if request is not None:
+            request.transition(RequestEvent.ADAPTER_LOADED)
+            self._await_grammar(request)
+
+    def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
+        """Queue a request whose grammar is compiled, before those that arrived later; skip one that has ended."""
+        waiting = self.for_adapter.get(request_id)
+        if waiting is not None:
+            waiting.matchers = matchers
+            return
+        request = self.for_grammar.pop(request_id, None)
+        if request is not None:
+            request.transition(RequestEvent.GRAMMAR_COMPILED)
+            request.matchers = matchers
+            self.add(request)
+
+    def _await_grammar(self, request: Request) -> None:
+        """Queue a request, or let it wait for its grammar if it has one that is not compiled."""
+        if request.sampling_params.has_grammar and not request.matchers:
+            request.transition(RequestEvent.GRAMMAR_MISSING)
+            self._give_position(request)
+            self.for_grammar[request.request_id] = request
+        else:
+            self.add(request)
 
     def _give_position(self, request: Request) -> None:
         if not request.queue_position:
@@ -163,9 +196,3 @@ class WaitingRequests:
 def may_load(request: Request) -> bool:
     """Whether a request waits for a load of its KV from another node, instead of a seat."""
     return request.leg is Leg.DECODE and request.status is RequestStatus.WAITING
-
-
-def _queue(config: SchedulerConfig, positions: QueuePositions) -> RequestQueue:
-    if config.policy == "priority":
-        return PriorityRequestQueue(config.priority_ageing_s, positions)
-    return FCFSRequestQueue(positions)

@@ -20,7 +20,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.logprob_rows import LogprobLog, LogprobRows
 from baton.messages.node import Outcome, RequestDelta, StageTimings
 from baton.messages.speculation import DraftCounts
-from baton.node.attempts.attempt_clock import AttemptClock
+from baton.node.attempts.attempt_times import AttemptClock
 
 MAX_ENDED = 4096
 """The most attempts that have ended and are kept."""

@@ -16,7 +16,7 @@ from baton.messages.ids import tenant_of
 from baton.messages.node import Leg
 from baton.messages.sampling import ConstraintKind
 from baton.text.constraint_checker import ConstraintChecker
-from baton.text.grammar import Grammars
+from baton.text.constraints.grammar import Grammars
 
 NO_GRAMMARS = "this node's model has no text"
 NUM_COMPILING = 2

@@ -1,4 +1,4 @@
-"""Checks a leg before it gets to the engine.
+"""Checks a leg before it gets to the engine, and makes the engine's request of it.
 
 Routers validate what clients send. This check protects all other requests from a router that did not: one value that
 makes the runner raise fails the whole step.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from baton.engine.request import Request
 from baton.engine.sequences.beams import MAX_BEAMS, MIN_BEAMS
 from baton.messages.adapters import is_adapter_digest
 from baton.messages.capabilities import Capability
@@ -31,7 +32,7 @@ from baton.messages.request_limits import (
 )
 from baton.messages.sampling import CONSTRAINT_KINDS, NUMBER_RANGES, ConstraintKind, SamplingParams
 from baton.messages.spans import ContentKind, EncoderContent, digest_of_rows, has_rows, source_spans
-from baton.text.schema_compiling import MAX_SCHEMA_BYTES
+from baton.text.constraints.json_schemas import MAX_SCHEMA_BYTES
 
 
 def objection(submit: Submit, node: NodeDescription) -> str | None:
@@ -211,3 +212,25 @@ def _is_sound_constraint(params: SamplingParams, kind: ConstraintKind) -> bool:
     is_only = params.constraint_kind == kind and not params.beam_width
     num_chars = len(value) if isinstance(value, str) else sum(map(len, value))
     return is_only and num_chars <= MAX_SCHEMA_BYTES and (isinstance(value, str) or len(value) <= MAX_CHOICES)
+
+
+def engine_request(submit: Submit, eos_token_ids: frozenset[int], client_index: int = 0) -> Request:
+    """The leg as a request to the engine. `client_index`: whose outputs its outputs are among."""
+    return Request(
+        str(submit.attempt),
+        submit.prompt_token_ids,
+        submit.sampling_params,
+        eos_token_ids=eos_token_ids,
+        client_index=client_index,
+        priority=submit.priority,
+        cache_salt=submit.cache_salt,
+        leg=submit.leg,
+        kv_source=submit.kv_source,
+        output_token_ids=submit.output_token_ids,
+        reader_block_size=submit.reader_block_size,
+        pooling=submit.pooling,
+        spans=submit.spans,
+        adapter=submit.adapter,
+        contents=submit.contents,
+        attempt=submit.attempt,
+    )

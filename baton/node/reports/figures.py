@@ -1,9 +1,12 @@
-"""The metrics of an engine, under vLLM's names where vLLM has them."""
+"""The metrics of a node's engine and of the processes that compute its model, under vLLM's names where it has them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from baton.engine.batch import ComputedStep, SchedulerStats, StepTimes
 from baton.engine.runner import ModelInfo
+from baton.messages.node_report import RankReport
 from baton.observe.metrics import Distribution, Figure, Histogram, by_label, declared_figures
 
 KV_FETCH_HELP = "Requests whose prompt is computed elsewhere, by how far its KV is."
@@ -65,3 +68,16 @@ def engine_figures(stats: SchedulerStats, times: StepTimes) -> list[Figure | Dis
         Figure("engine_steps_total", "Steps that the runner was given.", times.num_steps, {}),
         *by_label("engine_step_seconds_total", "Time that steps took, by part.", "stage", seconds),
     ]
+
+
+def rank_figures(reports: Sequence[RankReport]) -> Iterator[Figure]:
+    """The metrics of the ranks, for the metrics page."""
+    for one in reports:
+        for name, text, value in (
+            ("rank_up", "Whether the process of a rank runs: 1 or 0.", one.is_up),
+            ("rank_resident_memory_bytes", "Memory of a rank in use, its shared memory included.", one.resident_bytes),
+            ("rank_shared_memory_bytes", "Memory that a rank shares with the node's others.", one.shared_bytes),
+            ("rank_cpu_seconds_total", "Processor time of all threads of a rank.", one.cpu_s),
+            ("rank_threads", "Threads of a rank.", one.num_threads),
+        ):
+            yield Figure(name, text, float(value), {"rank": str(one.rank)})

@@ -23,8 +23,8 @@ import numpy.typing as npt
 import xxhash
 
 from baton.engine.batch import SchedulerOutput
-from baton.engine.long_sequences import LongSequences
 from baton.engine.runner import KVLayout
+from baton.engine.scheduler_config import LongSequences
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.input_batch import NEVER_LONG, FlatBatch, Rows, flatten_rows
 from baton.runner.execution.request_table import RequestState

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.long_sequences import LongSequences
 from baton.engine.runner import KVLayout
+from baton.engine.scheduler_config import LongSequences
 from baton.messages.spans import ROW_DTYPES, Span
 from baton.runner.execution.encoded_rows import EncodedRows
 from baton.runner.execution.request_table import Scheduled

@@ -95,6 +95,7 @@ class RequestState:
         "pooler",
         "prompt_logprobs",
         "request_id",
+        "root_id",
         "rules",
         "sampling_params",
         "spans",
@@ -102,6 +103,7 @@ class RequestState:
 
     def __init__(self, data: NewRequestData) -> None:
         self.request_id = data.request_id
+        self.root_id = data.root_id or data.request_id
         self.num_prompt_tokens = len(data.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens + len(data.output_token_ids)
         self._tokens = np.empty(self.num_tokens + _ROOM, dtype=np.int64)

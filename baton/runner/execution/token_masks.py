@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.sequences.sequence_group import split_sequence_id
 from baton.errors import BatonError, EngineFault, InvalidRequest
 from baton.runner.execution.request_table import RequestState
 
@@ -95,16 +94,16 @@ class TokenMasks:
         """Starts when it is first needed, and ends with this object."""
 
     @contextmanager
-    def filling(self, samplers: Iterable[RequestState], step_ids: Iterable[str]) -> Iterator[None]:
+    def filling(self, samplers: Iterable[RequestState], roots: Iterable[str]) -> Iterator[None]:
         """While the block computes a step, fill the masks that the next call of `fill` returns, for the same requests.
 
-        `step_ids`: the engine's ids of all that the step computes, also of those that sample nothing in it.
+        `roots`: the submitted requests of all that the step computes, also of those that sample nothing in it.
         The block must not change them. Matchers and the model's kernels compute without the interpreter's lock.
         """
         self._filled = None
         constrained = [state for state in samplers if state.sampling_params.has_grammar]
         if constrained:
-            self._budget.begin_step(is_shared=len({split_sequence_id(one)[0] for one in step_ids}) > 1)
+            self._budget.begin_step(is_shared=len(set(roots)) > 1)
         if len(constrained) < self._least_beside:
             yield
             return

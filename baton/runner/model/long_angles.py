@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from baton.engine.long_sequences import LongSequences
+from baton.engine.scheduler_config import LongSequences
 from baton.runner.model.attention import UnsupportedAttention
 
 

@@ -1,1 +1,1 @@
-"""Finds the tool calls that a model writes into its text: one module for each format, `formats.py` has their table."""
+"""Finds the tool calls that a model writes into its text: `formats.py` has the table, `parsers.py` reads them."""

@@ -18,7 +18,6 @@ import json
 import re
 from collections.abc import Generator, Iterable
 from re import Pattern
-from typing import Protocol
 
 from baton.text.tool_calls.events import Arguments, CallBegun, CallEnded, Content, Marker, ToolEvent
 from baton.text.tool_calls.json_scanner import JsonScanner, Kind, NotJson
@@ -35,18 +34,6 @@ END = ""
 """What a parser reads behind the text's last character."""
 Reading = Generator[None, str, str]
 """Reads characters that are sent to it, and returns the first one that it does not take."""
-
-
-class ToolCallParser(Protocol):
-    """Finds the calls in one text."""
-
-    def push(self, text: str) -> list[ToolEvent]:
-        """Take the next piece of the text; returns what is certain by now."""
-        ...
-
-    def finish(self) -> list[ToolEvent]:
-        """Return the rest, when no text follows. Idempotent."""
-        ...
 
 
 class Malformed(Exception):
@@ -97,6 +84,7 @@ class CallParser:
         self._is_over = False
 
     def push(self, text: str) -> list[ToolEvent]:
+        """Take the next piece of the text; returns what is certain by now."""
         place, send = 0, self._machine.send
         while place < len(text):
             if self._is_plain and not self._is_empty and (run := self.plain.match(text, place)):
@@ -108,6 +96,7 @@ class CallParser:
         return self._take()
 
     def finish(self) -> list[ToolEvent]:
+        """Return the rest, when no text follows. Idempotent."""
         if not self._is_over:
             self._is_over = True
             self._machine.send(END)

@@ -18,17 +18,24 @@ from functools import partial
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.text.closed_objects import without_extra_keys
-from baton.text.described_formats import without_descriptions
-from baton.text.lark_parts import ANY_TEXT, EMPTY, LarkGrammar, Part, all_but, both, literal, pattern
+from baton.text.constraints.json_schemas import without_descriptions, without_extra_keys
+from baton.text.constraints.lark_grammars import ANY_TEXT, EMPTY, LarkGrammar, Part, all_but, both, literal, pattern
+from baton.text.constraints.schema_compiling import JSON_OPTIONS
 from baton.text.reasoning import BEGIN as REASONING_BEGIN
 from baton.text.reasoning import END as REASONING_END
 from baton.text.reasoning import MAX_SPACES
-from baton.text.schema_compiling import JSON_OPTIONS
 from baton.text.tool_calls.call_parser import CallParser
-from baton.text.tool_calls.hermes import BEGIN, END, HermesParser
-from baton.text.tool_calls.llama3 import TAG, Llama3Parser
-from baton.text.tool_calls.mistral import ARGUMENTS, CALL_ID, CALLS, MistralParser
+from baton.text.tool_calls.parsers import (
+    ARGUMENTS,
+    BEGIN,
+    CALL_ID,
+    CALLS,
+    END,
+    TAG,
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+)
 
 _NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 _ANY_ARGUMENTS = '{"type": "object"}'
@@ -69,7 +76,7 @@ class CallGrammarOptions:
     is_parallel: bool
     """Whether several calls may follow each other."""
     closes_objects: bool
-    """Whether objects have no extra keys; see `closed_objects`."""
+    """Whether objects have no extra keys; see `json_schemas.without_extra_keys`."""
     reasons: bool
     """Whether the calls may follow reasoning."""
     is_open: bool

@@ -14,7 +14,7 @@ from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, QueueFull
 from baton.messages.capabilities import Capability
 from baton.model_formats.audio import AudioLimits, Recording, UnusableAudio, decode_audio, divided
 from baton.model_formats.limits import AUDIO_RATE
-from baton.text.speech_prompts import SpeechPrompts
+from baton.text.prompts import SpeechPrompts
 from router.admission.capable import check_can
 from router.admission.validation import check_model
 from router.http.answers import path_headers

@@ -22,7 +22,7 @@ from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, 
 from baton.messages.pooling import Pooling, PoolingRequest
 from baton.model_formats.audio import Recording, pcm_of
 from baton.model_formats.limits import AUDIO_RATE
-from baton.text.speech_prompts import SAMPLES_PER_ROW, SpeechPrompts
+from baton.text.prompts import SAMPLES_PER_ROW, SpeechPrompts
 from router.admission.validation import longest_answer
 from router.http.endpoint import Handler
 from router.pooling import numbers_of, part_ids

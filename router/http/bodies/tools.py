@@ -10,7 +10,7 @@ from pydantic import AfterValidator, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_TOOLS, MAX_TOOLS_BYTES
-from baton.text.schema_compiling import parse_schema
+from baton.text.constraints.json_schemas import parse_schema
 from baton.text.tool_calls.call_parser import TOOL_NAME
 from baton.text.tool_calls.formats import Tool
 from router.http.bodies.fields import Bounded, Ignored, Strict, read_part

@@ -14,7 +14,7 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.messages.request_limits import MAX_CHOICES
 from baton.messages.sampling import RepetitionDetection
-from baton.text.structural_tags import lark_of_structural_tag
+from baton.text.constraints.structural_tags import lark_of_structural_tag
 from router.http.bodies.fields import (
     AllowedTokenIds,
     BadWords,

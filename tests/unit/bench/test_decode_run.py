@@ -11,8 +11,9 @@ from baton.bench.simulator.counted_decodes import same_token_output
 from baton.bench.simulator.scheduler import SimulatedScheduler
 from baton.engine.batch import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request
 from baton.engine.scheduler_config import SchedulerConfig
+from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
 from tests.doubles.fake_clock import FakeClock
 
@@ -52,7 +53,7 @@ def _state(scheduler: SimulatedScheduler) -> object:
     return (
         [block.block_id for block in pool._free],
         {key: block.block_id for key, block in pool._index.items()},
-        scheduler.kv_events_since(0),
+        scheduler.kv_cache_manager.kv_events.since(0),
         # With known tokens no token is drawn for a request that was aborted in a step, so none is skipped.
         replace(stats, counters=replace(stats.counters, num_skipped_results=0)),
         [
@@ -84,7 +85,7 @@ def test_runs_and_single_steps_lead_to_the_same_state(seed: int) -> None:
         num_at_once += _advance_both(stepping, running, steps, victim if is_cut else None)
         if victim is not None and not is_cut:
             for scheduler in (stepping, running):
-                scheduler.finish_requests([victim], RequestStatus.ABORTED)
+                scheduler.finish_requests([victim], Outcome.ABORTED)
         assert _state(stepping) == _state(running)
     assert num_at_once > 20
     while running.has_work():
@@ -93,7 +94,7 @@ def test_runs_and_single_steps_lead_to_the_same_state(seed: int) -> None:
         assert _state(stepping) == _state(running)
     for scheduler in (stepping, running):
         assert not scheduler.has_requests()
-        scheduler.check_invariant()
+        scheduler.kv_cache_manager.check_invariant()
 
 
 def _advance_both(stepping: SimulatedScheduler, running: SimulatedScheduler, steps: int, victim: str | None) -> int:
@@ -105,7 +106,7 @@ def _advance_both(stepping: SimulatedScheduler, running: SimulatedScheduler, ste
             decided, twin = stepping.schedule(), running.schedule()
             if steps == 1 and victim is not None:
                 for scheduler in (stepping, running):
-                    scheduler.finish_requests([victim], RequestStatus.ABORTED)
+                    scheduler.finish_requests([victim], Outcome.ABORTED)
             _commit(stepping, decided)
             running.update_from_output(twin, same_token_output(TOKEN))
             steps -= 1
@@ -118,7 +119,7 @@ def _advance_both(stepping: SimulatedScheduler, running: SimulatedScheduler, ste
         run.begin()
         if taken == steps and victim is not None:
             for scheduler in (stepping, running):
-                scheduler.finish_requests([victim], RequestStatus.ABORTED)
+                scheduler.finish_requests([victim], Outcome.ABORTED)
         _commit(stepping, decided)
         run.commit()
         steps -= taken

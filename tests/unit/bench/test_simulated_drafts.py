@@ -42,7 +42,7 @@ def simulated(
     simulation = Simulation(replace(config, **changes), lambda ended: None)  # type: ignore[arg-type]
     simulation.run(spec.build())
     for node in simulation.nodes.values():
-        node.scheduler.check_invariant()
+        node.scheduler.kv_cache_manager.check_invariant()
         assert node.is_idle
     return simulation.result()
 

@@ -33,7 +33,7 @@ def _run(spec: WorkloadSpec, config: SimulationConfig) -> Simulation:
     simulation = Simulation(config, lambda ended: None)
     simulation.run(spec.build())
     for node in simulation.nodes.values():
-        node.scheduler.check_invariant()
+        node.scheduler.kv_cache_manager.check_invariant()
         assert node.is_idle
     return simulation
 

@@ -11,8 +11,6 @@ from baton.engine.request import Request
 from baton.engine.waiting.request_queue import (
     NO_TURN,
     AdapterQueues,
-    FCFSRequestQueue,
-    PriorityRequestQueue,
     QueuePositions,
     RequestQueue,
 )
@@ -28,11 +26,11 @@ def request(request_id: str, adapter: str = "", priority: int = 0, arrived: floa
 
 
 def fcfs(positions: QueuePositions) -> RequestQueue:
-    return FCFSRequestQueue(positions)
+    return RequestQueue(positions)
 
 
 def by_priority(positions: QueuePositions) -> RequestQueue:
-    return PriorityRequestQueue(2.0, positions)
+    return RequestQueue(positions, ageing_s=2.0)
 
 
 @pytest.mark.parametrize("policy", [fcfs, by_priority])
@@ -53,7 +51,8 @@ def test_requests_come_in_the_order_of_a_single_queue(
                 if action < 0.4:
                     queue.add(made)
                 else:
-                    queue.prepend_many([made, request(f"s{number}", fields[1], fields[2], float(number))])
+                    queue.prepend(request(f"s{number}", fields[1], fields[2], float(number)))
+                    queue.prepend(made)
         elif action < 0.6:
             gone = {f"r{rng.randint(1, number + 1)}" for _ in range(3)}
             queues.remove_many(gone)
@@ -70,7 +69,7 @@ def test_requests_come_in_the_order_of_a_single_queue(
 
 def test_an_adapter_that_is_passed_over_is_left_out_until_the_next_step() -> None:
     positions = QueuePositions()
-    queues = AdapterQueues(lambda: FCFSRequestQueue(positions))
+    queues = AdapterQueues(lambda: RequestQueue(positions))
     for one in (request("a1", A), request("b1", B), request("base"), request("a2", A)):
         queues.add(one)
     first = queues.pop()

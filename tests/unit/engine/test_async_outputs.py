@@ -10,7 +10,7 @@ import pytest
 
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request
 from baton.engine.runner import LazyExecutor, StepExecutor
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import PreemptionMode, SchedulerConfig
@@ -22,7 +22,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
 from tests.doubles.fake_clock import FakeClock
-from tests.support.engine_rig import prompt_of
+from tests.support.engine_rig import name_of, prompt_of
 from tests.support.executors import EagerExecutor
 from tests.support.tiny_models import TINY_MODELS
 
@@ -85,27 +85,27 @@ def generate(
     tokens: dict[str, list[int]] = {}
     ends: dict[str, Sequence] = {}
     for request in requests(stops):
-        core.add_request(request)
+        core.scheduler.add_request(request)
 
     def note(by_client: object) -> None:
         assert isinstance(by_client, dict)
         for batch in by_client.values():
-            for output in batch.outputs:
-                own = tokens.setdefault(output.request_id, [])
+            for output in batch:
+                own = tokens.setdefault(name_of(output), [])
                 assert output.first_index == len(own)
                 own += output.new_token_ids
                 if output.outcome is not None:
-                    ends[output.request_id] = Sequence(own, output.outcome)
+                    ends[name_of(output)] = Sequence(own, output.outcome)
 
     while core.has_work():
         note(core.step())
         if len(tokens.get("r5", ())) == 4:
-            note(core.finish_requests(["r5"], RequestStatus.ABORTED))
-        scheduler.check_invariant()
+            note(core.scheduler.finish_requests(["r5"], Outcome.ABORTED))
+        scheduler.kv_cache_manager.check_invariant()
     core.close()
     # The next one begins with the same ids: let the runner forget them.
     runner.execute_model(scheduler.schedule())
-    return ends, core.make_stats().num_preemptions
+    return ends, core.scheduler.make_stats().num_preemptions
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

@@ -81,7 +81,7 @@ def test_blocks_freed_while_a_step_is_in_flight_are_not_allocated_until_its_comm
     rig.step()
     rig.step()
     rig.abort("aborted")
-    assert rig.core.make_stats().free_blocks == 0
+    assert rig.scheduler.make_stats().free_blocks == 0
     rig.add("pulled", 15, leg=Leg.DECODE, max_tokens=2)
     rig.step()
     assert not rig.connector.loads, "the aborted request's last token was still to be written"
@@ -98,9 +98,9 @@ def test_a_lease_that_ends_while_a_step_is_in_flight_frees_its_blocks_at_its_com
     rig.step()
     rig.abort("offered")
     rig.transfer(released=["offered"])
-    assert rig.core.make_stats().free_blocks == 0, "its second chunk is being computed"
+    assert rig.scheduler.make_stats().free_blocks == 0, "its second chunk is being computed"
     rig.step()
-    assert rig.core.make_stats().free_blocks == 5
+    assert rig.scheduler.make_stats().free_blocks == 5
 
 
 def test_blocks_that_windows_pass_while_a_step_is_in_flight_are_freed_at_its_commit() -> None:
@@ -134,7 +134,7 @@ def test_no_request_with_a_token_in_flight_is_preempted(mode: str) -> None:
     while rig.core.has_work():
         may_run_ahead = rig.scheduler.may_run_ahead()
         rig.step()
-        num_preemptions = rig.core.make_stats().num_preemptions_by_mode[mode]
+        num_preemptions = rig.scheduler.make_stats().num_preemptions_by_mode[mode]
         assert num_preemptions == num_preempted or not may_run_ahead
         num_preempted = num_preemptions
     assert num_preempted > 0
@@ -146,7 +146,7 @@ def test_swapped_out_blocks_are_not_loaded_into_before_they_are_copied() -> None
     rig.connector.on_load = lambda load: rig.write_kv("pulled")
     rig.add("stays", 8, max_tokens=16)
     victim = rig.add("victim", 12, max_tokens=16)
-    while not rig.core.make_stats().num_preemptions:
+    while not rig.scheduler.make_stats().num_preemptions:
         rig.step()
     rig.abort("victim")
     rig.add("pulled", 11, leg=Leg.DECODE, max_tokens=2)
@@ -156,7 +156,7 @@ def test_swapped_out_blocks_are_not_loaded_into_before_they_are_copied() -> None
     rig.run()
     rig.add("again", victim.prompt_token_ids, max_tokens=3)
     rig.run()
-    assert rig.core.make_stats().prefix_cache.num_hit_tokens["host"] > 0
+    assert rig.scheduler.make_stats().prefix_cache.num_hit_tokens["host"] > 0
     check_tokens(rig, "stays", "again")
 
 
@@ -219,5 +219,5 @@ def test_growth_of_several_groups_waits_for_blocks_that_a_step_in_flight_frees()
     rig.run()
     rig.add("r", 1, max_tokens=14)
     rig.run()
-    assert not rig.core.make_stats().num_preemptions
+    assert not rig.scheduler.make_stats().num_preemptions
     check_tokens(rig, "r")

@@ -119,7 +119,7 @@ def assert_finds_all(rig: EngineRig, width: int, max_tokens: int) -> None:
     expected = expected_beams(rig.requests["r"].prompt_token_ids, search, vocab_size=1000)
     assert [rig.tokens[name] for name in ("r", *(f"r~{index}" for index in range(1, width)))] == expected
     assert not rig.scheduler.has_requests()
-    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+    assert rig.scheduler.make_stats().free_blocks == rig.config.num_blocks - 1
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -151,10 +151,13 @@ def test_preempted_beams_are_resumed_with_their_tokens(mode: str, num_blocks: in
     )
     rig.add("other", 5, max_tokens=24)
     rig.add("r", prompt_of(9, 2), beam_width=6, n=6, max_tokens=14)
-    rig.run(3000)
-    preempted = [name for kind, name, _ in rig.events() if kind == "preempted"]
+    preempted: list[str] = []
+    while rig.core.has_work():
+        decided = rig.scheduler.schedule()
+        preempted += decided.preempted_req_ids
+        rig.commit(decided)
     assert [name for name in preempted if name.startswith("r~0^")], "it is a beam that gave way"
-    assert rig.core.make_stats().num_preemptions_by_mode[mode] == len(preempted)
+    assert rig.scheduler.make_stats().num_preemptions_by_mode[mode] == len(preempted)
     assert rig.tokens["other"] == rig.expected("other", 24)
     assert_finds_all(rig, 6, 14)
 
@@ -168,7 +171,7 @@ def test_a_beam_search_is_preempted_before_earlier_requests(
     rig.add("first", 5, max_tokens=38)
     rig.add("r", prompt_of(9, 2), beam_width=width, n=width, max_tokens=20)
     rig.run(3000)
-    assert not rig.core.make_stats().num_preemptions
+    assert not rig.scheduler.make_stats().num_preemptions
     assert rig.tokens["first"] == rig.expected("first", 38)
     assert_finds_all(rig, width, 20)
 
@@ -203,7 +206,7 @@ def test_concurrent_beam_searches_do_not_take_each_others_blocks(num_searches: i
         search = BeamSearch(WIDTH, frozenset(), 30)
         expected = expected_beams(rig.requests[name].prompt_token_ids, search, vocab_size=1000)
         assert [rig.tokens[one] for one in (name, *(f"{name}~{i}" for i in range(1, WIDTH)))] == expected
-    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+    assert rig.scheduler.make_stats().free_blocks == rig.config.num_blocks - 1
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 5, 6])
@@ -218,7 +221,7 @@ def test_a_beam_search_aborted_in_the_middle_of_a_step_leaves_no_state(steps: in
     assert rig.runner.num_requests == 1
     rig.run()
     assert rig.tokens["bystander"] == rig.expected("bystander", 40)
-    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+    assert rig.scheduler.make_stats().free_blocks == rig.config.num_blocks - 1
 
 
 def test_a_beam_search_is_queued_scheduled_and_looked_up_once() -> None:
@@ -226,7 +229,7 @@ def test_a_beam_search_is_queued_scheduled_and_looked_up_once() -> None:
     rig.add("r", 6, beam_width=4, n=3, max_tokens=20)
     rig.run()
     assert [kind for kind, _, _ in rig.events()] == ["queued", "scheduled", "chunk_computed", "first_token", "finished"]
-    assert rig.core.make_stats().prefix_cache.num_requests == 1
+    assert rig.scheduler.make_stats().prefix_cache.num_requests == 1
 
 
 @pytest.mark.parametrize("where", ["raise_first", "raise_next"])

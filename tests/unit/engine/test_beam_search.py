@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from baton.engine.sequences.beams import BeamSearch
-from baton.engine.sequences.sequence_group import beam_id, split_sequence_id
 from baton.errors import DuplicateRequest, InvalidRequest
 from baton.messages.node import Leg, Outcome
 from tests.doubles.fake_runner import expected_beams
@@ -32,11 +31,7 @@ def found(rig: EngineRig, count: int, request_id: str = "r") -> list[list[int]]:
 def assert_nothing_left(rig: EngineRig) -> None:
     assert not rig.scheduler.has_requests()
     assert not rig.core.has_work()
-    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
-
-
-def test_ids_of_beams_belong_to_sequence_0() -> None:
-    assert split_sequence_id(beam_id("a#1@f", 12, 3)) == ("a#1@f", 0)
+    assert rig.scheduler.make_stats().free_blocks == rig.config.num_blocks - 1
 
 
 def test_the_best_continuations_of_all_beams_are_continued() -> None:

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.request import Request
-from baton.engine.speculation.drafters import WINDOW, ForcedDrafter, NgramDrafter
-from baton.engine.speculation.request_drafts import DraftLength, RequestDrafts
+from baton.engine.speculation.request_drafts import WINDOW, DraftLength, ForcedDrafter, NgramDrafter, RequestDrafts
 from baton.engine.speculation.step_cost import Prices, StepCost
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams

@@ -136,14 +136,14 @@ def outputs_of(directory: Path, limits: Mapping[str, Any]) -> tuple[list[list[in
         prompt = [(31 * min(number, 1) + 7 * place) % 250 for place in range(40 + number)]
         params = SamplingParams(temperature=0.7 * (number % 2), seed=number, max_tokens=8, ignore_eos=True)
         requests.append(Request(f"r{number}", prompt, params))
-        core.add_request(requests[-1])
+        core.scheduler.add_request(requests[-1])
         for _ in range(5):
             decided = scheduler.schedule()
             longest = max([longest, *decided.num_scheduled_tokens.values()])
             scheduler.update_from_output(decided, runner.execute_model(decided))
     while core.has_work():
         core.step()
-        scheduler.check_invariant()
+        scheduler.kv_cache_manager.check_invariant()
     assert all(request.num_cached_tokens == 0 for request in requests) or config.enable_prefix_caching
     return [request.output_token_ids for request in requests], longest
 

@@ -150,12 +150,12 @@ def test_leased_blocks_stay_cached_and_are_not_allocated() -> None:
     manager.lease("first")
     assert manager.pool.accounts() == BlockAccounts(4, 1, 0, 0, 3, 0)
     assert manager.block_ids("first") == []
-    assert manager.holds("first")
+    assert "first" in manager.held
     assert manager.allocate_slots(request_of("other", 8, first=50), 8).answer is LATER
     compute(manager, request_of("second", 10))
     assert manager.pool.accounts() == BlockAccounts(4, 0, 0, 3, 1, 0)
-    assert manager.release("first")
-    assert not manager.release("first")
+    assert manager.held.release("first")
+    assert not manager.held.release("first")
     assert manager.pool.accounts() == BlockAccounts(4, 1, 0, 3, 0, 0)
 
 
@@ -174,7 +174,7 @@ def test_only_blocks_that_a_transfer_may_write_to_are_quarantined() -> None:
     others = manager.allocate_slots(request_of("other", 20, first=50), 20)
     assert others.answer is OK
     assert not set(others.new_block_ids) & set(filling)
-    assert manager.release("loading")
+    assert manager.held.release("loading")
     assert manager.pool.num_quarantined_blocks == 0
 
 
@@ -183,8 +183,8 @@ def test_a_request_without_blocks_has_nothing_to_lease_or_quarantine() -> None:
     manager.free("nobody")
     manager.lease("nobody")
     manager.quarantine("nobody")
-    assert not manager.holds("nobody")
-    assert not manager.release("nobody")
+    assert "nobody" not in manager.held
+    assert not manager.held.release("nobody")
 
 
 def test_the_invariant_check_names_the_holders_of_a_miscounted_block(block_accounts_agree: list[object]) -> None:

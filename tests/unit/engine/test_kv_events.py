@@ -25,7 +25,7 @@ class Follower:
     num_snapshots: int = 0
 
     def catch_up(self) -> None:
-        batch = self.scheduler.kv_events_since(self.sequence)
+        batch = self.scheduler.kv_cache_manager.kv_events.since(self.sequence)
         if not batch.complete:
             snapshot = self.scheduler.kv_snapshot()
             self.found = {tier: set(keys) for tier, keys in snapshot.block_hashes.items()}
@@ -53,11 +53,11 @@ def test_no_event_is_recorded_without_a_reader() -> None:
     rig = EngineRig()
     rig.add("r", 20, max_tokens=2)
     rig.run()
-    assert rig.scheduler.kv_events_since(0).complete is False
+    assert rig.scheduler.kv_cache_manager.kv_events.since(0).complete is False
     assert rig.scheduler.kv_cache_manager.kv_events.next_sequence == 0
     snapshot = rig.scheduler.kv_snapshot()
     assert len(snapshot.block_hashes["device"]) == 5
-    assert rig.scheduler.kv_events_since(snapshot.next_sequence).events == []
+    assert rig.scheduler.kv_cache_manager.kv_events.since(snapshot.next_sequence).events == []
 
 
 def test_stored_blocks_come_with_parent_and_tokens() -> None:
@@ -69,13 +69,13 @@ def test_stored_blocks_come_with_parent_and_tokens() -> None:
     keys: list[bytes] = []
     hasher.extend(keys, hasher.root(), request.prompt_token_ids)
     tokens = request.prompt_token_ids
-    batch = rig.scheduler.kv_events_since(start)
+    batch = rig.scheduler.kv_cache_manager.kv_events.since(start)
     assert batch.events == [
         BlockStored(keys[:2], None, tokens[:8]),
         BlockStored(keys[2:4], keys[1], tokens[8:16]),
     ]
-    assert rig.scheduler.kv_events_since(batch.next_sequence).events == []
-    assert rig.scheduler.kv_events_since(start + 1).events == batch.events[1:]
+    assert rig.scheduler.kv_cache_manager.kv_events.since(batch.next_sequence).events == []
+    assert rig.scheduler.kv_cache_manager.kv_events.since(start + 1).events == batch.events[1:]
 
 
 def test_evictions_and_a_reset_are_events() -> None:
@@ -85,12 +85,12 @@ def test_evictions_and_a_reset_are_events() -> None:
     start = rig.scheduler.kv_snapshot()
     rig.add("second", prompt_of(16, 2), max_tokens=1)
     rig.run()
-    removed, stored = rig.scheduler.kv_events_since(start.next_sequence).events
+    removed, stored = rig.scheduler.kv_cache_manager.kv_events.since(start.next_sequence).events
     assert isinstance(removed, BlockRemoved)
     assert set(removed.block_hashes) < start.block_hashes["device"]
     assert isinstance(stored, BlockStored)
-    assert rig.scheduler.reset_prefix_cache()
-    assert rig.scheduler.kv_events_since(start.next_sequence).events[2:] == [AllBlocksCleared()]
+    assert rig.scheduler.kv_cache_manager.reset_prefix_cache()
+    assert rig.scheduler.kv_cache_manager.kv_events.since(start.next_sequence).events[2:] == [AllBlocksCleared()]
 
 
 def test_a_reader_that_missed_events_gets_an_incomplete_batch() -> None:
@@ -134,7 +134,7 @@ def test_a_reader_that_applies_all_events_knows_the_cache(
         rig.add(f"r{number}", prompt_of(length, family), max_tokens=max_tokens)
         rig.run()
         if number % 7 == 6:
-            rig.scheduler.reset_prefix_cache()
+            rig.scheduler.kv_cache_manager.reset_prefix_cache()
         if read:
             follower.catch_up()
             follower.check()
@@ -165,7 +165,7 @@ def test_events_tell_of_rows_that_come_and_go() -> None:
     follower.catch_up()
     assert follower.found["encoder"] == {rows_key(first.digest)}
     assert follower.found["device"]
-    rig.scheduler.reset_prefix_cache()
+    rig.scheduler.kv_cache_manager.reset_prefix_cache()
     rig.add("after", 8, spans=[Span(0, 4, second.digest, is_encoded=True)], max_tokens=1)
     rig.run()
     follower.catch_up()

@@ -6,15 +6,15 @@ The prefill node reports that a prompt has begun when its first step is decided,
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from baton.clock import SystemClock
 from baton.config import NodeConfig
-from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
@@ -22,8 +22,8 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams
 from baton.node.driver import EngineDriver, StepNews
-from baton.node.outbox import Outbox
 from baton.node.role import RoleContext
+from baton.node.serve import Outbox
 from baton.runner import SimulatedSpec
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.simulated import SimulatedRunner
@@ -69,16 +69,22 @@ class Rig:
         self.role = make_role(context, no_backend)
         fields = CacheKeyFields.of(runner.model, runner.layout)
         scheduler = Scheduler(SchedulerConfig(64, block_size=4), fields, clock, self.role.connector)
-        core = EngineCore(scheduler, runner, StepThread() if ahead else None)
         self.news: queue.SimpleQueue[StepNews] = queue.SimpleQueue()
-        self.driver = EngineDriver(core, self.news.put, lambda error: None, outbox.flush)
+        self.driver = EngineDriver(
+            scheduler,
+            runner,
+            self.news.put,
+            lambda error: None,
+            executor=StepThread() if ahead else None,
+            flush=outbox.flush,
+        )
         self.driver.start()
 
     def submit_pulled(self) -> None:
         """Ask for a leg whose prompt its prefill node has begun to compute."""
         request = pulled()
         assert isinstance(self.role, DecodeRole)
-        self.role.intake._may_plan.add(AttemptKey.parse(request.request_id))
+        self.role.intake._may_plan.add(request.attempt)
         self.driver.submit(request)
 
     def expected_and_planned(self) -> None:
@@ -101,12 +107,16 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def pulled() -> Request:
-    params = SamplingParams(max_tokens=3)
-    return Request(str(AttemptKey("pulls", 1)), prompt_of(20), params, leg=Leg.DECODE, kv_source=SOURCE)
+    return attempt_of("pulls", prompt_of(20), 3, leg=Leg.DECODE, kv_source=SOURCE)
+
+
+def attempt_of(name: str, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Request:
+    attempt = AttemptKey(name, 1)
+    return Request(str(attempt), prompt, SamplingParams(max_tokens=max_tokens), attempt=attempt, **fields)
 
 
 def test_a_load_begins_while_the_step_in_which_it_was_decided_computes(rig: Rig) -> None:
-    rig.driver.submit(Request(str(AttemptKey("busy", 1)), prompt_of(6, 1), SamplingParams(max_tokens=50)))
+    rig.driver.submit(attempt_of("busy", prompt_of(6, 1), 50))
     rig.gate.wait_for_step(1)
     rig.submit_pulled()
     assert rig.posted.empty()
@@ -125,8 +135,7 @@ def test_a_load_begins_at_once_when_there_is_nothing_to_compute(rig: Rig) -> Non
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 def test_a_prompts_begin_is_reported_while_its_first_step_computes(ahead: bool) -> None:
     with running(Rig(ahead, PrefillRole)) as rig:
-        params = SamplingParams(max_tokens=1)
-        rig.driver.submit(Request(str(AttemptKey("begins", 1)), prompt_of(20), params, leg=Leg.PREFILL))
+        rig.driver.submit(attempt_of("begins", prompt_of(20), 1, leg=Leg.PREFILL))
         rig.gate.wait_for_step(1)
         rig.posted.get_nowait()
         assert rig.posted.empty()

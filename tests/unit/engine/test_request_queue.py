@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from baton.engine.request import Request
-from baton.engine.waiting.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
+from baton.engine.waiting.request_queue import RequestQueue
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig
@@ -24,7 +24,7 @@ def names(requests: Sequence[Request] | RequestQueue) -> list[str]:
 
 @pytest.fixture(params=["fcfs", "priority"])
 def queue(request: pytest.FixtureRequest) -> RequestQueue:
-    return FCFSRequestQueue() if request.param == "fcfs" else PriorityRequestQueue(60.0)
+    return RequestQueue(ageing_s=None if request.param == "fcfs" else 60.0)
 
 
 def test_requests_of_equal_priority_keep_their_order(queue: RequestQueue) -> None:
@@ -39,7 +39,7 @@ def test_requests_of_equal_priority_keep_their_order(queue: RequestQueue) -> Non
 def test_requests_that_are_put_back_are_next_and_in_order(queue: RequestQueue) -> None:
     for name in "abcd":
         queue.add(request(name))
-    queue.prepend_many([queue.pop(), queue.pop()])
+    queue.put_back([queue.pop(), queue.pop()])
     assert names(queue) == ["a", "b", "c", "d"]
     queue.prepend(request("preempted"))
     assert names(queue) == ["preempted", "a", "b", "c", "d"]
@@ -61,7 +61,7 @@ def test_of_equal_requests_the_newest_is_preempted(queue: RequestQueue) -> None:
 
 
 def test_smaller_priorities_come_first_and_then_earlier_arrivals() -> None:
-    queue = PriorityRequestQueue(0.0)
+    queue = RequestQueue(ageing_s=0.0)
     for one in (
         request("late", 1, 9.0),
         request("urgent", -3, 9.5),
@@ -75,7 +75,7 @@ def test_smaller_priorities_come_first_and_then_earlier_arrivals() -> None:
 
 
 def test_waiting_makes_up_for_priority() -> None:
-    queue = PriorityRequestQueue(10.0)
+    queue = RequestQueue(ageing_s=10.0)
     queue.add(request("patient", 1, 0.0))
     queue.add(request("hurried", 0, 9.0))
     queue.add(request("too late", 0, 11.0))
@@ -84,7 +84,7 @@ def test_waiting_makes_up_for_priority() -> None:
 
 def test_the_heap_agrees_with_sorting() -> None:
     rng = Random(3)
-    queue = PriorityRequestQueue(7.0)
+    queue = RequestQueue(ageing_s=7.0)
     known: list[Request] = []
     for number in range(400):
         one = request(f"r{number}", rng.randrange(-3, 4), float(rng.randrange(40)))

@@ -33,7 +33,7 @@ def test_tokens_do_not_depend_on_batch_chunks_or_cache() -> None:
     rig.run()
     for name, tokens in rig.tokens.items():
         assert tokens == rig.expected(name, 7)
-    assert rig.core.make_stats().prefix_cache.num_hit_tokens["device"] > 0
+    assert rig.scheduler.make_stats().prefix_cache.num_hit_tokens["device"] > 0
 
 
 def test_a_prompt_is_cut_by_budget_and_threshold() -> None:
@@ -118,7 +118,7 @@ def test_outputs_are_grouped_by_client() -> None:
     rig.add("b", 4, client_index=2, max_tokens=2)
     rig.add("c", 4, client_index=1, max_tokens=2)
     outputs = rig.core.step()
-    assert {client: [one.request_id for one in batch.outputs] for client, batch in outputs.items()} == {
+    assert {client: [one.request_id for one in batch] for client, batch in outputs.items()} == {
         1: ["a", "c"],
         2: ["b"],
     }
@@ -138,7 +138,7 @@ def test_without_free_blocks_the_newest_request_is_preempted_and_no_token_change
     assert "r0" not in preempted, "the oldest always progresses"
     for name, tokens in rig.tokens.items():
         assert tokens == rig.expected(name, 20)
-    stats = rig.core.make_stats()
+    stats = rig.scheduler.make_stats()
     assert stats.num_preemptions == len(preempted)
 
 
@@ -185,7 +185,7 @@ def test_prefix_hits_are_reported() -> None:
     rig.run()
     assert rig.ends["first"].num_cached_tokens == 0
     assert rig.ends["second"].num_cached_tokens == 12
-    stats = rig.core.make_stats().prefix_cache
+    stats = rig.scheduler.make_stats().prefix_cache
     assert (stats.num_requests, stats.num_tokens) == (2, 32)
     assert stats.num_hits == {"device": 1, "host": 0, "remote": 0}
     assert stats.num_hit_tokens == {"device": 12, "host": 0, "remote": 0}
@@ -195,9 +195,9 @@ def test_prefix_cache_can_be_reset_when_idle_only() -> None:
     rig = EngineRig()
     rig.add("r", 16, max_tokens=2)
     rig.step()
-    assert not rig.scheduler.reset_prefix_cache()
+    assert not rig.scheduler.kv_cache_manager.reset_prefix_cache()
     rig.run()
-    assert rig.scheduler.reset_prefix_cache()
+    assert rig.scheduler.kv_cache_manager.reset_prefix_cache()
     rig.add("again", rig.requests["r"].prompt_token_ids, max_tokens=1)
     rig.run()
     assert rig.ends["again"].num_cached_tokens == 0
@@ -207,9 +207,9 @@ def test_a_live_id_can_not_be_used_again() -> None:
     rig = EngineRig()
     rig.add("r", 4, max_tokens=1)
     with pytest.raises(DuplicateRequest, match="request r is here already"):
-        rig.core.add_request(Request("r", [1], SamplingParams()))
+        rig.scheduler.add_request(Request("r", [1], SamplingParams()))
     rig.run()
-    rig.core.add_request(Request("r", [1], SamplingParams()))
+    rig.scheduler.add_request(Request("r", [1], SamplingParams()))
     assert rig.scheduler.get_request_counts() == (0, 1)
 
 
@@ -238,12 +238,6 @@ def test_a_preempted_request_can_be_aborted() -> None:
     assert rig.tokens["old"] == rig.expected("old", 12)
 
 
-def test_only_a_final_status_ends_a_request() -> None:
-    rig = EngineRig()
-    with pytest.raises(ValueError, match="requests can't be ended with PREEMPTED"):
-        rig.core.finish_requests(["r"], RequestStatus.PREEMPTED)
-
-
 def test_results_for_requests_that_ended_meanwhile_are_skipped_and_counted() -> None:
     rig = EngineRig()
     rig.add("gone", 4, max_tokens=5)
@@ -251,7 +245,7 @@ def test_results_for_requests_that_ended_meanwhile_are_skipped_and_counted() -> 
     output = rig.scheduler.schedule()
     computed = rig.runner.execute_model(output)
     rig.abort("gone")
-    rig.core.add_request(Request("gone", [1, 2], SamplingParams()))
+    rig.scheduler.add_request(Request("gone", [1, 2], SamplingParams()))
     sampled = {**computed.sampled_token_ids, "stranger": [1]}
     outputs = rig.commit(output, ModelRunnerOutput(sampled))
     assert [one.request_id for one in outputs] == ["stays"]
@@ -283,17 +277,17 @@ def test_events_of_a_request_are_in_order() -> None:
         ("finished", "r", 2),
     ]
     rig.add("s", 1)
-    assert [event.time for event in rig.core.take_events()] == [5.0]
+    assert [event.time for event in rig.scheduler.take_events()] == [5.0]
 
 
 def test_cache_usage_counts_the_blocks_that_are_held() -> None:
     rig = EngineRig(num_blocks=11)
-    assert rig.core.make_stats().kv_cache_usage == 0.0
+    assert rig.scheduler.make_stats().kv_cache_usage == 0.0
     rig.add("r", 20, max_tokens=5)
     rig.step()
-    assert rig.core.make_stats().kv_cache_usage == 0.5
+    assert rig.scheduler.make_stats().kv_cache_usage == 0.5
     rig.run()
-    assert rig.core.make_stats().kv_cache_usage == 0.0
+    assert rig.scheduler.make_stats().kv_cache_usage == 0.0
 
 
 @pytest.mark.parametrize(

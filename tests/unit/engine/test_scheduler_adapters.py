@@ -38,9 +38,9 @@ def test_a_request_waits_for_its_adapter_while_others_run() -> None:
     rig.run()
     assert rig.reason("other") is Outcome.LENGTH
     assert waiting.status is RequestStatus.WAITING_FOR_ADAPTER
-    assert rig.core.make_stats().num_requests_waiting_by_reason["adapter"] == 1
+    assert rig.scheduler.make_stats().num_requests_waiting_by_reason["adapter"] == 1
     assert rig.scheduler.adapters_in_use() == {A}
-    rig.core.adapter_loaded("a")
+    rig.scheduler.adapter_loaded("a")
     rig.run()
     assert rig.reason("a") is Outcome.LENGTH
     assert rig.scheduler.adapters_in_use() == set()
@@ -52,7 +52,7 @@ def test_a_request_keeps_its_place_while_its_adapter_is_loaded() -> None:
     rig.step()
     rig.add("a", 6, adapter=A, awaits_adapter=True, max_tokens=2)
     rig.add("later", 6, max_tokens=2)
-    rig.core.adapter_loaded("a")
+    rig.scheduler.adapter_loaded("a")
     rig.run()
     assert list(rig.ends) == ["first", "a", "later"]
 
@@ -62,8 +62,8 @@ def test_a_request_may_wait_for_its_adapter_and_for_its_grammar(adapter_first: b
     rig = rig_with()
     rig.add("a", 6, adapter=A, awaits_adapter=True, json_schema="{}", max_tokens=2)
     arrivals: list[Callable[[], None]] = [
-        lambda: rig.core.adapter_loaded("a"),
-        lambda: rig.core.grammar_compiled("a", [FakeMatcher([], range(1000))]),
+        lambda: rig.scheduler.adapter_loaded("a"),
+        lambda: rig.scheduler.grammar_compiled("a", [FakeMatcher([], range(1000))]),
     ]
     first, second = arrivals if adapter_first else reversed(arrivals)
     first()
@@ -73,15 +73,15 @@ def test_a_request_may_wait_for_its_adapter_and_for_its_grammar(adapter_first: b
     assert rig.reason("a") is Outcome.LENGTH
 
 
-@pytest.mark.parametrize("status", [RequestStatus.ABORTED, RequestStatus.ADAPTER_UNAVAILABLE])
-def test_a_request_can_end_while_it_waits_for_its_adapter(status: RequestStatus) -> None:
+@pytest.mark.parametrize("outcome", [Outcome.ABORTED, Outcome.ADAPTER_UNAVAILABLE])
+def test_a_request_can_end_while_it_waits_for_its_adapter(outcome: Outcome) -> None:
     rig = rig_with()
     rig.add("a", 6, adapter=A, awaits_adapter=True)
-    (end,) = rig.abort("a", status=status)
-    assert end.outcome is status.outcome
-    rig.core.adapter_loaded("a")
+    (end,) = rig.abort("a", outcome=outcome)
+    assert end.outcome is outcome
+    rig.scheduler.adapter_loaded("a")
     assert not rig.core.has_work()
-    assert sum(rig.core.make_stats().num_requests_waiting_by_reason.values()) == 0
+    assert sum(rig.scheduler.make_stats().num_requests_waiting_by_reason.values()) == 0
 
 
 def test_a_decode_leg_reads_its_prompt_only_once_its_adapter_is_loaded() -> None:
@@ -89,7 +89,7 @@ def test_a_decode_leg_reads_its_prompt_only_once_its_adapter_is_loaded() -> None
     rig.add("d", 9, leg=Leg.DECODE, adapter=A, awaits_adapter=True, max_tokens=3)
     rig.run()
     assert not rig.connector.loads
-    rig.core.adapter_loaded("d")
+    rig.scheduler.adapter_loaded("d")
     rig.step()
     assert set(rig.connector.loads) == {"d"}
 

@@ -22,7 +22,7 @@ def test_admission_allocates_the_whole_prompt_although_it_is_computed_in_chunks(
     rig.run()
     assert rig.tokens["first"] == rig.expected("first", 4)
     assert rig.tokens["second"] == rig.expected("second", 4)
-    assert rig.core.make_stats().num_preemptions == 0
+    assert rig.scheduler.make_stats().num_preemptions == 0
 
 
 def test_smaller_requests_may_pass_a_stuck_one_a_bounded_number_of_times() -> None:

@@ -23,7 +23,7 @@ import pytest
 
 from baton.engine.batch import EngineCoreOutput, SchedulerOutput
 from baton.messages.node import Leg, Outcome
-from tests.support.engine_rig import EngineRig
+from tests.support.engine_rig import EngineRig, name_of
 
 CONVERSATIONS = sorted((Path(__file__).parent / "scheduler_conversations").glob("*.txt"))
 _ENDS = {Outcome.ABORTED: "abort", Outcome.KV_LOST: "error"}
@@ -108,7 +108,7 @@ class Conversation:
 
     @staticmethod
     def output(output: EngineCoreOutput) -> str:
-        line = f"out {output.request_id}"
+        line = f"out {name_of(output)}"
         if output.new_token_ids:
             line += f" {output.first_index}+{len(output.new_token_ids)}"
         if output.outcome is not None:

@@ -11,7 +11,7 @@ import pytest
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import RequestStatus
 from baton.engine.sequences.sequence_group import sequence_id
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from baton.messages.speculation import SpeculationConfig
 from tests.support.engine_rig import EngineRig
 from tests.support.executors import Ahead, executor_for
@@ -47,7 +47,7 @@ def test_right_drafts_save_steps(ahead: Ahead) -> None:
     assert count_steps(rig) < 50
     for name in rig.requests:
         assert rig.tokens[name] == rig.expected(name, 100)
-    assert rig.core.make_stats().spec_decoding.num_accepted_tokens > 100
+    assert rig.scheduler.make_stats().spec_decoding.num_accepted_tokens > 100
 
 
 def test_wrong_drafts_are_given_up(ahead: Ahead) -> None:
@@ -55,7 +55,7 @@ def test_wrong_drafts_are_given_up(ahead: Ahead) -> None:
     rig.add("r", 6, max_tokens=150)
     count_steps(rig)
     assert rig.tokens["r"] == rig.expected("r", 150)
-    stats = rig.core.make_stats().spec_decoding
+    stats = rig.scheduler.make_stats().spec_decoding
     assert stats.num_accepted_tokens == 0
     assert 0 < stats.num_draft_tokens < 20
 
@@ -66,12 +66,12 @@ def test_a_slow_draft_model_is_asked_seldom_and_tried_again(ahead: Ahead) -> Non
     rig.add("r", 6, max_tokens=700)
     count_steps(rig)
     assert rig.tokens["r"] == rig.expected("r", 700)
-    assert rig.core.make_stats().spec_decoding.num_drafts <= 2
+    assert rig.scheduler.make_stats().spec_decoding.num_drafts <= 2
     rig.runner.seconds_per_round = 0.05
     rig.add("again", 6, max_tokens=700)
     count_steps(rig)
     assert rig.tokens["again"] == rig.expected("again", 700)
-    assert rig.core.make_stats().spec_decoding.num_drafts > 40
+    assert rig.scheduler.make_stats().spec_decoding.num_drafts > 40
 
 
 def test_requests_that_want_no_drafts_get_none(ahead: Ahead) -> None:
@@ -137,7 +137,7 @@ def test_a_draft_does_not_outlive_its_step(ahead: Ahead, preemption_mode: str) -
     count_steps(rig)
     assert lost_draft
     assert not outlived
-    assert rig.core.make_stats().num_preemptions_by_mode[preemption_mode] > 0
+    assert rig.scheduler.make_stats().num_preemptions_by_mode[preemption_mode] > 0
     assert not waiting
     for name in rig.requests:
         assert rig.tokens[name] == rig.expected(name, 24)
@@ -183,7 +183,7 @@ def test_whatever_is_drafted_tokens_stay(ahead: Ahead, on_transfer_failure: str,
 
     def abort(name: str) -> None:
         aborted.add(name)
-        rig.abort(name, status=RequestStatus.ABORTED)
+        rig.abort(name, outcome=Outcome.ABORTED)
 
     def add(name: str, number: int) -> None:
         leg = chance.choice([Leg.WHOLE, Leg.DECODE])
@@ -233,7 +233,7 @@ def test_whatever_is_drafted_tokens_stay(ahead: Ahead, on_transfer_failure: str,
             assert name in aborted | failed or len(tokens) == request.sampling_params.max_tokens
     assert not rig.scheduler.requests
     assert not any(rig.runner.ahead.values())
-    stats = rig.core.make_stats()
+    stats = rig.scheduler.make_stats()
     assert stats.free_blocks == stats.total_blocks
 
 
@@ -251,7 +251,7 @@ def test_the_draft_model_computes_a_prompt_while_its_kv_comes(ahead: Ahead) -> N
         rig.complete_transfer(name)
     count_steps(rig)
     assert not rig.runner.ahead
-    assert rig.core.make_stats().spec_decoding.num_accepted_tokens > 0
+    assert rig.scheduler.make_stats().spec_decoding.num_accepted_tokens > 0
     for name in rig.requests:
         assert rig.tokens[name] == rig.expected(name, 20)
 
@@ -260,7 +260,7 @@ def test_a_request_that_is_aborted_while_its_kv_comes_is_computed_no_further(ahe
     rig = make_rig(ahead, max_num_batched_tokens=8)
     rig.add("d", 40, leg=Leg.DECODE, max_tokens=20)
     rig.step()
-    rig.abort("d", status=RequestStatus.ABORTED)
+    rig.abort("d", outcome=Outcome.ABORTED)
     assert count_steps(rig) <= 3
     assert not rig.runner.ahead
 

@@ -31,7 +31,7 @@ def test_embeddings_are_computed_in_chunks_beside_streams(ahead: Ahead) -> None:
     assert rig.tokens["stream"] == rig.expected("stream", 40)
     ends = [request_id for kind, request_id, _ in rig.events() if kind == "finished"]
     assert ends == ["short", "long", "stream"]
-    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+    assert rig.scheduler.make_stats().free_blocks == rig.config.num_blocks - 1
 
 
 def test_an_embedding_ends_with_its_last_chunk_and_frees_its_blocks() -> None:
@@ -40,7 +40,7 @@ def test_an_embedding_ends_with_its_last_chunk_and_frees_its_blocks() -> None:
     assert rig.step() == []
     (output,) = rig.step()
     assert (output.embedding, output.new_token_ids) == (expected_embedding(prompt_of(13)), [])
-    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+    assert rig.scheduler.make_stats().free_blocks == rig.config.num_blocks - 1
     assert [kind for kind, _, _ in rig.events()][-2:] == ["first_token", "finished"]
 
 
@@ -64,7 +64,7 @@ def test_a_preempted_embedding_is_resumed(mode: str) -> None:
     rig.step()
     rig.add("e", 36, leg=Leg.EMBED)
     rig.run()
-    assert rig.core.make_stats().num_preemptions_by_mode[mode] > 0
+    assert rig.scheduler.make_stats().num_preemptions_by_mode[mode] > 0
     assert embedding(rig, "e") == expected_embedding(rig.submitted("e"))
     assert rig.tokens["stream"] == rig.expected("stream", 40)
 
@@ -75,7 +75,7 @@ def test_an_embedding_aborted_in_mid_prompt_frees_its_blocks() -> None:
     rig.step()
     (output,) = rig.abort("e")
     assert (output.outcome, output.embedding) == (Outcome.ABORTED, b"")
-    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+    assert rig.scheduler.make_stats().free_blocks == rig.config.num_blocks - 1
 
 
 def test_an_embeddings_prompt_may_have_the_models_maximum_length() -> None:

@@ -26,13 +26,13 @@ def test_a_request_waits_for_its_grammar_while_others_run() -> None:
     rig.run()
     assert rig.reason("other") is Outcome.LENGTH
     assert waiting.status is RequestStatus.WAITING_FOR_GRAMMAR
-    by_reason = rig.core.make_stats().num_requests_waiting_by_reason
+    by_reason = rig.scheduler.make_stats().num_requests_waiting_by_reason
     assert {reason: count for reason, count in by_reason.items() if count} == {"grammar": 1}
 
-    rig.core.grammar_compiled("g", [matcher()])
+    rig.scheduler.grammar_compiled("g", [matcher()])
     rig.run()
     assert rig.tokens["g"] == rig.expected("g", 4)
-    assert rig.core.make_stats().num_requests_waiting_by_reason["grammar"] == 0
+    assert rig.scheduler.make_stats().num_requests_waiting_by_reason["grammar"] == 0
 
 
 def test_the_runner_is_given_the_matcher_of_each_sequence() -> None:
@@ -40,7 +40,7 @@ def test_the_runner_is_given_the_matcher_of_each_sequence() -> None:
     rig.add("g", 6, json_schema=SCHEMA, n=3, max_tokens=3)
     rig.add("plain", 6, max_tokens=3)
     matchers = [matcher() for _ in range(3)]
-    rig.core.grammar_compiled("g", matchers)
+    rig.scheduler.grammar_compiled("g", matchers)
     given = {}
     while rig.core.has_work():
         decided = rig.scheduler.schedule()
@@ -49,15 +49,15 @@ def test_the_runner_is_given_the_matcher_of_each_sequence() -> None:
     assert given == {"g": matchers[0], "g~1": matchers[1], "g~2": matchers[2], "plain": None}
 
 
-@pytest.mark.parametrize("status", [RequestStatus.ABORTED, RequestStatus.ERROR])
-def test_a_request_can_end_while_it_waits_for_its_grammar(status: RequestStatus) -> None:
+@pytest.mark.parametrize("outcome", [Outcome.ABORTED, Outcome.ERROR])
+def test_a_request_can_end_while_it_waits_for_its_grammar(outcome: Outcome) -> None:
     rig = EngineRig()
     rig.add("g", 6, json_schema=SCHEMA)
-    (end,) = rig.abort("g", status=status)
-    assert end.outcome is status.outcome
-    rig.core.grammar_compiled("g", [matcher()])
+    (end,) = rig.abort("g", outcome=outcome)
+    assert end.outcome is outcome
+    rig.scheduler.grammar_compiled("g", [matcher()])
     assert not rig.core.has_work()
-    assert sum(rig.core.make_stats().num_requests_waiting_by_reason.values()) == 0
+    assert sum(rig.scheduler.make_stats().num_requests_waiting_by_reason.values()) == 0
 
 
 def test_a_decode_leg_loads_its_prompt_only_once_its_grammar_is_compiled() -> None:
@@ -65,7 +65,7 @@ def test_a_decode_leg_loads_its_prompt_only_once_its_grammar_is_compiled() -> No
     rig.add("d", 9, leg=Leg.DECODE, json_schema=SCHEMA, max_tokens=3)
     rig.run()
     assert not rig.connector.loads
-    rig.core.grammar_compiled("d", [matcher()])
+    rig.scheduler.grammar_compiled("d", [matcher()])
     rig.step()
     assert set(rig.connector.loads) == {"d"}
     rig.complete_transfer("d")

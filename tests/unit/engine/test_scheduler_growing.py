@@ -30,7 +30,7 @@ def test_a_prompt_that_fits_with_its_window_is_computed() -> None:
     rig.run()
     assert rig.reason("long") is Outcome.LENGTH
     assert rig.tokens["long"] == rig.expected("long", 4)
-    assert rig.core.make_stats().free_blocks == 76
+    assert rig.scheduler.make_stats().free_blocks == 76
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
@@ -51,7 +51,7 @@ def test_a_growing_request_holds_no_more_blocks_than_were_allocated(
         rig.transfer(released=["long"])
     else:
         assert rig.tokens["long"] == rig.expected("long", 12)
-    assert rig.core.make_stats().free_blocks == num_blocks - 1
+    assert rig.scheduler.make_stats().free_blocks == num_blocks - 1
     rig.core.close()
 
 
@@ -104,7 +104,7 @@ def test_many_growing_requests_in_a_small_pool_all_end(seed: int) -> None:
         rig.transfer(released=list(rig.connector.leased))
         rig.connector.leased.clear()
     assert not rig.scheduler.requests
-    assert rig.core.make_stats().free_blocks == num_blocks - 1
+    assert rig.scheduler.make_stats().free_blocks == num_blocks - 1
     for name, tokens in rig.tokens.items():
         assert tokens == rig.expected(name, len(tokens))
 
@@ -124,10 +124,10 @@ def test_with_a_real_model_the_tokens_are_those_of_a_large_pool(tmp_path: Path, 
         core = EngineCore(scheduler, runner)
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         request = Request("r", [(13 * place) % 250 for place in range(100)], params)
-        core.add_request(request)
+        core.scheduler.add_request(request)
         while core.has_work():
             core.step()
-            scheduler.check_invariant()
+            scheduler.kv_cache_manager.check_invariant()
         outputs.append(request.output_token_ids)
         assert len(request.output_token_ids) == 8
     assert outputs[0] == outputs[1]

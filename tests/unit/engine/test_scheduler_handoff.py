@@ -29,7 +29,7 @@ def test_a_prefill_leg_offers_as_it_computes_and_hands_off_with_its_first_token(
     assert rig.connector.leased["p"] == ((1, 2, 3, 4, 5), 18)
     assert rig.tokens["p"] == rig.expected("p", 1)
     assert rig.reason("p") is Outcome.HANDED_OFF
-    assert rig.requests["p"].status is RequestStatus.HANDED_OFF
+    assert rig.requests["p"].outcome is Outcome.HANDED_OFF
 
 
 @pytest.mark.parametrize(("params", "reason"), [({"max_tokens": 1}, Outcome.LENGTH), ({}, Outcome.STOP)])
@@ -49,10 +49,10 @@ def test_leased_blocks_stay_until_released_and_can_be_found_meanwhile() -> None:
     rig = EngineRig(num_blocks=11)
     rig.add("p", 18, leg=Leg.PREFILL)
     rig.run()
-    stats = rig.core.make_stats()
+    stats = rig.scheduler.make_stats()
     assert (stats.leased_blocks, stats.free_blocks) == (5, 5)
     with pytest.raises(DuplicateRequest):
-        rig.core.add_request(Request("p", [1], rig.requests["p"].sampling_params))
+        rig.scheduler.add_request(Request("p", [1], rig.requests["p"].sampling_params))
     rig.add("other", 30, max_tokens=1)
     rig.step()
     assert rig.requests["other"].status is RequestStatus.WAITING, "leased blocks are not available"
@@ -62,7 +62,7 @@ def test_leased_blocks_stay_until_released_and_can_be_found_meanwhile() -> None:
     block_ids, num_tokens = rig.connector.leased["p"]
     assert rig.runner.read_slots(block_ids, num_tokens) == prompt_slots(rig.requests["p"].prompt_token_ids)
     rig.transfer(released=["p"])
-    assert rig.core.make_stats().leased_blocks == 0
+    assert rig.scheduler.make_stats().leased_blocks == 0
     rig.run()
     assert rig.tokens["other"] == rig.expected("other", 1)
 
@@ -78,9 +78,9 @@ def test_a_prefix_hit_is_offered_like_computed_blocks() -> None:
     assert list(block_ids[:4]) == [1, 2, 3, 4]
     assert rig.ends["second"].num_cached_tokens == 16
     rig.transfer(released=["first"])
-    assert rig.core.make_stats().leased_blocks == 5
+    assert rig.scheduler.make_stats().leased_blocks == 5
     rig.transfer(released=["second"])
-    assert rig.core.make_stats().leased_blocks == 0
+    assert rig.scheduler.make_stats().leased_blocks == 0
 
 
 def test_an_aborted_prefill_leg_keeps_what_a_peer_may_be_reading() -> None:
@@ -88,9 +88,9 @@ def test_an_aborted_prefill_leg_keeps_what_a_peer_may_be_reading() -> None:
     rig.add("p", 18, leg=Leg.PREFILL)
     rig.step()
     rig.abort("p")
-    assert rig.core.make_stats().leased_blocks == 5
+    assert rig.scheduler.make_stats().leased_blocks == 5
     rig.transfer(released=["p"])
-    assert rig.core.make_stats().leased_blocks == 0
+    assert rig.scheduler.make_stats().leased_blocks == 0
 
 
 def test_a_prefill_leg_is_never_preempted() -> None:
@@ -120,7 +120,7 @@ def test_a_decode_leg_waits_for_its_kv_and_goes_on_with_the_second_token() -> No
     load = rig.connector.loads["d"]
     assert (len(load.block_ids), load.num_local_tokens, load.num_external_tokens) == (3, 0, 10)
     assert rig.requests["d"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    stats = rig.core.make_stats()
+    stats = rig.scheduler.make_stats()
     assert (stats.num_running, stats.num_waiting, stats.num_waiting_for_remote_kvs) == (0, 1, 1)
     assert rig.complete_transfer("d") == [], (
         "the first token comes from the prefill node; here it goes with the second one"
@@ -184,7 +184,7 @@ def test_nothing_is_found_in_blocks_whose_kv_has_not_arrived() -> None:
     assert rig.tokens["early"] == rig.expected("early", 2)
     rig.abort("d")
     rig.transfer(released=["d"])
-    rig.scheduler.reset_prefix_cache()
+    rig.scheduler.kv_cache_manager.reset_prefix_cache()
 
     rig.add("d2", prompt, leg=Leg.DECODE, max_tokens=2)
     rig.step()
@@ -311,10 +311,10 @@ def test_a_failed_transfer_ends_its_request_with_the_reason(quarantine: bool) ->
     rig.step()
     (end,) = rig.transfer(failed={"d": "peer gone"})
     assert (end.outcome, end.error) == (Outcome.KV_LOST, "peer gone")
-    assert rig.core.make_stats().quarantined_blocks == (3 if quarantine else 0)
+    assert rig.scheduler.make_stats().quarantined_blocks == (3 if quarantine else 0)
     assert not rig.core.has_work()
     rig.transfer(released=["d"])
-    assert rig.core.make_stats().free_blocks == 64
+    assert rig.scheduler.make_stats().free_blocks == 64
 
 
 def test_quarantined_blocks_are_not_allocated_until_released() -> None:
@@ -323,9 +323,9 @@ def test_quarantined_blocks_are_not_allocated_until_released() -> None:
     rig.step()
     load = rig.connector.loads["d"]
     rig.abort("d")
-    assert rig.core.make_stats().quarantined_blocks == 3
+    assert rig.scheduler.make_stats().quarantined_blocks == 3
     with pytest.raises(DuplicateRequest):
-        rig.core.add_request(Request("d", [1], rig.requests["d"].sampling_params))
+        rig.scheduler.add_request(Request("d", [1], rig.requests["d"].sampling_params))
     rig.add("other", 15, max_tokens=2)
     rig.add("too big", 20, max_tokens=2)
     rig.step()
@@ -343,7 +343,7 @@ def test_an_abort_before_the_load_began_frees_at_once() -> None:
     rig.add("d", 10, leg=Leg.DECODE)
     rig.abort("d")
     assert rig.connector.finished == {"d": ((), False)}
-    assert rig.core.make_stats().free_blocks == 64
+    assert rig.scheduler.make_stats().free_blocks == 64
 
 
 def test_the_connector_is_asked_only_about_the_prompts_blocks() -> None:
@@ -351,11 +351,11 @@ def test_the_connector_is_asked_only_about_the_prompts_blocks() -> None:
     rig = EngineRig()
     rig.add("d", 12, leg=Leg.DECODE)
     rig.step()
-    assert rig.core.make_stats().free_blocks == 60
+    assert rig.scheduler.make_stats().free_blocks == 60
     load = rig.connector.loads["d"]
     rig.abort("d")
     assert rig.connector.finished == {"d": (load.block_ids, True)}
-    stats = rig.core.make_stats()
+    stats = rig.scheduler.make_stats()
     assert (len(load.block_ids), stats.quarantined_blocks, stats.free_blocks) == (3, 3, 61)
 
 
@@ -365,7 +365,7 @@ def test_an_abort_after_the_arrival_frees_at_once() -> None:
     rig.step()
     rig.complete_transfer("d")
     rig.abort("d")
-    stats = rig.core.make_stats()
+    stats = rig.scheduler.make_stats()
     assert (stats.free_blocks, stats.quarantined_blocks) == (64, 0)
     assert not rig.core.has_work()
 
@@ -444,7 +444,7 @@ def test_external_tokens_that_do_not_complete_the_prompt_fail_the_request() -> N
     (end,) = rig.step()
     assert end.outcome is Outcome.KV_LOST
     assert "does not complete a prompt" in (end.error or "")
-    assert rig.core.make_stats().free_blocks == 64
+    assert rig.scheduler.make_stats().free_blocks == 64
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ def test_a_connector_that_raises_fails_its_request_and_not_the_engine(method: st
     assert rig.reason("bad") is (Outcome.KV_LOST if leg is Leg.DECODE else Outcome.ERROR)
     assert f"the test made {method} fail" in (rig.ends["bad"].error or "")
     assert rig.tokens["good"] == rig.expected("good", 3)
-    assert rig.core.make_stats().quarantined_blocks == held, "a load may have begun before it raised"
+    assert rig.scheduler.make_stats().quarantined_blocks == held, "a load may have begun before it raised"
     assert rig.scheduler.counters.num_connector_errors == 1
 
 
@@ -476,7 +476,7 @@ def test_blocks_are_kept_when_the_connector_raises_at_a_requests_end(leg: Leg, l
     rig.step()
     rig.connector.raise_in = "request_finished"
     assert rig.abort("r")[0].outcome is Outcome.ABORTED
-    stats = rig.core.make_stats()
+    stats = rig.scheduler.make_stats()
     assert (stats.leased_blocks, stats.quarantined_blocks) == (leased, quarantined)
     assert rig.scheduler.counters.num_connector_errors == 1
 
@@ -490,15 +490,15 @@ def test_a_failed_load_is_computed_here_under_the_policy_recompute() -> None:
     rig.step()
     filling = set(rig.connector.loads["d"].block_ids[3:])
     rig.transfer(failed={"d": "peer gone"})
-    assert rig.core.make_stats().quarantined_blocks == len(filling) == 3, "the read may go on for ever"
+    assert rig.scheduler.make_stats().quarantined_blocks == len(filling) == 3, "the read may go on for ever"
     rig.step()
     assert not filling & set(rig.scheduler.kv_cache_manager.block_ids("d"))
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 6), "the first token, too: nobody else may have it"
     assert rig.requests["d"].num_cached_tokens == 12, "what was here is valid"
-    assert rig.core.make_stats().quarantined_blocks == 3
+    assert rig.scheduler.make_stats().quarantined_blocks == 3
     rig.transfer(released=["d"])
-    assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
+    assert rig.scheduler.make_stats().free_blocks == rig.scheduler.make_stats().total_blocks
     assert ("remote_kv_lost", "d", 12) in rig.events()
 
 
@@ -534,14 +534,14 @@ def test_blocks_that_arrived_before_a_load_failed_are_not_recomputed(
     blocks = rig.connector.loads["d"].block_ids
     rig.fail_transfer("d", num_valid)
     num_full = min(num_valid, num_tokens // 4)
-    assert rig.core.make_stats().quarantined_blocks == (len(blocks) - num_full if quarantine else 0)
+    assert rig.scheduler.make_stats().quarantined_blocks == (len(blocks) - num_full if quarantine else 0)
     cached = [block for block in rig.scheduler.kv_cache_manager.pool.blocks if block.block_hash is not None]
     assert [block.block_id for block in cached] == sorted(blocks[:num_full]), "what is not proven is not found"
     assert computed_tokens(rig, "d") == num_tokens - kept
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 6)
     assert ("remote_kv_lost", "d", kept) in rig.events()
-    request, stats = rig.requests["d"], rig.core.make_stats().prefix_cache
+    request, stats = rig.requests["d"], rig.scheduler.make_stats().prefix_cache
     assert (request.num_cached_tokens, request.num_external_tokens) == (0, kept)
     assert (stats.num_hit_tokens["remote"], stats.num_hit_tokens["device"]) == (kept, 0)
 
@@ -598,7 +598,7 @@ def test_kept_blocks_are_idle_and_recomputed_if_they_were_evicted() -> None:
     rig.run()
     rig.transfer(released=["d"])
     assert rig.tokens["other"] == rig.expected("other", 2)
-    assert rig.core.make_stats().free_blocks == 7
+    assert rig.scheduler.make_stats().free_blocks == 7
 
 
 def test_without_a_prefix_cache_nothing_is_kept() -> None:
@@ -617,7 +617,7 @@ def test_no_block_of_a_failed_load_is_kept_if_the_connector_raises() -> None:
     rig.step()
     rig.connector.raise_in = "load_failed"
     rig.fail_transfer("d", 3)
-    assert rig.core.make_stats().quarantined_blocks == 5
+    assert rig.scheduler.make_stats().quarantined_blocks == 5
     assert computed_tokens(rig, "d") == 20
 
 
@@ -628,7 +628,7 @@ def test_under_other_policies_arrived_blocks_are_quarantined_with_the_rest(polic
     rig.step()
     rig.fail_transfer("d", 3)
     assert rig.reason("d") is outcome
-    assert rig.core.make_stats().quarantined_blocks == 5
+    assert rig.scheduler.make_stats().quarantined_blocks == 5
     assert not rig.scheduler.kv_cache_manager.pool.num_cached_blocks
 
 
@@ -653,9 +653,9 @@ def test_a_request_recomputed_here_may_be_aborted_while_its_read_continues() -> 
     rig.step()
     rig.abort("d")
     assert rig.reason("d") is Outcome.ABORTED
-    assert rig.core.make_stats().quarantined_blocks == 5
+    assert rig.scheduler.make_stats().quarantined_blocks == 5
     rig.transfer(released=["d"])
-    assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
+    assert rig.scheduler.make_stats().free_blocks == rig.scheduler.make_stats().total_blocks
 
 
 def test_a_connector_that_raises_in_load_failed_costs_blocks_and_not_the_request() -> None:
@@ -666,7 +666,7 @@ def test_a_connector_that_raises_in_load_failed_costs_blocks_and_not_the_request
     rig.transfer(failed={"d": "peer gone"})
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 3)
-    assert (rig.scheduler.counters.num_connector_errors, rig.core.make_stats().quarantined_blocks) == (1, 5)
+    assert (rig.scheduler.counters.num_connector_errors, rig.scheduler.make_stats().quarantined_blocks) == (1, 5)
 
 
 def test_a_load_lost_before_it_had_blocks_is_computed_here() -> None:
@@ -679,7 +679,7 @@ def test_a_load_lost_before_it_had_blocks_is_computed_here() -> None:
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 6)
     assert rig.tokens["other"] == rig.expected("other", 3)
-    assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
+    assert rig.scheduler.make_stats().free_blocks == rig.scheduler.make_stats().total_blocks
     assert ("remote_kv_lost", "d", 0) in rig.events()
 
 
@@ -693,7 +693,7 @@ def test_a_load_lost_before_it_had_blocks_ends_its_request(many: dict[str, Any])
     assert (rig.reason("d"), rig.ends["d"].error) == (Outcome.KV_LOST, "peer gone")
     assert rig.scheduler.counters.num_unknown_transfers == 1
     assert not rig.core.has_work()
-    assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
+    assert rig.scheduler.make_stats().free_blocks == rig.scheduler.make_stats().total_blocks
 
 
 def test_a_failure_that_comes_after_the_arrival_changes_nothing() -> None:
@@ -749,7 +749,7 @@ def test_a_prefill_legs_first_token_is_handed_off_with_its_logprobs() -> None:
     rig.step()
     rig.write_kv("d")
     arrived = ArrivedKV((drawn.token_id,), (drawn,))
-    rig.core.update_from_kv_transfer(KVTransferOutput(arrived={"d": arrived}))
+    rig.scheduler.update_from_kv_transfer(KVTransferOutput(arrived={"d": arrived}))
     (first,) = rig.step()
     assert [position.token_id for position in first.new_logprobs] == first.new_token_ids == rig.expected("d", 2)
     assert first.new_logprobs[0] == drawn
@@ -760,6 +760,6 @@ def test_a_first_token_without_its_logprobs_is_reported_only_by_the_prefill_node
     rig.add("d", 10, leg=Leg.DECODE, logprobs=1, max_tokens=5)
     rig.step()
     rig.write_kv("d")
-    rig.core.update_from_kv_transfer(KVTransferOutput(arrived={"d": ArrivedKV(rig.expected("d", 1))}))
-    (first,) = rig.core.step()[0].outputs
+    rig.scheduler.update_from_kv_transfer(KVTransferOutput(arrived={"d": ArrivedKV(rig.expected("d", 1))}))
+    (first,) = rig.core.step()[0]
     assert (first.first_index, first.new_token_ids) == (1, rig.expected("d", 2)[1:])

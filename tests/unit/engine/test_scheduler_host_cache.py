@@ -33,7 +33,7 @@ def test_an_evicted_prefix_is_copied_back() -> None:
     assert len(again.blocks_to_swap_in) == 3, "the last token is computed"
     assert again.num_scheduled_tokens == {"again": 4}
     assert rig.ends["again"].num_cached_tokens == 12
-    stats = rig.core.make_stats().prefix_cache
+    stats = rig.scheduler.make_stats().prefix_cache
     assert stats.num_hit_tokens == {"device": 0, "host": 12, "remote": 0}
     assert stats.num_hits == {"device": 0, "host": 1, "remote": 0}
 
@@ -43,7 +43,7 @@ def test_a_prefix_may_begin_on_the_device_and_continue_in_the_host_tier() -> Non
     admit(rig, "first", FIRST)
     admit(rig, "shorter", prompt_of(12, 3))
     assert len(admit(rig, "again", FIRST).blocks_to_swap_in) == 2
-    assert rig.core.make_stats().prefix_cache.num_hit_tokens == {"device": 4, "host": 8, "remote": 0}
+    assert rig.scheduler.make_stats().prefix_cache.num_hit_tokens == {"device": 4, "host": 8, "remote": 0}
 
 
 def test_blocks_in_the_host_tier_are_not_copied_out_again() -> None:
@@ -91,7 +91,7 @@ def test_copies_of_a_lost_step_are_never_found() -> None:
     rig.add("second", SECOND, max_tokens=2)
     rig.runner.raise_first = RuntimeError("broken")
     rig.step()
-    assert rig.core.make_stats().free_host_blocks == 15
+    assert rig.scheduler.make_stats().free_host_blocks == 15
     assert not admit(rig, "again", FIRST).blocks_to_swap_in
 
 
@@ -99,16 +99,16 @@ def test_a_reset_forgets_both_tiers_and_refuses_while_either_is_in_use() -> None
     rig = rig_of()
     admit(rig, "first", FIRST)
     admit(rig, "second", SECOND)
-    assert rig.scheduler.reset_prefix_cache()
+    assert rig.scheduler.kv_cache_manager.reset_prefix_cache()
     assert not admit(rig, "again", FIRST).blocks_to_swap_in
     rig = EngineRig(6, preemption_mode="swap", num_host_blocks=8)
     rig.add("old", 8, max_tokens=8)
     rig.add("new", 7, max_tokens=8)
-    while not rig.core.make_stats().num_requests_waiting_by_reason["swapped"]:
+    while not rig.scheduler.make_stats().num_requests_waiting_by_reason["swapped"]:
         rig.step()
     rig.abort("old")
-    assert rig.core.make_stats().free_blocks == 5
-    assert not rig.scheduler.reset_prefix_cache(), "a swapped request's keys would be forgotten"
+    assert rig.scheduler.make_stats().free_blocks == 5
+    assert not rig.scheduler.kv_cache_manager.reset_prefix_cache(), "a swapped request's keys would be forgotten"
 
 
 def test_without_prefix_caching_the_host_tier_keeps_nothing() -> None:

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from baton.engine.core import EncodesAtOnce, InputEncoder
 from baton.engine.encoder_cache import EncoderInput
 from baton.engine.request import RequestStatus
 from baton.engine.runner import LazyExecutor
+from baton.engine.scheduler import Scheduler
 from baton.errors import InvalidRequest
 from baton.messages.node import Leg, Outcome
 from baton.messages.spans import Span
+from tests.doubles.fake_runner import FakeRunner
 from tests.support.engine_rig import EngineRig
 
 
@@ -21,14 +24,30 @@ def image(digest: str, start: int, length: int, *, first_row: int = 0) -> Span:
     return Span(start, length, digest, is_encoded=True, first_row=first_row)
 
 
+class _HeldEncoder(EncodesAtOnce):
+    """Leaves inputs to the rig, unless that says they are to be encoded at once."""
+
+    def __init__(self, rig: ImageRig, scheduler: Scheduler, runner: FakeRunner) -> None:
+        super().__init__(scheduler, runner)
+        self._rig = rig
+
+    def start(self, each: EncoderInput) -> None:
+        if self._rig.encodes_at_once:
+            super().start(each)
+        else:
+            self._rig.encoding.append(each)
+
+
 class ImageRig(EngineRig):
     """An engine whose images are encoded when the test says so."""
 
     def __init__(self, num_encoder_rows: int = 16, *, at_once: bool = False, **limits: Any) -> None:
-        super().__init__(num_encoder_rows=num_encoder_rows, **limits)
+        super().__init__(make_encoder=self._make_encoder, num_encoder_rows=num_encoder_rows, **limits)
         self.encoding: list[EncoderInput] = []
-        if not at_once:
-            self.core.start_encoding = self.encoding.append
+        self.encodes_at_once = at_once
+
+    def _make_encoder(self, scheduler: Scheduler, runner: FakeRunner) -> InputEncoder:
+        return _HeldEncoder(self, scheduler, runner)
 
     def encode(self, *digests: str) -> None:
         for digest in digests:
@@ -37,9 +56,9 @@ class ImageRig(EngineRig):
             try:
                 self.runner.encoder.encode(each.content, each.num_rows)
             except InvalidRequest as error:
-                self.core.input_failed(digest, error)
+                self.scheduler.input_failed(digest, error)
             else:
-                self.core.input_encoded(digest)
+                self.scheduler.input_encoded(digest)
 
     def waits(self) -> bool:
         """Whether the engine has nothing to do until an image is encoded; it finds out with a step that is empty."""
@@ -192,7 +211,7 @@ def test_a_failed_encoding_ends_no_request_that_did_not_ask_for_it() -> None:
     rig = ImageRig(at_once=True)
     rig.add("first", 20, spans=[image("a", 0, 4)], max_tokens=2)
     rig.run()
-    rig.core.start_encoding = rig.encoding.append
+    rig.encodes_at_once = False
     rig.add("remote", 20, leg=Leg.DECODE, spans=[image("b", 0, 4)], max_tokens=3)
     rig.add("here", 20, spans=[image("b", 0, 4)], max_tokens=3)
     rig.step()

@@ -9,7 +9,7 @@ import pytest
 
 from baton.engine.batch import ModelRunnerOutput
 from baton.engine.constraints import RepetitionDetector
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request
 from baton.errors import InvalidRequest
 from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import MAX_PATTERN_SIZE, RepetitionDetection, SamplingParams
@@ -69,7 +69,7 @@ def check_end(rig: EngineRig, name: str = "r") -> None:
     assert end.error == "the output repeats itself: its last 3 tokens came 3 times in a row"
     assert end.outcome is Outcome.REPETITION
     assert not rig.core.has_work()
-    assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
+    assert rig.scheduler.make_stats().free_blocks == rig.scheduler.make_stats().total_blocks
 
 
 def test_an_output_that_repeats_itself_ends_with_an_error() -> None:
@@ -88,7 +88,7 @@ def test_a_continued_output_ends_at_the_same_token(given: int) -> None:
     request = Request(
         "r", prompt_of(6), SamplingParams(max_tokens=14, repetition_detection=RULE), output_token_ids=TOKENS[:given]
     )
-    rig.core.add_request(request)
+    rig.scheduler.add_request(request)
     rig.tokens["r"] = TOKENS[:given]
     drive(rig)
     check_end(rig)
@@ -99,7 +99,9 @@ def test_a_decode_leg_ends_at_the_same_token(given: int) -> None:
     rig = EngineRig()
     params = SamplingParams(max_tokens=14, repetition_detection=RULE)
     output = TOKENS[: given - 1]
-    rig.core.add_request(Request("r", prompt_of(6), params, leg=Leg.DECODE, kv_source=SOURCE, output_token_ids=output))
+    rig.scheduler.add_request(
+        Request("r", prompt_of(6), params, leg=Leg.DECODE, kv_source=SOURCE, output_token_ids=output)
+    )
     rig.tokens["r"] = [*output]
     rig.step()
     rig.transfer(arrived={"r": [TOKENS[given - 1]]})
@@ -110,7 +112,7 @@ def test_a_decode_leg_ends_at_the_same_token(given: int) -> None:
 def test_the_first_token_of_a_prefill_leg_may_complete_a_repetition() -> None:
     rig = EngineRig()
     params = SamplingParams(max_tokens=14, repetition_detection=RULE)
-    rig.core.add_request(Request("r", prompt_of(6), params, leg=Leg.PREFILL, output_token_ids=TOKENS[: END - 1]))
+    rig.scheduler.add_request(Request("r", prompt_of(6), params, leg=Leg.PREFILL, output_token_ids=TOKENS[: END - 1]))
     rig.tokens["r"] = TOKENS[: END - 1]
     drive(rig)
     assert rig.tokens["r"] == TOKENS[:END]
@@ -141,8 +143,8 @@ def test_a_repetition_ends_all_sequences_of_the_request() -> None:
     rig.add("r", 6, max_tokens=14, n=2, repetition_detection=RULE)
     drive(rig)
     assert {name: end.outcome for name, end in rig.ends.items()} == dict.fromkeys(("r", "r~1"), Outcome.REPETITION)
-    assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
-    assert rig.requests["r"].status is RequestStatus.REPETITION
+    assert rig.scheduler.make_stats().free_blocks == rig.scheduler.make_stats().total_blocks
+    assert rig.requests["r"].outcome is Outcome.REPETITION
 
 
 @pytest.mark.parametrize(

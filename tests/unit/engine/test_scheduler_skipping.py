@@ -151,7 +151,7 @@ def test_a_request_whose_grammar_was_compiled_keeps_its_place(policy: str, leg: 
     rig.add("first", 4, max_tokens=2)
     rig.add("with grammar", 8, leg=leg, json_schema=SCHEMA, max_tokens=2)
     rig.add("later", 8, leg=leg, max_tokens=2)
-    rig.core.grammar_compiled("with grammar", [FakeMatcher([], range(1000))])
+    rig.scheduler.grammar_compiled("with grammar", [FakeMatcher([], range(1000))])
     order: list[str] = []
     while rig.core.has_work():
         rig.step()
@@ -171,7 +171,7 @@ def test_grammars_compiled_in_another_order_change_no_places() -> None:
         rig.add(name, 6, json_schema=SCHEMA, max_tokens=1)
     rig.add("plain", 6, max_tokens=1)
     for name in ("c", "a", "b"):
-        rig.core.grammar_compiled(name, [FakeMatcher([], range(1000))])
+        rig.scheduler.grammar_compiled(name, [FakeMatcher([], range(1000))])
     rig.run()
     assert list(rig.ends) == ["running", "a", "b", "c", "plain"]
 
@@ -188,7 +188,7 @@ def test_no_lookups_are_counted_with_prefix_caching_off() -> None:
     rig.step()
     rig.complete_transfer("d")
     rig.run()
-    cache = rig.core.make_stats().prefix_cache
+    cache = rig.scheduler.make_stats().prefix_cache
     assert (cache.num_requests, cache.num_tokens) == (0, 0)
     assert cache.num_hit_tokens == {"device": 0, "host": 0, "remote": 20}, "and what came from elsewhere is known"
     assert rig.tokens["one"] == rig.tokens["again"] == rig.tokens["d"] == rig.expected("one", 2)

@@ -53,6 +53,6 @@ def test_further_sequences_have_the_rows_of_the_first() -> None:
     rig.add("r", TOKENS, spans=SPANS, n=3, max_tokens=9)
     rig.add("mate", TOKENS, spans=OTHERS, max_tokens=9)
     rig.run()
-    assert rig.core.make_stats().num_preemptions >= 1
+    assert rig.scheduler.make_stats().num_preemptions >= 1
     for name in ("mate", *(sequence_id("r", index) for index in range(3))):
         assert rig.tokens[name] == rig.expected(name, 9)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from baton.engine.batch import SchedulerOutput
-from baton.engine.request import RequestStatus
 from baton.messages.node import Leg, Outcome
 from baton.messages.speculation import DraftCounts, SpeculationConfig
 from tests.doubles.fake_grammar import FakeMatcher
@@ -61,7 +60,7 @@ def test_drafts_count_by_position() -> None:
     step_with(rig, {"r": to_come(rig, "r", 2)})
     step_with(rig, {"r": [*to_come(rig, "r", 1), 1001, 1002]})
     step_with(rig, {"r": [1001]})
-    stats = rig.core.make_stats().spec_decoding
+    stats = rig.scheduler.make_stats().spec_decoding
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)
     assert stats.num_accepted_tokens_per_pos == {0: 2, 1: 1}
     assert stats.mean_acceptance_length == 2.0
@@ -176,7 +175,7 @@ def test_no_request_is_preempted_for_a_draft() -> None:
     rig.add("a", 8, max_tokens=9)
     rig.add("b", 7, max_tokens=2)
     rig.step()
-    assert rig.core.make_stats().free_blocks == 1
+    assert rig.scheduler.make_stats().free_blocks == 1
     decided = decided_with(rig, {"a": to_come(rig, "a", 8), "b": []})
     assert not decided.scheduled_spec_decode_tokens
     assert not decided.preempted_req_ids
@@ -194,7 +193,7 @@ def test_a_request_with_drafts_can_be_preempted(mode: str) -> None:
         if not rig.core.has_work():
             break
         step_with(rig, {name: to_come(rig, name, 3) for name in rig.scheduler.requests})
-    assert rig.core.make_stats().num_preemptions > 0
+    assert rig.scheduler.make_stats().num_preemptions > 0
     for name in ("old", "new"):
         assert rig.tokens[name] == rig.expected(name, 14)
 
@@ -237,7 +236,7 @@ def test_each_sequence_has_its_own_drafts() -> None:
     rig.run()
     for name in live:
         assert rig.tokens[name] == rig.expected(name, 12)
-    assert rig.core.make_stats().spec_decoding.num_accepted_tokens == 3 + 4 + 5
+    assert rig.scheduler.make_stats().spec_decoding.num_accepted_tokens == 3 + 4 + 5
 
 
 def test_a_beam_search_gets_no_drafts() -> None:
@@ -289,12 +288,12 @@ def test_an_abort_while_drafts_are_in_flight(ahead: Ahead) -> None:
     for _ in range(3):
         rig.step()
     decided = decided_with(rig, {"r": to_come(rig, "r", 4)}) if ahead == "no" else None
-    rig.abort("r", status=RequestStatus.ABORTED)
+    rig.abort("r", outcome=Outcome.ABORTED)
     if decided is not None:
         rig.commit(decided)
     rig.run()
     assert rig.tokens["mate"] == rig.expected("mate", 20)
-    stats = rig.core.make_stats()
+    stats = rig.scheduler.make_stats()
     assert stats.free_blocks == stats.total_blocks
 
 
@@ -305,7 +304,7 @@ def test_a_runner_that_breaks_ends_the_drafted_request_alone() -> None:
     rig.runner.failures["r"] = "non-finite logits"
     step_with(rig, {"r": to_come(rig, "r", 4)})
     assert rig.reason("r") is Outcome.ERROR
-    stats = rig.core.make_stats()
+    stats = rig.scheduler.make_stats()
     assert stats.free_blocks == stats.total_blocks
 
 
@@ -331,7 +330,7 @@ def test_a_text_that_repeats_itself_takes_few_steps(ahead: Ahead) -> None:
         steps += 1
     assert rig.tokens["r"] == [0] * 2000
     assert steps < 400
-    assert rig.core.make_stats().spec_decoding.num_accepted_tokens > 1600
+    assert rig.scheduler.make_stats().spec_decoding.num_accepted_tokens > 1600
 
 
 @pytest.mark.parametrize("num_blocks", range(9, 27))
@@ -372,7 +371,7 @@ def test_a_request_can_do_without_drafts() -> None:
     rig = Loop()
     rig.add("r", 6, max_tokens=20, speculation=False)
     rig.run()
-    assert rig.core.make_stats().spec_decoding.num_drafts == 0
+    assert rig.scheduler.make_stats().spec_decoding.num_drafts == 0
     assert rig.tokens["r"] == [0] * 20
 
 
@@ -381,10 +380,10 @@ def test_what_a_grammar_forces_is_drafted(ahead: Ahead) -> None:
     rig = EngineRig(speculation=SpeculationConfig("grammar"), executor=executor_for(ahead))
     rig.add("r", 6, max_tokens=12, json_schema="{}")
     forced = rig.expected("r", 12)
-    rig.core.grammar_compiled("r", [FakeMatcher([{token_id} for token_id in forced], ())])
+    rig.scheduler.grammar_compiled("r", [FakeMatcher([{token_id} for token_id in forced], ())])
     rig.run()
     assert rig.tokens["r"] == forced
-    stats = rig.core.make_stats().spec_decoding
+    stats = rig.scheduler.make_stats().spec_decoding
     assert stats.num_accepted_tokens >= 9
     assert stats.num_drafts <= 2
 
@@ -393,4 +392,4 @@ def test_without_a_configuration_nothing_is_drafted() -> None:
     rig = EngineRig()
     rig.add("r", [1, 2, 3] * 5, max_tokens=12)
     rig.run()
-    assert rig.core.make_stats().spec_decoding.num_drafts == 0
+    assert rig.scheduler.make_stats().spec_decoding.num_drafts == 0

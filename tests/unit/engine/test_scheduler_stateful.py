@@ -16,14 +16,14 @@ from baton.engine.batch import EngineCoreOutput
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.engine.sequences.beams import BeamSearch
-from baton.engine.sequences.sequence_group import sequence_id, split_sequence_id
+from baton.engine.sequences.sequence_group import sequence_id
 from baton.engine.waiting.request_queue import tokens_to_compute
 from baton.messages.node import Leg, Outcome
 from baton.messages.speculation import SpeculationConfig
 from tests.doubles.fake_connector import FakeLoad
 from tests.doubles.fake_grammar import FakeMatcher
 from tests.doubles.fake_runner import expected_beams, expected_embedding, expected_tokens
-from tests.support.engine_rig import EngineRig, prompt_of
+from tests.support.engine_rig import EngineRig, name_of, prompt_of, split_name
 from tests.support.executors import Ahead, executor_for
 
 EOS = frozenset(range(25))
@@ -215,12 +215,12 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 20))
     def a_grammar_is_compiled(self, number: int) -> None:
         """Perhaps of one that does not wait for it, or not any more."""
-        self.rig.core.grammar_compiled(f"r{number}", [FakeMatcher([], ())] * 4)
+        self.rig.scheduler.grammar_compiled(f"r{number}", [FakeMatcher([], ())] * 4)
 
     @rule(number=st.integers(0, 20))
     def an_adapter_is_loaded(self, number: int) -> None:
         """Perhaps of one that does not wait for it, or not any more."""
-        self.rig.core.adapter_loaded(f"r{number}")
+        self.rig.scheduler.adapter_loaded(f"r{number}")
 
     @precondition(lambda self: self.loading())
     @rule(data=st.data())
@@ -294,16 +294,16 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        stats = self.rig.core.make_stats()
+        stats = self.rig.scheduler.make_stats()
         idle = stats.free_blocks == stats.total_blocks and stats.free_host_blocks == stats.total_host_blocks
-        assert self.rig.scheduler.reset_prefix_cache() == idle
+        assert self.rig.scheduler.kv_cache_manager.reset_prefix_cache() == idle
 
     @invariant()
     def every_request_is_in_one_place(self) -> None:
         if not hasattr(self, "rig"):
             return
         alive = self.rig.scheduler.requests
-        known = {split_sequence_id(name)[0] for name in alive.keys() | self.rig.ends.keys()}
+        known = {split_name(name)[0] for name in alive.keys() | self.rig.ends.keys()}
         assert known == self.rig.requests.keys()
         whole = {name for name, request in self.rig.requests.items() if request.beams is None}
         assert whole <= alive.keys() | self.rig.ends.keys()
@@ -313,7 +313,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.rig.scheduler.get_request_counts() == (len(running), num_waiting)
         assert len(running) <= self.rig.config.max_num_seqs
         assert len({alive[name].adapter for name in running} - {""}) <= self.rig.config.max_loras
-        by_reason = self.rig.core.make_stats().num_requests_waiting_by_reason
+        by_reason = self.rig.scheduler.make_stats().num_requests_waiting_by_reason
         assert sum(by_reason.values()) == num_waiting
         assert min(by_reason.values()) >= 0
         statuses = Counter(request.status for request in alive.values())
@@ -332,7 +332,7 @@ class EngineMachine(RuleBasedStateMachine):
     def token_counts_equal_sums_over_requests(self) -> None:
         if not hasattr(self, "rig") or self.ahead != "no":
             return
-        stats, decoding = self.rig.core.make_stats(), self.rig.scheduler.decoding
+        stats, decoding = self.rig.scheduler.make_stats(), self.rig.scheduler.decoding
         waiting = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         alive = self.rig.scheduler.requests.values()
         running = [request for request in alive if request.status is RequestStatus.RUNNING]
@@ -369,8 +369,8 @@ class EngineMachine(RuleBasedStateMachine):
             rig.run(self.most_steps)
         assert not rig.scheduler.has_requests(), list(rig.scheduler.requests.values())
         assert rig.ends.keys() == self._all_sequences()
-        assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
-        assert rig.core.make_stats().free_host_blocks == rig.config.num_host_blocks - 1
+        assert rig.scheduler.make_stats().free_blocks == rig.config.num_blocks - 1
+        assert rig.scheduler.make_stats().free_host_blocks == rig.config.num_host_blocks - 1
         for name in rig.ends:
             self._check_tokens(name)
 
@@ -406,17 +406,18 @@ class EngineMachine(RuleBasedStateMachine):
         return sorted(name for name, request in self.rig.scheduler.requests.items() if request.status is waiting)
 
     def _abort_some(self, data: st.DataObject) -> None:
-        known = [*self.rig.requests, *self.rig.scheduler.requests, *(f"{name}~0" for name in self.rig.requests)]
-        names = st.sampled_from(sorted(set(known)) or ["nobody"])
-        status = data.draw(st.sampled_from([RequestStatus.ABORTED, RequestStatus.ERROR]))
-        self.rig.abort(*data.draw(st.lists(names, max_size=2)), status=status)
+        names = st.sampled_from(sorted({*self.rig.requests, *self.rig.scheduler.requests}) or ["nobody"])
+        outcome = data.draw(st.sampled_from([Outcome.ABORTED, Outcome.ERROR]))
+        if data.draw(st.booleans()):
+            self.rig.abort_sequence(*split_name(data.draw(names)), outcome)
+        self.rig.abort(*data.draw(st.lists(names, max_size=2)), outcome=outcome)
 
     def _read_leased(self, name: str) -> None:
         del self.rig.connector.leased[name]
         self.rig.transfer(released=[name])
 
     def _check_tokens(self, name: str) -> None:
-        request_id, index = split_sequence_id(name)
+        request_id, index = split_name(name)
         rig, request, end = self.rig, self.rig.requests[request_id], self.rig.ends[name]
         if request.leg is Leg.EMBED:
             self._check_embedding(request, end)
@@ -451,7 +452,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert end.outcome in (Outcome.ABORTED, Outcome.ERROR)
 
     def _check_beams(self, index: int, request: Request, end: EngineCoreOutput) -> None:
-        got, params = self.rig.tokens[end.request_id], request.sampling_params
+        got, params = self.rig.tokens[name_of(end)], request.sampling_params
         if end.outcome not in (Outcome.STOP, Outcome.LENGTH):
             assert got == []
             return
@@ -464,7 +465,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _undisturbed(self, name: str) -> tuple[list[int], Outcome]:
         """A sequence's whole output on an engine of its own."""
-        request = self.rig.requests[split_sequence_id(name)[0]]
+        request = self.rig.requests[split_name(name)[0]]
         room = self.rig.scheduler.max_num_tokens(request) - request.num_prompt_tokens
         limit = max(0, min(request.sampling_params.max_tokens, room))
         tokens = self.rig.expected(name, limit)

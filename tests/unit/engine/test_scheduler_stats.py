@@ -11,7 +11,7 @@ from tests.support.engine_rig import EngineRig, prompt_of
 
 def waiting(rig: EngineRig) -> dict[str, int]:
     """The reasons for which at least one request waits."""
-    by_reason = rig.core.make_stats().num_requests_waiting_by_reason
+    by_reason = rig.scheduler.make_stats().num_requests_waiting_by_reason
     return {reason: number for reason, number in by_reason.items() if number}
 
 
@@ -42,12 +42,12 @@ def test_a_deferred_request_whose_prompt_has_begun_waits_for_another_reason() ->
     rig.add("unsure", 8, leg=Leg.DECODE, max_tokens=3)
     rig.step()
     assert waiting(rig) == {"deferred": 1}
-    assert rig.core.make_stats().num_waiting_for_remote_kvs == 1, "no room here would help it"
+    assert rig.scheduler.make_stats().num_waiting_for_remote_kvs == 1, "no room here would help it"
     rig.connector.unknown.clear()
     rig.transfer()
     rig.step()
     assert waiting(rig) == {"remote_kv": 1}
-    assert rig.core.make_stats().num_waiting_for_remote_kvs == 1
+    assert rig.scheduler.make_stats().num_waiting_for_remote_kvs == 1
 
 
 def test_preempted_and_swapped_requests_have_different_reasons() -> None:
@@ -61,7 +61,7 @@ def test_preempted_and_swapped_requests_have_different_reasons() -> None:
         while rig.requests["new"].status is not status:
             rig.step()
         assert waiting(rig) == {reason: 1}
-        assert rig.core.make_stats().num_preemptions_by_mode[mode] == 1
+        assert rig.scheduler.make_stats().num_preemptions_by_mode[mode] == 1
         rig.run()
         assert waiting(rig) == {}
 
@@ -71,12 +71,12 @@ def test_hits_are_counted_by_source() -> None:
     prompt = prompt_of(16)
     rig.add("pulled", prompt, leg=Leg.DECODE, max_tokens=2)
     rig.step()
-    assert rig.core.make_stats().prefix_cache.num_hits == {"device": 0, "host": 0, "remote": 0}, "not yet"
+    assert rig.scheduler.make_stats().prefix_cache.num_hits == {"device": 0, "host": 0, "remote": 0}, "not yet"
     rig.complete_transfer("pulled")
     rig.run()
     rig.add("found", prompt, max_tokens=2)
     rig.run()
-    stats = rig.core.make_stats().prefix_cache
+    stats = rig.scheduler.make_stats().prefix_cache
     assert (stats.num_requests, stats.num_tokens) == (2, 32)
     assert stats.num_hits == {"device": 1, "host": 0, "remote": 1}
     assert stats.num_hit_tokens == {"device": 12, "host": 0, "remote": 16}
@@ -84,7 +84,7 @@ def test_hits_are_counted_by_source() -> None:
 
 def tokens(rig: EngineRig) -> tuple[int, int]:
     """The numbers of tokens that are still to be computed, and of running requests' tokens in the cache."""
-    stats = rig.core.make_stats()
+    stats = rig.scheduler.make_stats()
     return stats.num_uncomputed_tokens, stats.num_context_tokens
 
 
@@ -172,7 +172,7 @@ def test_token_counts_are_available_without_statistics() -> None:
     seen = set()
     for _ in range(4):
         load = load_of(rig.core.scheduler)
-        assert load == load_report(rig.core.make_stats())
+        assert load == load_report(rig.scheduler.make_stats())
         seen.add((load.running, load.waiting, load.waiting_for_remote_kvs, load.context_tokens > 0))
         rig.step()
     assert len(seen) > 1
@@ -181,7 +181,7 @@ def test_token_counts_are_available_without_statistics() -> None:
 
 def test_stopped_events_are_not_recorded() -> None:
     rig = EngineRig()
-    rig.core.scheduler.stop_events()
+    rig.scheduler.stop_events()
     rig.add("runs", 8, max_tokens=2)
     rig.run()
-    assert rig.core.scheduler.take_events() == []
+    assert rig.scheduler.take_events() == []

@@ -97,7 +97,7 @@ def test_a_refusal_that_was_not_taken_comes_with_the_next_step() -> None:
     rig.scheduler.add_request(Request("huge", list(range(40)), SamplingParams()))
     assert rig.core.has_work()
     (outputs,) = rig.core.step().values()
-    assert [output.outcome for output in outputs.outputs] == [Outcome.IGNORED]
+    assert [output.outcome for output in outputs] == [Outcome.IGNORED]
     assert not rig.core.has_work()
 
 

@@ -68,7 +68,7 @@ def test_a_swapped_request_continues_where_it_was() -> None:
     assert (known.request_id, known.resumed, back.num_scheduled_tokens["new"]) == ("new", True, 1)
     assert known.num_computed_tokens == 8, "nothing is computed twice"
     assert rig.tokens == {name: rig.expected(name, 8) for name in ("old", "new")}
-    stats = rig.core.make_stats()
+    stats = rig.scheduler.make_stats()
     assert stats.num_preemptions_by_mode == {"recompute": 0, "swap": 1}
     assert (stats.num_preemptions, stats.free_host_blocks, stats.total_host_blocks) == (1, 15, 15)
 
@@ -101,7 +101,7 @@ def test_without_room_in_the_host_tier_a_request_is_recomputed() -> None:
     two_that_collide(rig)
     decided = outputs_of(rig)
     assert not any(step.blocks_to_swap_out for step in decided)
-    assert rig.core.make_stats().num_preemptions_by_mode == {"recompute": 1, "swap": 0}
+    assert rig.scheduler.make_stats().num_preemptions_by_mode == {"recompute": 1, "swap": 0}
     assert rig.tokens["new"] == rig.expected("new", 8)
 
 
@@ -123,7 +123,7 @@ def test_nothing_is_loaded_into_blocks_that_are_still_to_be_copied_out() -> None
     two_that_collide(rig)
     rig.add("pulled", 4, leg=Leg.DECODE, max_tokens=3)
     out = until_swapped(rig, "new")
-    assert rig.core.make_stats().free_blocks >= 2, "enough for it"
+    assert rig.scheduler.make_stats().free_blocks >= 2, "enough for it"
     assert not rig.connector.loads
     rig.commit(out)
     while "pulled" not in rig.connector.loads:
@@ -146,7 +146,7 @@ def test_an_abort_of_a_swapped_request_frees_its_host_blocks(committed: bool) ->
         rig.abort("new")
         rig.commit(decided, computed)
     assert rig.reason("new") is Outcome.ABORTED
-    stats = rig.core.make_stats()
+    stats = rig.scheduler.make_stats()
     assert stats.num_requests_waiting_by_reason["swapped"] == 0
     assert stats.free_host_blocks == 15
     rig.run()
@@ -165,7 +165,7 @@ def test_a_request_whose_swap_out_was_lost_is_recomputed() -> None:
     rig.runner.raise_first = None
     assert rig.reason("old") is Outcome.ERROR
     assert rig.requests["new"].status is RequestStatus.PREEMPTED
-    assert rig.core.make_stats().free_host_blocks == 15
+    assert rig.scheduler.make_stats().free_host_blocks == 15
     rig.run()
     assert rig.tokens["new"] == rig.expected("new", 8)
 
@@ -178,7 +178,7 @@ def test_a_lost_swap_in_fails_its_request() -> None:
         rig.runner.raise_first = RuntimeError("broken") if "old" in rig.ends else None
         rig.step()
     assert rig.reason("new") is Outcome.ERROR
-    assert rig.core.make_stats().free_host_blocks == 15
+    assert rig.scheduler.make_stats().free_host_blocks == 15
 
 
 @pytest.mark.parametrize(("seconds_per_copy", "swaps"), [(1e-6, True), (10.0, False)])
@@ -188,7 +188,7 @@ def test_preemption_mode_auto_takes_the_cheaper_way(seconds_per_copy: float, swa
     for number in range(6):
         rig.add(f"r{number}", 8, max_tokens=24)
     rig.run()
-    by_mode = rig.core.make_stats().num_preemptions_by_mode
+    by_mode = rig.scheduler.make_stats().num_preemptions_by_mode
     assert by_mode["swap"] > 0, "the first guess"
     assert (by_mode["recompute"] == 0) == swaps
     assert rig.tokens == {f"r{number}": rig.expected(f"r{number}", 24) for number in range(6)}
@@ -207,10 +207,10 @@ PROMPTS = {f"r{number}": prompt_of(20 + 3 * number, number) for number in range(
 def generate(core: EngineCore, params: SamplingParams) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {name: [] for name in PROMPTS}
     for name, prompt in PROMPTS.items():
-        core.add_request(Request(name, [token % 256 for token in prompt], params))
+        core.scheduler.add_request(Request(name, [token % 256 for token in prompt], params))
     while core.has_work():
         for batch in core.step().values():
-            for output in batch.outputs:
+            for output in batch:
                 tokens[output.request_id] += output.new_token_ids
     return tokens
 
@@ -236,7 +236,7 @@ def test_simulated_tokens_do_not_depend_on_preemption(mode: str) -> None:
     core = EngineCore(Scheduler(limits(mode), CacheKeyFields.of(runner.model, runner.layout), FakeClock()), runner)
     params = SamplingParams(max_tokens=16, seed=3)
     tokens = generate(core, params)
-    assert (core.make_stats().num_preemptions_by_mode.get(mode, 0) > 0) == (mode != "neither")
+    assert (core.scheduler.make_stats().num_preemptions_by_mode.get(mode, 0) > 0) == (mode != "neither")
     for name, prompt in PROMPTS.items():
         assert tokens[name] == expected_tokens([token % 256 for token in prompt], params, spec)
 
@@ -255,7 +255,7 @@ def test_a_models_tokens_do_not_depend_on_preemption(tmp_path: Path) -> None:
             config = replace(config, num_host_blocks=runner.num_host_blocks)
         core = EngineCore(Scheduler(config, fields, FakeClock()), runner)
         tokens[mode] = generate(core, params)
-        assert (core.make_stats().num_preemptions_by_mode.get(mode, 0) > 0) == (mode != "neither")
+        assert (core.scheduler.make_stats().num_preemptions_by_mode.get(mode, 0) > 0) == (mode != "neither")
         core.step()
     assert tokens["swap"] == tokens["neither"]
     assert tokens["recompute"] == tokens["neither"]

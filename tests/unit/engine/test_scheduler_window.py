@@ -14,11 +14,11 @@ from baton.engine.kv_cache.block_pool import Block, BlockPool
 from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.kv_cache.host_tier import HostTier
 from baton.engine.kv_cache.manager import KVCacheManager
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
 from baton.messages.kv_cache import BlockStored
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -86,7 +86,7 @@ def test_blocks_freed_by_one_group_can_be_allocated_to_another_request() -> None
     for name in ("one", "other"):
         rig.add(name, 4, max_tokens=36)
     rig.run()
-    assert not rig.core.make_stats().num_preemptions
+    assert not rig.scheduler.make_stats().num_preemptions
     for name in ("one", "other"):
         assert rig.tokens[name] == rig.expected(name, 36)
 
@@ -107,13 +107,13 @@ def test_a_prefill_leg_offers_the_blocks_that_a_continuation_sees(windows: tuple
     rig.check_offered("offered", *rig.connector.offers["offered"])
     assert held(rig) == 4 * len(windows) - 1, "the first stripe is out of the window's sight"
     rig.run()
-    assert rig.requests["offered"].status is RequestStatus.HANDED_OFF
+    assert rig.requests["offered"].outcome is Outcome.HANDED_OFF
     rig.check_offered("offered", *rig.connector.leased["offered"])
     # The query at 15 sees 12 to 15, should the last token be computed again.
-    leased = rig.core.make_stats().leased_blocks
+    leased = rig.scheduler.make_stats().leased_blocks
     assert leased == (1 if len(windows) == 1 else 4 + 1)
     rig.transfer(released=["offered"])
-    assert rig.core.make_stats().leased_blocks == 0
+    assert rig.scheduler.make_stats().leased_blocks == 0
 
 
 @pytest.mark.parametrize(("windows", "reserved"), [((6,), 2 + 1), ((None, 6), 5 + 1 + 2 + 1)], ids=["alone", "mixed"])
@@ -136,9 +136,9 @@ def test_an_aborted_load_quarantines_the_blocks_that_it_was_to_fill() -> None:
     rig.add("taken", 20, leg=Leg.DECODE, max_tokens=12)
     rig.step()
     rig.abort("taken")
-    assert rig.core.make_stats().quarantined_blocks == 5 + 2
+    assert rig.scheduler.make_stats().quarantined_blocks == 5 + 2
     rig.transfer(released=["taken"])
-    assert rig.core.make_stats().free_blocks == 64
+    assert rig.scheduler.make_stats().free_blocks == 64
 
 
 def windowed_manager(*, num_host_blocks: int = 0) -> KVCacheManager:
@@ -290,7 +290,9 @@ def test_the_events_name_the_group() -> None:
     rig.add("r", 8, max_tokens=1)
     rig.run()
     first, second = rig.requests["r"].block_hashes
-    stored = [event for event in rig.scheduler.kv_events_since(0).events if isinstance(event, BlockStored)]
+    stored = [
+        event for event in rig.scheduler.kv_cache_manager.kv_events.since(0).events if isinstance(event, BlockStored)
+    ]
     assert [(event.group, list(event.block_hashes)) for event in stored] == [
         (0, [first, second]),
         (1, [first + b"\1", second + b"\1"]),
@@ -306,7 +308,7 @@ def test_preempted_requests_with_windows_are_resumed_completely(mode: str, windo
     for place, name in enumerate(names):
         rig.add(name, 8 - place, max_tokens=20)
     rig.run()
-    assert rig.core.make_stats().num_preemptions_by_mode[mode]
+    assert rig.scheduler.make_stats().num_preemptions_by_mode[mode]
     assert all(rig.tokens[name] == rig.expected(name, 20) for name in names)
 
 
@@ -358,13 +360,13 @@ def test_with_a_real_model_freeing_blocks_changes_no_token(tmp_path: Path, archi
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         requests = [Request(f"r{i}", [(13 * i + j) % 250 for j in range(20 + i)], params) for i in range(3)]
         for request in requests:
-            core.add_request(request)
+            core.scheduler.add_request(request)
         while core.has_work():
             core.step()
-            scheduler.check_invariant()
+            scheduler.kv_cache_manager.check_invariant()
         assert not scheduler.make_stats().num_preemptions
         outputs.append([request.output_token_ids for request in requests])
-        assert all(request.status is RequestStatus.LENGTH_CAPPED for request in requests)
+        assert all(request.outcome is Outcome.LENGTH for request in requests)
     assert outputs[0] == outputs[1]
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from baton.engine.batch import BlockCopy, SchedulerOutput
 from baton.engine.request import RequestStatus
-from baton.engine.sequences.sequence_group import lone_sequence_id, sequence_id, sequence_seed, split_sequence_id
+from baton.engine.sequences.sequence_group import sequence_id, sequence_seed
 from baton.errors import DuplicateRequest, InvalidRequest
 from baton.messages.node import Leg, Outcome
-from tests.support.engine_rig import EngineRig, prompt_of
+from tests.support.engine_rig import EngineRig, name_of, prompt_of
 
 BLOCK_SIZE = 4
 
@@ -34,9 +34,6 @@ def step(rig: EngineRig) -> SchedulerOutput:
 
 def test_each_sequence_has_its_own_id_and_seed() -> None:
     assert names(3, "a#1@f") == ["a#1@f", "a#1@f~1", "a#1@f~2"]
-    assert [split_sequence_id(name) for name in names(2, "a#1")] == [("a#1", 0), ("a#1", 1)]
-    assert split_sequence_id(lone_sequence_id("a#1", 0)) == ("a#1", 0)
-    assert lone_sequence_id("a#1", 0) != "a#1"
     seeds = [sequence_seed(7, index) for index in range(8)]
     assert seeds[0] == 7
     assert len(set(seeds)) == 8
@@ -54,7 +51,7 @@ def test_each_sequence_has_the_tokens_that_it_has_alone(num_prompt_tokens: int, 
     assert_all_right(rig, 4, 9)
     assert len({tuple(rig.tokens[name]) for name in names(4)}) == 4
     assert not rig.scheduler.has_requests()
-    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+    assert rig.scheduler.make_stats().free_blocks == rig.config.num_blocks - 1
 
 
 def test_forks_share_full_blocks_and_copy_the_one_they_write_to() -> None:
@@ -125,7 +122,7 @@ def test_many_sequences_leave_half_of_the_seats_to_others(caching: bool, policy:
     rig.add("r", 6, n=128, max_tokens=5)
     for _ in range(3):
         rig.step()
-    load = rig.core.make_stats()
+    load = rig.scheduler.make_stats()
     assert (load.num_running, load.num_waiting) == (4, 0), "the others are held back, and are no load"
     rig.add("later", 6, max_tokens=5)
     rig.step()
@@ -172,8 +169,8 @@ def test_sequences_that_are_held_back_can_be_aborted() -> None:
     rig.add("r", 6, n=100, max_tokens=50)
     for _ in range(4):
         rig.step()
-    (ended,) = rig.abort(lone_sequence_id("r", 99))
-    assert (ended.request_id, ended.outcome) == ("r~99", Outcome.ABORTED)
+    (ended,) = rig.abort_sequence("r", 99)
+    assert (name_of(ended), ended.outcome) == ("r~99", Outcome.ABORTED)
     assert len(rig.abort("r")) == 99
     assert not rig.scheduler.has_requests()
     assert not rig.core.has_work()
@@ -187,7 +184,7 @@ def test_preempted_sequences_are_resumed_with_the_same_tokens(caching: bool) -> 
     rig = EngineRig(num_blocks=9, enable_prefix_caching=caching)
     rig.add("r", 6, n=4, max_tokens=20)
     rig.run()
-    assert rig.core.make_stats().num_preemptions > 0
+    assert rig.scheduler.make_stats().num_preemptions > 0
     assert_all_right(rig, 4, 20)
 
 
@@ -206,18 +203,18 @@ def test_the_request_id_ends_all_sequences_and_a_lone_id_one() -> None:
     rig.add("r", 6, n=3, max_tokens=50)
     for _ in range(4):
         rig.step()
-    (ended,) = rig.abort(lone_sequence_id("r", 0))
-    assert (ended.request_id, ended.outcome) == ("r", Outcome.ABORTED)
-    (ended,) = rig.abort(lone_sequence_id("r", 2))
-    assert ended.request_id == "r~2"
+    (ended,) = rig.abort_sequence("r", 0)
+    assert (name_of(ended), ended.outcome) == ("r", Outcome.ABORTED)
+    (ended,) = rig.abort_sequence("r", 2)
+    assert name_of(ended) == "r~2"
     rig.step()
     assert set(rig.scheduler.requests) == {"r~1"}
     with pytest.raises(DuplicateRequest):
         rig.add("r", 6)
-    assert [output.request_id for output in rig.abort("r")] == ["r~1"]
+    assert [name_of(output) for output in rig.abort("r")] == ["r~1"]
     assert rig.abort("r") == []
     assert not rig.scheduler.has_requests()
-    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+    assert rig.scheduler.make_stats().free_blocks == rig.config.num_blocks - 1
     rig.ends.clear()
     rig.add("r", 6, max_tokens=2)
 
@@ -254,7 +251,7 @@ def test_an_invalid_sequence_makes_the_whole_request_invalid() -> None:
     failed = {"r~1": "json_schema: too complex"}
     result = replace(rig.runner.execute_model(decided), failed=failed, invalid=frozenset(failed))
     told = rig.scheduler.update_from_output(decided, result)
-    ends = {end.request_id: end for outputs in told.values() for end in outputs.outputs if end.outcome}
+    ends = {name_of(end): end for outputs in told.values() for end in outputs if end.outcome}
     assert {name: ends[name].outcome for name in names(3)} == dict.fromkeys(names(3), Outcome.INVALID)
     assert {end.error for end in ends.values()} == {"json_schema: too complex"}
 
@@ -289,7 +286,7 @@ def test_a_transfer_that_fails_ends_the_request_once() -> None:
     rig = EngineRig()
     rig.add("r", 10, leg=Leg.DECODE, n=4, max_tokens=7)
     rig.step()
-    assert rig.abort(lone_sequence_id("r", 0)) == [], "there are no sequences yet, and the others need the prompt"
+    assert rig.abort_sequence("r", 0) == [], "there are no sequences yet, and the others need the prompt"
     (ended,) = rig.transfer(failed={"r": "peer gone"})
     assert ended.outcome is Outcome.KV_LOST
     rig.run()
@@ -316,4 +313,4 @@ def test_the_other_sequences_continue_when_one_ends_at_once() -> None:
     for name in names(3, "s")[1:]:
         expected = rig.expected(name, 5)
         assert rig.tokens[name] == expected[: expected.index(first) + 1] if first in expected else expected
-    assert rig.requests["s"].status is RequestStatus.STOPPED
+    assert rig.requests["s"].outcome is Outcome.STOP

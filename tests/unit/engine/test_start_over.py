@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.long_sequences import LongSequences
+from baton.engine.scheduler_config import LongSequences
 from baton.errors import InvalidRequest
 from baton.messages.node import Leg
 from tests.support.engine_rig import EngineRig, prompt_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.messages.adapters import MAX_LISTED, AdapterReport, AdapterSource, AdapterStatus
-from baton.node.adapters.adapter_book import AdapterBook
+from baton.node.adapters.node_adapters import AdapterBook
 
 A, B = "a" * 64, "b" * 64
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton.errors import AdapterRefused
 from baton.model_formats.adapters import AdapterInfo, open_adapter
-from baton.node.adapters.adapter_files import AdapterDirectories
+from baton.node.adapters.adapter_threads import AdapterDirectories
 from tests.support.adapter_files import write_simple_adapter
 
 

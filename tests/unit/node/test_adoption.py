@@ -16,8 +16,8 @@ from baton.engine.sequences.sequence_group import sequence_seed
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, Leg, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.messages.sampling import SamplingParams, TokenLogprobs
-from baton.node.attempts.attempt_clock import TransferFigures
-from baton.node.port import MAX_QUEUED_REPORTS, Port
+from baton.node.attempts.attempt_times import TransferFigures
+from baton.node.router_streams import MAX_QUEUED_REPORTS, Port
 from tests.doubles.fake_runner import expected_beams, expected_tokens
 from tests.support.node_rig import KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, tokens
 from tests.support.virtual_time import LoopClock, run_virtually
@@ -69,7 +69,7 @@ async def test_an_orphan_runs_on_and_is_replayed_from_the_beginning_to_the_route
     assert [delta.outcome for delta in told if delta.outcome is not None] == [Outcome.LENGTH]
     assert any(delta.timings is not None for delta in told)
     assert not rig.service.running_for(second)
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 def test_an_attempt_that_ended_as_an_orphan_or_just_before_is_replayed_as_well() -> None:
@@ -94,7 +94,7 @@ async def _told_as_well() -> None:
         assert told[-1].token_ids, "a stop token is told with its end: nobody may take it for text"
         assert told[-1].timings is not None
         assert any(delta.prompt_timings == of_prompt for delta in told)
-        await rig.service.wait_idle()
+        await rig.service.draining.wait_idle()
 
 
 async def test_the_router_that_lost_an_attempt_is_told_and_its_aborts_change_nothing() -> None:
@@ -146,7 +146,7 @@ async def test_of_several_routers_the_one_with_the_latest_call_owns_it_in_whatev
     rig.driver.run()
     if how != "forgotten":
         assert tokens(of(0, await deltas(third))) == whole(12)
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_of_two_routers_with_the_same_number_the_first_one_keeps_the_attempt() -> None:
@@ -232,7 +232,7 @@ async def test_an_adopted_attempt_can_be_aborted_by_its_new_router() -> None:
     assert rig.role.aborted == [KEY]
     assert not rig.scheduler.requests
     assert await deltas(first) == [], "not its business any more"
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_an_attempt_outlives_several_lost_routers() -> None:
@@ -246,7 +246,7 @@ async def test_an_attempt_outlives_several_lost_routers() -> None:
         after.receive(Adopt(KEY))
     rig.driver.run()
     assert tokens(of(0, await deltas(ports[-1]))) == whole(12)
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_all_sequences_are_replayed_those_that_have_ended_included() -> None:
@@ -267,7 +267,7 @@ async def test_all_sequences_are_replayed_those_that_have_ended_included() -> No
         ends = [delta for delta in own if delta.outcome is not None]
         assert [end.outcome for end in ends] == [Outcome.ABORTED if index == 1 else Outcome.LENGTH]
         assert bool(ends[0].token_ids) == (index != 1)
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_a_beam_search_can_be_adopted() -> None:
@@ -361,7 +361,7 @@ async def test_a_router_that_attaches_again_has_given_up_its_earlier_attempts(is
     again.receive(Adopt(KEY))
     assert (await deltas(again))[-1].outcome is Outcome.UNKNOWN
     assert first.num_queued == 0 or [report async for report in first.reports()], "its stream has ended"
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -440,7 +440,7 @@ async def _nobody_comes(rig: NodeRig) -> None:
     rig.submit(port, sampling_params=LONG)
     turn(rig, 2)
     port.close()
-    idle = asyncio.create_task(rig.service.wait_idle())
+    idle = asyncio.create_task(rig.service.draining.wait_idle())
     await asyncio.sleep(GRACE_S - 0.5)
     assert rig.role.aborted == []
     assert not idle.done()
@@ -477,8 +477,8 @@ async def _ends_as_an_orphan(rig: NodeRig) -> None:
     rig.submit(port)
     turn(rig, 1)
     port.close()
-    rig.service.refuse_new_work()
-    idle = asyncio.create_task(rig.service.wait_idle())
+    rig.service.draining.refuse_new_work()
+    idle = asyncio.create_task(rig.service.draining.wait_idle())
     await asyncio.sleep(GRACE_S / 2)
     rig.driver.run()
     await asyncio.sleep(GRACE_S / 4)
@@ -500,10 +500,10 @@ async def _ended_before(rig: NodeRig) -> None:
     port, other = attach(rig, "router-0"), attach(rig, "router-1")
     rig.submit(port)
     rig.driver.run()
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
     await asyncio.sleep(GRACE_S - 1)
     port.close()
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
     await asyncio.sleep(GRACE_S - 1)
     other.receive(Adopt(KEY))
     assert tokens(of(0, await deltas(other))) == whole(4)

@@ -19,10 +19,10 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, Outcome, RequestDelta
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.speculation import DraftCounts
-from baton.node.attempts.attempt_clock import AttemptClock
+from baton.node.attempts.attempt_times import AttemptClock
 from baton.node.attempts.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
-from baton.node.port import Port
-from baton.node.reports.deltas import split_by_size
+from baton.node.reports.reports import split_by_size
+from baton.node.router_streams import Port
 from tests.doubles.fake_runner import expected_tokens
 from tests.support.node_rig import PROMPT, VOCAB, NodeRig, queued_reports, submit
 from tests.support.transitions import check_pair, every_pair, row
@@ -375,7 +375,7 @@ class AdoptionMachine(RuleBasedStateMachine):
                     assert len(view.ends) == self.params[key].n, f"{key} has not ended for {router.name}"
         await asyncio.sleep(GRACE_S + 1)
         rig.driver.run(limit=1000)
-        await rig.service.wait_idle()
+        await rig.service.draining.wait_idle()
         assert not rig.scheduler.requests
         late = self._attach("late", next(self.runs))
         for key in self.params:

@@ -11,7 +11,7 @@ import pytest
 import baton
 from baton.errors import ConfigError
 from baton.messages.speculation import SpeculationConfig
-from baton.node.draft_spec import draft_spec
+from baton.node.runner_spec import draft_spec
 from baton.runner import DraftSpec
 
 MODEL = Path(baton.__file__).parent / "demo_model"

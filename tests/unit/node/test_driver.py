@@ -13,7 +13,6 @@ import pytest
 from baton.clock import SystemClock
 from baton.engine.batch import EngineCoreEvent, EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from baton.engine.connector import ArrivedKV, KVConnector, KVTransferOutput, LostKV
-from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventBatch
 from baton.engine.request import Request
@@ -25,8 +24,8 @@ from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import EncoderContent, Span
 from baton.node.driver import EngineDriver, StepNews
-from baton.node.encoding.row_fetcher import RowSource
-from baton.node.outbox import Outbox
+from baton.node.encoding import RowSource
+from baton.node.serve import Outbox
 from baton.runner import SimulatedSpec
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.simulated import SimulatedRunner, expected_tokens
@@ -43,17 +42,24 @@ class DriverRig:
     """A running driver; `news` has all that it has published."""
 
     def __init__(self, ahead: bool = False, rows: RowSource | None = None, **limits: Any) -> None:
-        self.engine = EngineRig(executor=StepThread() if ahead else None, **limits)
+        self.engine = EngineRig(**limits)
         self.news: queue.SimpleQueue[StepNews] = queue.SimpleQueue()
         self.crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-        self.driver = EngineDriver(self.engine.core, self.news.put, self.crashes.put, rows=rows)
+        self.driver = EngineDriver(
+            self.engine.scheduler,
+            self.engine.runner,
+            self.news.put,
+            self.crashes.put,
+            executor=StepThread() if ahead else None,
+            rows=rows,
+        )
 
     def until_end(self, request_id: str) -> list[EngineCoreOutput]:
         """The outputs of a request up to its end."""
         seen = []
         while True:
             for outputs in self.news.get(timeout=LONG_S).outputs.values():
-                for output in outputs.outputs:
+                for output in outputs:
                     if output.request_id == request_id:
                         seen.append(output)
                         if output.outcome is not None:
@@ -92,7 +98,7 @@ def test_a_second_request_with_a_live_id_ends_alone(rig: DriverRig) -> None:
     rig.driver.submit(request("r", client_index=2))
     while 2 not in (news := rig.news.get(timeout=LONG_S)).outputs:
         assert not news.outputs
-    (refused,) = news.outputs[2].outputs
+    (refused,) = news.outputs[2]
     assert refused.outcome is Outcome.ERROR
     assert "here already" in (refused.error or "")
     rig.driver.tell_transfer(KVTransferOutput(failed={"r": LostKV(TransferCause.PEER_GONE, "gone")}))
@@ -189,7 +195,7 @@ def test_deferred_actions_of_a_step_are_posted_after_its_news() -> None:
         if news.outputs:
             order.put("news")
 
-    driver = EngineDriver(engine.core, publish, lambda error: None, outbox.flush)
+    driver = EngineDriver(engine.scheduler, engine.runner, publish, lambda error: None, flush=outbox.flush)
     driver.start()
     driver.submit(request("r", leg=Leg.PREFILL))
     expected = ["left before", "news", "left by the step", "done at last"]
@@ -223,13 +229,14 @@ class GatedRig:
         fields = CacheKeyFields.of(runner.model, runner.layout)
         self.scheduler = Scheduler(SchedulerConfig(64, block_size=4), fields, SystemClock(), connector)
         self.outputs: queue.SimpleQueue[EngineCoreOutput] = queue.SimpleQueue()
-        core = EngineCore(self.scheduler, runner, self.thread if ahead else None)
-        self.driver = EngineDriver(core, self.publish, lambda error: None)
+        self.driver = EngineDriver(
+            self.scheduler, runner, self.publish, lambda error: None, executor=self.thread if ahead else None
+        )
         self.driver.start()
 
     def publish(self, news: StepNews) -> None:
         for batch in news.outputs.values():
-            for output in batch.outputs:
+            for output in batch:
                 self.outputs.put(output)
 
 

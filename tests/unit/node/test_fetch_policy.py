@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.node.encoding.fetch_policy import AVOID_S, FORGET_S, SHORTEST_S, UNKNOWN_S, FetchPolicy
+from baton.node.encoding import AVOID_S, FORGET_S, SHORTEST_S, UNKNOWN_S, FetchPolicy
 
 
 def test_rows_are_fetched_while_nothing_is_known() -> None:

@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 
-from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventBatch, KVEventLog, KVSnapshot
 from baton.engine.scheduler import Scheduler, SchedulerConfig
@@ -15,9 +14,9 @@ from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored,
 from baton.messages.node import Leg, Submit, WatchKVCache
 from baton.messages.sampling import SamplingParams
 from baton.node.driver import StepNews
-from baton.node.port import Port
-from baton.node.reports.event_log import EventLog
-from baton.node.reports.kv_cache_updates import kv_cache_updates
+from baton.node.reports.logs import EventLog
+from baton.node.reports.reports import kv_cache_updates
+from baton.node.router_streams import Port
 from baton.node.service import NodeService
 from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_engine_driver import FakeEngineDriver
@@ -36,10 +35,9 @@ class Rig:
         fields = CacheKeyFields.of(runner.model, runner.layout)
         role, clock = FakeRole(), FakeClock()
         self.scheduler = Scheduler(limits, fields, clock, role.connector)
-        core = EngineCore(self.scheduler, runner)
         self.late_news: list[StepNews] | None = None
         """The news that the event loop, while it is busy, has not handled yet."""
-        self.driver = FakeEngineDriver(core, self._publish, lambda error: None)
+        self.driver = FakeEngineDriver(self.scheduler, runner, self._publish, lambda error: None)
         description = decode(block_size=4, max_model_len=48, num_blocks=12, vocab_size=1000)
         self.service = NodeService(description, role, self.driver, EventLog(), clock, lambda: None)
         self._number = 0
@@ -123,7 +121,7 @@ async def test_a_router_that_applies_the_updates_knows_what_the_node_has() -> No
     assert router.num_restarts == 1
     kinds = {type(event) for update in router.updates for event in update.events}
     assert kinds == {BlockStored, BlockRemoved}
-    assert rig.scheduler.reset_prefix_cache()
+    assert rig.scheduler.kv_cache_manager.reset_prefix_cache()
     rig.work(router, [1])
     await router.listen()
     assert router.found == rig.cached() == {"device": set(), "host": set()}

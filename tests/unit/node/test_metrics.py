@@ -45,7 +45,7 @@ def samples(page: bytes) -> Samples:
 
 
 def page_of(rig: EngineRig) -> Samples:
-    return samples(render(engine_figures(rig.core.make_stats(), rig.core.step_times), {}))
+    return samples(render(engine_figures(rig.scheduler.make_stats(), rig.core.step_times), {}))
 
 
 def test_a_page_says_what_the_checks_at_start_found() -> None:
@@ -110,7 +110,7 @@ def test_preemptions_and_the_host_tier() -> None:
         rig = EngineRig(6, preemption_mode=mode, num_host_blocks=9)
         rig.add("old", 8, max_tokens=8)
         rig.add("new", 7, max_tokens=8)
-        while not rig.core.make_stats().num_preemptions:
+        while not rig.scheduler.make_stats().num_preemptions:
             rig.step()
         page = page_of(rig)
         assert page[f"num_preemptions_total{{mode={mode}}}"] == 1

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
@@ -20,11 +19,10 @@ from baton.messages.node import Abort, Leg, Outcome, RequestDelta
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import AdapterInfo, open_adapter
 from baton.node.adapters.adapter_cache import WAIT_S, AdapterFault
-from baton.node.adapters.adapter_files import AdapterDirectories
-from baton.node.adapters.adapter_threads import MAX_ASKED, MAX_INSPECTING, AdapterThreads
+from baton.node.adapters.adapter_threads import MAX_ASKED, MAX_INSPECTING, AdapterDirectories, AdapterThreads
 from baton.node.adapters.node_adapters import RETRY_S, NodeAdapters
 from baton.node.driver import EngineDriver
-from baton.node.port import Port
+from baton.node.router_streams import Port
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
 from tests.doubles.fake_adapter_threads import FakeAdapterThreads
@@ -137,7 +135,7 @@ async def test_a_request_can_be_aborted_while_its_adapter_is_loaded() -> None:
     rig.adapters.end_load()
     rig.driver.run()
     assert not rig.scheduler.has_requests()
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_a_load_that_takes_too_long_fails_its_requests_and_the_adapter_stays_acknowledged() -> None:
@@ -309,7 +307,7 @@ def test_all_adapters_leave_memory_when_the_engine_ends_once_none_is_read_any_mo
     scheduler = Scheduler(limits, CacheKeyFields.of(runner.model, runner.layout), FakeClock())
     begun = threading.Event()
     driver = EngineDriver(
-        EngineCore(scheduler, runner), lambda news: begun.set(), lambda error: None, adapters=threads, max_cpu_loras=2
+        scheduler, runner, lambda news: begun.set(), lambda error: None, adapters=threads, max_cpu_loras=2
     )
     threads.runner = runner
     driver.start()

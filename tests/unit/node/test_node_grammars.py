@@ -13,7 +13,6 @@ import baton
 from baton.config import NodeConfig
 from baton.engine.batch import EngineCoreOutput
 from baton.engine.constraints import TokenMatcher
-from baton.engine.core import EngineCore
 from baton.engine.request import Request
 from baton.engine.runner import ModelInfo
 from baton.errors import BatonError, InvalidRequest
@@ -54,17 +53,19 @@ class Rig:
     """An engine's driver with a compiler."""
 
     def __init__(self) -> None:
-        self.engine: EngineCore = EngineRig().core
+        self.engine = EngineRig()
         self.compiler = Compiler()
         self.outputs: queue.SimpleQueue[EngineCoreOutput] = queue.SimpleQueue()
         self.ends: dict[str, EngineCoreOutput] = {}
         self.crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         grammars = GrammarCompiler(self.compiler)
-        self.driver = EngineDriver(self.engine, self.publish, self.crashes.put, grammars=grammars)
+        self.driver = EngineDriver(
+            self.engine.scheduler, self.engine.runner, self.publish, self.crashes.put, grammars=grammars
+        )
 
     def publish(self, news: StepNews) -> None:
         for batch in news.outputs.values():
-            for output in batch.outputs:
+            for output in batch:
                 self.outputs.put(output)
 
     def end(self, request_id: str) -> EngineCoreOutput:
@@ -204,7 +205,7 @@ def test_nothing_is_compiled_once_the_driver_has_stopped(rig: Rig) -> None:
 
 def test_without_a_compiler_a_schema_is_an_error() -> None:
     rig = Rig()
-    driver = EngineDriver(rig.engine, rig.publish, rig.crashes.put)
+    driver = EngineDriver(rig.engine.scheduler, rig.engine.runner, rig.publish, rig.crashes.put)
     driver.start()
     driver.submit(request("g", "schema"))
     end = rig.end("g")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from baton.messages.node import Role
-from baton.node.lifecycle import NODE_TABLE, NodeEvent, NodeState, node_lifecycle
-from baton.node.stop import NodeStop
+from baton.node.lifecycle import NODE_TABLE, NodeEvent, NodeState, NodeStop, node_lifecycle
 from tests.support.transitions import check_pair, every_pair, row
 
 S, E = NodeState, NodeEvent

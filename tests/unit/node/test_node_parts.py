@@ -10,9 +10,9 @@ import pytest
 from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, LoadReport, RouterMessage, StageTimings, StepReport
-from baton.node.attempts.attempt_clock import AttemptClock, TransferFigures
-from baton.node.port import Port
-from baton.node.reports.event_log import EventLog
+from baton.node.attempts.attempt_times import AttemptClock, TransferFigures
+from baton.node.reports.logs import EventLog
+from baton.node.router_streams import Port
 
 KEY = AttemptKey("r", 1)
 T = EngineCoreEventType

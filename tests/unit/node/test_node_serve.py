@@ -22,11 +22,12 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import Adopt, Leg, NodeDescription, NodeShape, Outcome, RequestDelta, Role, Submit
 from baton.messages.node_report import HandoffReport, HandoffSide, OpenHandoff
 from baton.messages.sampling import SamplingParams
+from baton.node.lifecycle import NodeStop
 from baton.node.process import RoleMaker, serve_roles
 from baton.node.role import NodeRole, RoleContext
+from baton.node.router_attempts import RouterAttempts
+from baton.node.router_streams import RouterStreams
 from baton.node.serve import Node
-from baton.node.service import NodeService
-from baton.node.stop import NodeStop
 from baton.observe.metrics import Figure
 from baton.runner import SimulatedSpec
 from baton.wire.clients.node_client import NodeClient
@@ -340,11 +341,11 @@ async def test_background_work_that_fails_ends_the_node(
 
     async with running(tmp_path, orphan_grace_s=0.01) as (node, _, stream):
         if kind == "heartbeat":
-            monkeypatch.setattr(NodeService, "_push_changed_notice", broken)
+            monkeypatch.setattr(RouterStreams, "beat", broken)
         elif kind == "posted-to-loop":
             node.context.post(broken)
         else:
-            monkeypatch.setattr(NodeService, "_expire", broken)
+            monkeypatch.setattr(RouterAttempts, "_expire", broken)
             stream.send(submit())
             await until_end(stream)
             await stream.close()
@@ -449,7 +450,7 @@ async def test_what_runs_longer_than_a_change_of_role_may_take_is_given_back_to_
 async def test_a_change_of_role_that_leaves_reads_behind_says_so_and_reuses_no_memory_that_they_may_write_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: HandoffSide
 ) -> None:
-    monkeypatch.setattr("baton.node.service.GIVE_UP_AFTER_S", 0.0)
+    monkeypatch.setattr("baton.node.drain.GIVE_UP_AFTER_S", 0.0)
     async with changing(tmp_path) as (node, ready, task):
         first = await ready.get()
         client = NodeClient(first.address)

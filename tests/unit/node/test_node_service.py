@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.engine.batch import ComputedStep, EngineCoreOutput, EngineCoreOutputs, StepTimes
+from baton.engine.batch import ComputedStep, EngineCoreOutput, StepTimes
 from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.sequences.beams import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
@@ -44,13 +44,12 @@ from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.request_limits import MAX_AUDIO_BYTES
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import ContentKind, EncoderContent, Span, digest_of_rows, source_spans
-from baton.node.attempts.attempt_clock import TransferFigures
+from baton.node.attempts.attempt_times import TransferFigures
 from baton.node.attempts.submit_check import objection
 from baton.node.driver import StepNews
 from baton.node.leftovers import GIVE_UP_AFTER_S
-from baton.node.port import MAX_QUEUED_REPORTS, Port
-from baton.node.reports.step_log import StepLog
-from baton.node.service import LOAD_EVERY_S
+from baton.node.reports.logs import StepLog
+from baton.node.router_streams import LOAD_EVERY_S, MAX_QUEUED_REPORTS, Port
 from baton.wire.channel import MAX_MESSAGE_BYTES
 from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_runner import expected_beams, expected_embedding, expected_tokens
@@ -78,7 +77,7 @@ async def test_a_request_ends_once_and_leaves_nothing() -> None:
     assert tokens(got) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB)
     assert [delta.outcome for delta in got] == [None, None, None, Outcome.LENGTH]
     assert not rig.service.running_for(port)
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_each_router_is_told_of_its_own_requests_only() -> None:
@@ -153,7 +152,7 @@ async def test_an_abort_ends_it_and_tells_the_role(turns: int) -> None:
     assert (await deltas(port))[-1].outcome is Outcome.ABORTED
     assert rig.role.aborted == [KEY]
     assert not rig.service.running_for(port)
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 def several(n: int, **fields: Any) -> Submit:
@@ -191,7 +190,7 @@ async def test_an_attempt_of_several_sequences_ends_with_the_last_of_them() -> N
     assert len(others) == 8
     assert all((delta.timings is None) == (delta.outcome is None) for delta in others)
     assert not rig.service.running_for(port)
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_one_sequence_or_all_are_aborted() -> None:
@@ -212,7 +211,7 @@ async def test_one_sequence_or_all_are_aborted() -> None:
     assert not rig.scheduler.requests
     assert not rig.service.running_for(port)
     assert rig.role.aborted == [KEY]
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_a_beam_search_is_reported_as_its_best_sequences() -> None:
@@ -230,7 +229,7 @@ async def test_a_beam_search_is_reported_as_its_best_sequences() -> None:
     assert {delta.outcome for delta in got} == {Outcome.LENGTH}
     assert {event.attempt for event in rig.log.after(0)} == {KEY}
     assert not rig.service.running_for(port)
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_an_aborted_beam_search_is_over() -> None:
@@ -244,7 +243,7 @@ async def test_an_aborted_beam_search_is_over() -> None:
     assert [delta.outcome for delta in await deltas(port)] == [Outcome.ABORTED]
     assert not rig.scheduler.requests
     assert not rig.service.running_for(port)
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_an_embedding_comes_with_the_end_and_is_replayed_when_adopted() -> None:
@@ -270,7 +269,7 @@ async def test_embeddings_too_large_for_one_report_come_in_several() -> None:
     ends = [EngineCoreOutput(str(key), (), 0, outcome=Outcome.STOP, embedding=bytes(3 << 19)) for key in keys]
     step = ComputedStep(0.5, 12, 0, 0, 1.0, goes_on=False)
     stats = rig.scheduler.make_stats()
-    rig.service.on_step(StepNews({port.client_index: EngineCoreOutputs(ends)}, (), stats, StepTimes(), step=step))
+    rig.service.on_step(StepNews({port.client_index: ends}, (), stats, StepTimes(), step=step))
     reports = await queued_reports(port)
     assert [delta.attempt for report in reports for delta in report.deltas] == keys
     assert max(sum(len(delta.embedding) for delta in report.deltas) for report in reports) < MAX_MESSAGE_BYTES / 2
@@ -448,7 +447,7 @@ async def test_a_node_is_idle_only_when_no_block_is_leased() -> None:
     port = rig.service.open_port("router-0")
     rig.submit(port, leg=Leg.PREFILL)
     rig.driver.run()
-    idle = asyncio.create_task(rig.service.wait_idle())
+    idle = asyncio.create_task(rig.service.draining.wait_idle())
     await asyncio.wait((idle,), timeout=0)
     assert not idle.done()
     rig.driver.tell_transfer(KVTransferOutput(released=frozenset({str(KEY)})))
@@ -466,7 +465,7 @@ def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left() -> No
         rig.driver.run()
         lease = OpenHandoff(KEY, HandoffSide.SENDER, "READING", "decode-0", "decode-0.x", 2, 9.0)
         rig.role.reported = HandoffReport(open=[lease])
-        idle = asyncio.create_task(rig.service.wait_idle())
+        idle = asyncio.create_task(rig.service.draining.wait_idle())
         await asyncio.sleep(1000)
         assert not idle.done()
         suspect = replace(lease, state="SUSPECT")
@@ -535,7 +534,7 @@ async def test_attempts_of_a_router_that_detaches_are_aborted_without_a_grace() 
     port.receive(submit(AttemptKey("late", 1)))
     rig.driver.run()
     assert not rig.scheduler.requests
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_a_router_that_does_not_read_is_cut_off_alone() -> None:
@@ -618,7 +617,7 @@ async def test_values_that_would_fail_the_engine_are_refused_with_the_fields_nam
     rig.driver.run()
     assert not rig.service.running_for(port)
     assert not rig.log.after(0), "it reached the engine"
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 65, "a b", "a\0"])
@@ -628,7 +627,7 @@ async def test_an_invalid_request_id_is_refused(request_id: str) -> None:
     rig.submit(port, attempt=KEY._replace(request_id=request_id))
     (delta,) = await deltas(port)
     assert (delta.outcome, delta.error) == (Outcome.ERROR, "request_id: is not a valid request id")
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_an_attempt_with_earlier_output_continues_after_it() -> None:
@@ -680,7 +679,7 @@ async def test_draining_is_reported_at_once_and_refuses_new_work() -> None:
     rig.submit(port)
     rig.driver.turn()
     await queued_reports(port)
-    rig.service.refuse_new_work()
+    rig.service.draining.refuse_new_work()
     (report,) = await queued_reports(port)
     assert report.load.draining, "the routers would learn of it from the next step only"
     rig.submit(port, AttemptKey("late", 1))
@@ -689,7 +688,7 @@ async def test_draining_is_reported_at_once_and_refuses_new_work() -> None:
     reports = await queued_reports(port)
     assert reports[-1].load.draining
     assert reports[-1].deltas[-1].outcome is Outcome.LENGTH
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_a_node_that_has_closed_accepts_no_more_routers() -> None:
@@ -779,7 +778,7 @@ async def test_a_decode_legs_timings_come_with_its_first_tokens() -> None:
     assert not rig.service.running_for(port)
     rig.driver.tell_transfer(KVTransferOutput(released=frozenset({str(KEY)})))
     rig.driver.run()
-    await rig.service.wait_idle()
+    await rig.service.draining.wait_idle()
 
 
 async def test_drain_asks_the_process_and_trace_returns_the_events() -> None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from baton.messages.node_report import RankReport
-from baton.node.reports.ranks import rank_figures
+from baton.node.reports.figures import rank_figures
 from baton.observe.rank_reports import rank_reports
 from tests.support.process_cluster import wait_until_ended
 

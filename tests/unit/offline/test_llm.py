@@ -30,7 +30,7 @@ from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import RepetitionDetection
 from baton.models.resolve import find_model
 from baton.offline import EngineSettings
-from baton.offline.progress import progress_bar
+from baton.offline.outputs import progress_bar
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from tests.support.gguf_models import random_module, write_module

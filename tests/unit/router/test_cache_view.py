@@ -16,7 +16,7 @@ from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored,
 from baton.messages.node import NodeDescription
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import EncoderContent, Span, rows_key
-from baton.node.reports.kv_cache_updates import kv_cache_updates
+from baton.node.reports.reports import kv_cache_updates
 from router.placement.cache_view import CacheView, PromptKeys, key_scheme_of
 from tests.support.router_parts import decode
 

@@ -17,8 +17,8 @@ from baton.errors import InvalidRequest, QueueFull, UnknownModel
 from baton.messages.generation import ModelCard
 from baton.security.callers import Caller, current_caller
 from baton.security.matrix import CallerRole
+from baton.text.detokenizer import TextCodec
 from router.dispatcher import Dispatcher
-from router.flight.text_stream import TextCodec
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks

@@ -10,7 +10,7 @@ import pytest
 from baton.errors import EngineFault
 from baton.messages.generation import Chunk, GenerateRequest, SequenceFinished
 from baton.messages.sampling import TokenLogprobs
-from baton.text.structural_tags import lark_of_structural_tag
+from baton.text.constraints.structural_tags import lark_of_structural_tag
 from tests.support.http_client import Exchange
 from tests.support.http_rig import CARD, HttpRig, chunk, finished
 

@@ -12,8 +12,7 @@ from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, Outcome, Submit
 from baton.messages.sampling import SamplingParams
-from baton.node.attempts.attempt_clock import AttemptClock
-from baton.node.attempts.attempt_spans import AttemptSpans, Stage, stages
+from baton.node.attempts.attempt_times import AttemptClock, AttemptSpans, Stage, stages
 from baton.observe.start_tracing import is_asked_for, start_tracing
 from router.flight.request_spans import RequestSpans
 from router.placement.placement import Placement

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pytest
 
 from baton.engine.batch import NewRequestData, SchedulerOutput
-from baton.engine.long_sequences import LongSequences
 from baton.engine.runner import KVLayout
+from baton.engine.scheduler_config import LongSequences
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.draft_model import MAX_ROWS_BEHIND, DraftModel
 from baton.runner.execution.input_batch import FlatBatch

@@ -242,10 +242,10 @@ def test_a_request_that_can_not_be_computed_fails_alone(tmp_path: Path) -> None:
     runner = loaded(tmp_path, "bart")
     sound = request_for(tmp_path, "sound", source(tmp_path, 1, 9), [3], GREEDY)
     engine = engine_of(runner)
-    engine.add_request(request_for(tmp_path, "alone", source(tmp_path, 1, 9), [3], GREEDY))
+    engine.scheduler.add_request(request_for(tmp_path, "alone", source(tmp_path, 1, 9), [3], GREEDY))
     alone: list[int] = []
     while engine.has_work():
-        for output in (one for outputs in engine.step().values() for one in outputs.outputs):
+        for output in (one for outputs in engine.step().values() for one in outputs):
             alone += output.new_token_ids
     # Positions behind the decoder's table, and a prompt without an input.
     long = request_for(tmp_path, "long", source(tmp_path, 2, 9), [5] * 161, GREEDY)
@@ -257,9 +257,9 @@ def test_a_request_that_can_not_be_computed_fails_alone(tmp_path: Path) -> None:
     ends: dict[str, Any] = {}
     tokens: list[int] = []
     for request in (long, bare, wrong, empty, sound):
-        engine.add_request(request)
+        engine.scheduler.add_request(request)
     while engine.has_work():
-        for output in (one for outputs in engine.step().values() for one in outputs.outputs):
+        for output in (one for outputs in engine.step().values() for one in outputs):
             tokens += output.new_token_ids if output.request_id == "sound" else []
             if output.outcome is not None:
                 ends[output.request_id] = output

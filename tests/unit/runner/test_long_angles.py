@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from baton.engine.long_sequences import LongSequences
+from baton.engine.scheduler_config import LongSequences
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.long_angles import refuse_long_angles, replace_rotary
 from tests.support.rotary_models import MOST_SHORT, PHI3_LONGROPE, ROPE_TYPES

@@ -109,15 +109,15 @@ def tokens_of(runner: TorchModelRunner, requests: list[Request], **limits: Any) 
     fields = CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test")
     engine = EngineCore(Scheduler(config, fields, FakeClock()), runner, LazyExecutor())
     for request in requests:
-        engine.add_request(request)
+        engine.scheduler.add_request(request)
     tokens: defaultdict[str, list[int]] = defaultdict(list)
     while engine.has_work():
         for outputs in engine.step().values():
-            for output in outputs.outputs:
+            for output in outputs:
                 assert output.error is None
                 tokens[output.request_id].extend(output.new_token_ids)
-    engine.scheduler.check_invariant()
-    assert not engine.scheduler.blocks_in_use()
+    engine.scheduler.kv_cache_manager.check_invariant()
+    assert not engine.scheduler.kv_cache_manager.blocks_in_use()
     return tokens
 
 
@@ -240,15 +240,15 @@ def test_a_step_that_fails_fails_alone_with_the_one_behind_it(
 
     def run(requests: list[Request], late: Sequence[Request] = ()) -> None:
         for request in requests:
-            engine.add_request(request)
+            engine.scheduler.add_request(request)
         while engine.has_work():
             if late and stages.log.count("end") > 5:
                 # They are in the step behind the one that fails, and not in that one.
                 for request in late:
-                    engine.add_request(request)
+                    engine.scheduler.add_request(request)
                 late = ()
             for outputs in engine.step().values():
-                ends.update({one.request_id: one.error for one in outputs.outputs if one.outcome is not None})
+                ends.update({one.request_id: one.error for one in outputs if one.outcome is not None})
 
     if where == "while it samples":
         run(decoding(4))
@@ -263,8 +263,8 @@ def test_a_step_that_fails_fails_alone_with_the_one_behind_it(
     ends.clear()
     run(decoding(4))
     assert set(ends.values()) == {None}
-    engine.scheduler.check_invariant()
-    assert not engine.scheduler.blocks_in_use()
+    engine.scheduler.kv_cache_manager.check_invariant()
+    assert not engine.scheduler.kv_cache_manager.blocks_in_use()
     assert stages.depths[-1] == 0
     assert runner.num_requests <= 4
 

@@ -30,6 +30,7 @@ from baton.runner.simulated import (
 )
 from tests.doubles.fake_clock import FakeClock
 from tests.support.adapter_files import write_simple_adapter
+from tests.support.engine_rig import name_of
 from tests.support.runner_driver import RunnerDriver
 
 SPEC = SimulatedSpec(num_blocks=64, block_size=4, vocab_size=997, max_model_len=256)
@@ -117,11 +118,11 @@ def test_a_beam_search_finds_what_a_naive_one_finds(width: int) -> None:
     config = SchedulerConfig(SPEC.num_blocks, block_size=4, max_model_len=256)
     core = EngineCore(Scheduler(config, fields, FakeClock()), runner)
     for name, prompt in PROMPTS.items():
-        core.add_request(Request(name, prompt, SamplingParams(beam_width=width, n=width, max_tokens=9)))
+        core.scheduler.add_request(Request(name, prompt, SamplingParams(beam_width=width, n=width, max_tokens=9)))
     found: dict[str, list[int]] = {}
     while core.has_work():
         for outputs in core.step().values():
-            found.update((output.request_id, list(output.new_token_ids)) for output in outputs.outputs)
+            found.update((name_of(output), list(output.new_token_ids)) for output in outputs)
     for name, prompt in PROMPTS.items():
         expected = expected_beams(prompt, BeamSearch(width, frozenset(), 9), SPEC)
         assert [found[sequence_id(name, index)] for index in range(width)] == expected

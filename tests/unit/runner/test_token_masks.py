@@ -83,7 +83,9 @@ def test_a_request_without_an_allowed_token_fails_alone() -> None:
 
 
 def state(request_id: str, matcher: FakeMatcher | None, params: SamplingParams = WITH_GRAMMAR) -> RequestState:
-    return RequestState(NewRequestData(request_id, [1, 2], [7], params, [1], 0, matcher))
+    return RequestState(
+        NewRequestData(request_id, [1, 2], [7], params, [1], 0, matcher, root_id=request_id.partition("~")[0])
+    )
 
 
 def test_matchers_get_all_drawn_tokens_including_earlier_attempts() -> None:
@@ -174,7 +176,7 @@ def test_who_comes_next_waits_for_a_bounded_step_of_a_request_that_is_alone() ->
 
 def step(masks: TokenMasks, requests: Sequence[RequestState]) -> tuple[Masks, dict[str, BatonError]]:
     """A step that computes these requests alone, all of which sample."""
-    with masks.filling(requests, [one.request_id for one in requests]):
+    with masks.filling(requests, [one.root_id for one in requests]):
         pass
     return masks.fill(requests)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.text.closed_objects import without_extra_keys
-from baton.text.schema_compiling import check_constraint
+from baton.text.constraints.json_schemas import without_extra_keys
+from baton.text.constraints.schema_compiling import check_constraint
 from tests.support.json_fit import SCHEMAS
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.text.described_formats import CHECKED_FORMATS, without_descriptions
-from baton.text.schema_compiling import check_constraint
-from baton.text.structural_tags import lark_of_structural_tag
+from baton.text.constraints.json_schemas import CHECKED_FORMATS, without_descriptions
+from baton.text.constraints.schema_compiling import check_constraint
+from baton.text.constraints.structural_tags import lark_of_structural_tag
 from baton.text.tool_calls.formats import FORMATS, CallGrammarOptions, Tool
 
 ONLY_DESCRIBED = ["path", "password", "binary", "json-pointer", "regex", "int32", ""]

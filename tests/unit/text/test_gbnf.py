@@ -7,8 +7,8 @@ import re
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.text.gbnf import is_gbnf, lark_of_gbnf
-from baton.text.schema_compiling import check_constraint
+from baton.text.constraints.lark_grammars import is_gbnf, lark_of_gbnf
+from baton.text.constraints.schema_compiling import check_constraint
 from tests.support.byte_matching import takes
 
 JSON = r"""

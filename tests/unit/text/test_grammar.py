@@ -14,8 +14,8 @@ import pytest
 import baton
 from baton.errors import ConfigError, EngineFault, InvalidRequest
 from baton.messages.sampling import ConstraintKind
-from baton.text.grammar import GrammarMatcher, Grammars, num_mask_words
-from baton.text.schema_compiling import JSON_OBJECT, check_constraint
+from baton.text.constraints.grammar import GrammarMatcher, Grammars, num_mask_words
+from baton.text.constraints.schema_compiling import JSON_OBJECT, check_constraint
 from baton.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
 

@@ -13,9 +13,9 @@ import tokenizers
 
 from baton.errors import ConfigError, InvalidRequest
 from baton.messages.sampling import ConstraintKind
-from baton.text.grammar import GrammarMatcher, Grammars, num_mask_words
-from baton.text.schema_compiling import check_constraint
-from baton.text.structural_tags import lark_of_structural_tag
+from baton.text.constraints.grammar import GrammarMatcher, Grammars, num_mask_words
+from baton.text.constraints.schema_compiling import check_constraint
+from baton.text.constraints.structural_tags import lark_of_structural_tag
 from baton.text.tokenizer import Tokenizer
 from baton.text.tool_calls.events import CallBegun
 from baton.text.tool_calls.formats import FORMATS, CallGrammarOptions, Tool

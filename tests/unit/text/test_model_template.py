@@ -13,8 +13,8 @@ import pytest
 from baton.errors import ConfigError, InvalidRequest, Overloaded, TemplateFault
 from baton.text.bounded_child import Outcome
 from baton.text.bounded_workers import BoundedWorkers, WorkLimits
+from baton.text.chat_template import TemplateWork
 from baton.text.model_template import ModelTemplate
-from baton.text.template_work import TemplateWork
 from tests.doubles.fake_workers import FakeWorkers
 
 NOW = datetime(2026, 1, 2)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.text.repetition import repeated_end
+from baton.text.ends import repeated_end
 
 LETTERS = st.text("abc \n", min_size=1, max_size=512)
 

@@ -10,7 +10,7 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.text.bounded_workers import BoundedWorkers, WorkLimits
 from baton.text.chat_template import ChatTemplate
-from baton.text.request_template import RequestTemplate
+from baton.text.model_template import RequestTemplate
 
 NOW = datetime(2026, 1, 2)
 CHAT = [{"role": "user", "content": "Grüße"}]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from baton.text.speech_prompts import SpeechPrompts
+from baton.text.prompts import SpeechPrompts
 
 SPECIAL = (
     *("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|haw|>", "<|translate|>", "<|transcribe|>"),
@@ -39,7 +39,7 @@ def write(path: Path, generation: Mapping[str, Any] | None = None, **config: Any
 
 
 def load(path: Path, names: Names | None = None) -> SpeechPrompts:
-    found = SpeechPrompts.load(path, names or Names())
+    found = SpeechPrompts.load(path, (names or Names()).tokens())
     assert found is not None
     return found
 
@@ -81,7 +81,7 @@ def test_a_model_for_english_alone_has_no_languages_and_one_task(tmp_path: Path)
 
 
 def test_other_models_have_no_prompts_for_speech(tmp_path: Path) -> None:
-    assert SpeechPrompts.load(write(tmp_path, model_type="llama"), Names()) is None
+    assert SpeechPrompts.load(write(tmp_path, model_type="llama"), Names().tokens()) is None
 
 
 @pytest.mark.parametrize("text", ["<|startoftranscript|>", "<|notimestamps|>", "<|transcribe|>"])

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import baton
-from baton.text.grammar import Grammars, num_mask_words
+from baton.text.constraints.grammar import Grammars, num_mask_words
+from baton.text.constraints.schema_compiling import check_constraint
 from baton.text.reasoning import ReasoningSplitter
-from baton.text.schema_compiling import check_constraint
 from baton.text.tokenizer import Tokenizer
 from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.events import Arguments, CallBegun, CallEnded

@@ -12,9 +12,9 @@ import pytest
 
 import baton
 from baton.errors import InvalidRequest
-from baton.text.grammar import GrammarMatcher, Grammars, num_mask_words
-from baton.text.schema_compiling import check_constraint
-from baton.text.structural_tags import lark_of_structural_tag
+from baton.text.constraints.grammar import GrammarMatcher, Grammars, num_mask_words
+from baton.text.constraints.schema_compiling import check_constraint
+from baton.text.constraints.structural_tags import lark_of_structural_tag
 from baton.text.tokenizer import Tokenizer
 from tests.support.byte_matching import takes
 

@@ -21,8 +21,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from baton.errors import ConfigError
 from baton.messages.generation import ReasoningBegin
 from baton.text.detokenizer import WindowDetokenizer
+from baton.text.ends import StopStrings
 from baton.text.model_files import read_model_files
-from baton.text.stop_strings import StopStrings
 from baton.text.tokenizer import Tokenizer
 from router.flight.text_stream import TextStream
 from router.http.completions.logprobs import CompletionLogprobs, TokenTexts, unknown

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from baton.text.tool_calls.call_parser import MAX_HELD_CHARS, MAX_HELD_SPACES, CallParser
 from baton.text.tool_calls.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
-from baton.text.tool_calls.hermes import HermesParser
 from baton.text.tool_calls.json_scanner import MAX_DEPTH, JsonScanner, NotJson
-from baton.text.tool_calls.llama3 import Llama3Parser
-from baton.text.tool_calls.mistral import MistralParser
+from baton.text.tool_calls.parsers import HermesParser, Llama3Parser, MistralParser
 
 NAMES = ("f", "get_time")
 PARSERS: Sequence[Callable[..., CallParser]] = (HermesParser, Llama3Parser, MistralParser)

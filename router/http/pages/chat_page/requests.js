@@ -73,7 +73,7 @@ async function* streamed(path, body, signal, onHeaders) {
   }
 }
 
-// Whether a text ends in a loop: see baton/text/repetition.py, which has the same rule.
+// Whether a text ends in a loop: see baton/text/ends.py, which has the same rule.
 function isLooping(text) {
   for (let size = 1; size <= Math.min(512, text.length / 6); size++) {
     const span = Math.max(6 * size, 512), end = text.length;

@@ -19,10 +19,9 @@ from itertools import permutations
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.text.closed_objects import without_extra_keys
-from baton.text.described_formats import without_descriptions
-from baton.text.lark_parts import ANY_TEXT, EMPTY, LarkGrammar, Part, literal, pattern
-from baton.text.schema_compiling import JSON_OPTIONS, parse_schema
+from baton.text.constraints.json_schemas import parse_schema, without_descriptions, without_extra_keys
+from baton.text.constraints.lark_grammars import ANY_TEXT, EMPTY, LarkGrammar, Part, literal, pattern
+from baton.text.constraints.schema_compiling import JSON_OPTIONS
 
 _MAX_REPETITIONS = 1_000_000
 _MAX_TRIGGERS = 128

@@ -1,1 +1,0 @@
-"""Where a node gets the rows of inputs from: its own encoder, or a node that has made them."""

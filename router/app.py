@@ -17,7 +17,7 @@ from baton.node.name_claim import Asks, require_free_name
 from baton.observe.logs import log_also
 from baton.observe.ready import Ready, announce
 from baton.registry import Membership, NodeRecord, require
-from baton.registry.flights import FlightRecords
+from baton.registry.base import FlightRecords
 from baton.registry.redis_flights import RedisFlightRecords
 from baton.registry.registry import Registry, with_authority
 from baton.security.binds import check_bind

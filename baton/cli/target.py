@@ -1,4 +1,4 @@
-"""Finds the cluster of a client command: the one in a run directory, or the one at an address."""
+"""Finds the cluster of a client command (in a run directory, or at an address), and selects nodes of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import typer
 from baton.cli.access import use_certificates
 from baton.cli.cluster.run_dir import RunDir, default_run_dir
 from baton.cli.cluster.state import ClusterState
-from baton.errors import Unreachable
+from baton.errors import Unreachable, UsageError
+from baton.messages.operator import NodeStatus
 
 
 def run_dir_path(text: str) -> Path:
@@ -101,3 +102,27 @@ def grpc_addresses(addresses: Sequence[str] | None, run_dir: Path | None) -> Seq
     if not cluster.state.grpc_addresses:
         raise cluster.no_router_ready()
     return cluster.state.grpc_addresses
+
+
+_KEYS = ("name", "role", "status", "model")
+
+SelectorOption = Annotated[
+    str,
+    typer.Option(
+        "-l", "--selector", help="Only nodes with this property, such as role=prefill or status=Ready.", metavar="K=V"
+    ),
+]
+
+
+def parse_selector(text: str) -> dict[str, str]:
+    """The wanted value of each key. Raises UsageError for keys that no node has."""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    for key, mark, _ in pairs:
+        if not mark or key not in _KEYS:
+            raise UsageError(f"-l {text}: use name=, role=, status= or model=, separated by commas")
+    return {key: value for key, _, value in pairs}
+
+
+def select(nodes: Sequence[NodeStatus], wanted: dict[str, str]) -> list[NodeStatus]:
+    """The nodes that have all the wanted values."""
+    return [node for node in nodes if all(getattr(node, key) == value for key, value in wanted.items())]

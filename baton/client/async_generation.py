@@ -10,8 +10,7 @@ from random import Random, SystemRandom
 from types import TracebackType
 from typing import TypeVar
 
-from baton.client.continuation import Call, CallKind, Continuation, with_id_and_seed
-from baton.client.endpoint_rotation import EndpointRotation
+from baton.client.continuation import Call, CallKind, Continuation, EndpointRotation, with_id_and_seed
 from baton.client.generation import RETRY_BUDGET_S, SILENCE_S, error_to_report, remaining_s
 from baton.errors import BatonError, RequestNotFound, Unreachable
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard

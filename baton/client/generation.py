@@ -10,8 +10,7 @@ from random import Random, SystemRandom
 from types import TracebackType
 from typing import TypeVar
 
-from baton.client.continuation import Call, CallKind, Continuation, with_id_and_seed
-from baton.client.endpoint_rotation import EndpointRotation
+from baton.client.continuation import Call, CallKind, Continuation, EndpointRotation, with_id_and_seed
 from baton.errors import BatonError, DeadlineExceeded, RequestNotFound, Unreachable
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.pooling import EmbedRequest, EmbedResponse

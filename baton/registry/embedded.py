@@ -1,8 +1,7 @@
 """The private Redis of a cluster on one machine: where the program is, and with which command line it is started.
 
 The server keeps nothing on disk and opens no TCP port, and only its owner can use its socket. The supervisor of the
-cluster's processes starts it.
-"""
+cluster's processes starts it."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,3 +110,19 @@ def _socket_path(run_dir: Path) -> Path:
 
 def _fits(path: Path) -> bool:
     return len(os.fsencode(path)) <= _MAX_SOCKET_PATH
+
+
+USER = "baton"
+_COMMANDS = (
+    ("connection", ("auth", "hello", "ping", "multi", "exec")),
+    ("records", ("get", "mget", "set", "del", "pexpire", "incrby")),
+    ("sets", ("smembers", "sadd", "srem")),
+    ("notices", ("publish", "subscribe", "unsubscribe")),
+)
+
+
+def acl_rules(cluster: str, password: str) -> Sequence[str]:
+    """The rules that follow `ACL SETUSER NAME`, or `user NAME` in an ACL file, for Redis 6.2 and later."""
+    commands = [f"+{command}" for _, group in _COMMANDS for command in group]
+    where = (f"~baton:{cluster}:*", f"&baton:{cluster}:*")
+    return ["reset", "resetchannels", "on", f">{password}", *where, "-@all", *commands]

@@ -47,9 +47,9 @@ from baton.messages.ids import random_token
 from baton.registry.base import require
 from baton.registry.desired import DESIRED_SETS, DesiredChange, DesiredMemory, DesiredState
 from baton.registry.feed import Feed
-from baton.registry.outage import OutageGrace
 from baton.registry.records import (
     NodeRecord,
+    OutageGrace,
     Snapshot,
     incarnations_of,
     number_of_start,

@@ -2,13 +2,14 @@
 
 A caller's role comes from its certificate (routers, nodes and operators, between the processes of a cluster) or from
 its API key (clients, monitors and operators, on the public ports). Without certificates and keys a port is open to all
-who reach it, which is this machine alone unless the process was started with --insecure.
-"""
+who reach it, which is this machine alone unless the process was started with --insecure."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 
 class CallerRole(enum.Enum):
@@ -111,3 +112,24 @@ def certificate_name(role: CallerRole, cluster: str) -> str:
 def certificate_role(names: list[str], cluster: str) -> CallerRole | None:
     """The role that a certificate with these DNS names gives in the cluster; None: no role."""
     return next((role for role in CERTIFICATE_ROLES if certificate_name(role, cluster) in names), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """An authenticated caller."""
+
+    role: CallerRole
+    tenant: str = ""
+    """The tenant, whose requests, cached prefixes and quota are separate from those of other tenants. Empty: no tenant.
+    """
+    key_id: str = ""
+    """The name of the caller's API key in logs and commands; empty: the caller sent no key."""
+    max_concurrent: int | None = None
+    """Limit of concurrent requests of the tenant. None: no limit."""
+    min_priority: int | None = None
+    """The smallest priority that its requests may have. None: the router's setting says it."""
+
+
+ANYONE = Caller(CallerRole.ANYONE)
+
+current_caller: ContextVar[Caller] = ContextVar("current_caller", default=ANYONE)

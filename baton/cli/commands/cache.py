@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.ask_routers import ask_any_router
+from baton.cli.ask import ask_any_router
 from baton.cli.output import Format, OutputOption, print_document, print_note, print_text
 from baton.cli.steering import NodesArgument
 from baton.cli.target import OperatorAddressOption, RunDirOption

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from baton.cli.ask_routers import ask_any_router
+from baton.cli.ask import ask_any_router
 from baton.cli.output import Format, OutputOption, print_document, print_text
 from baton.cli.steering import NodesArgument, print_warning
 from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption

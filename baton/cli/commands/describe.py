@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.ask_nodes import ask_nodes, can_be_asked
+from baton.cli.ask import ask_nodes, can_be_asked
 from baton.cli.commands.requests import request
 from baton.cli.output import Format, OutputOption, print_document, print_text
 from baton.cli.target import ANSWER_TIMEOUT_S, EachAnswerTimeoutOption, OperatorAddressOption, RunDirOption

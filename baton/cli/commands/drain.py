@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.ask_routers import router_addresses
+from baton.cli.ask import router_addresses
 from baton.cli.output import Format, OutputOption, fine_duration, print_document, print_text
 from baton.cli.steering import Deadline, NodesArgument, ProgressLine, TimeoutOption
 from baton.cli.target import OperatorAddressOption, RunDirOption, cluster_flag

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.ask_routers import ask_all_routers, router_addresses
+from baton.cli.ask import ask_all_routers, router_addresses
 from baton.cli.output import (
     VERSION,
     ListFormat,
@@ -25,8 +25,7 @@ from baton.cli.output import (
     print_yaml,
 )
 from baton.cli.target import ANSWER_TIMEOUT_S, OperatorAddressOption, RunDirOption
-from baton.cli.views.followed_routers import follow_events
-from baton.cli.views.merged_events import EventMerger
+from baton.cli.views.followed_routers import EventMerger, follow_events
 
 if TYPE_CHECKING:
     from baton.messages.operator import ClusterEvent

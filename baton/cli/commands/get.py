@@ -11,8 +11,15 @@ import typer
 from baton.cli.commands.leases import leases
 from baton.cli.commands.requests import requests
 from baton.cli.output import ListFormat, ListOutputOption, NoHeadersOption, duration, print_list, print_note
-from baton.cli.selector import SelectorOption, parse_selector, select
-from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption
+from baton.cli.target import (
+    ANSWER_TIMEOUT_S,
+    AnswerTimeoutOption,
+    OperatorAddressOption,
+    RunDirOption,
+    SelectorOption,
+    parse_selector,
+    select,
+)
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.did_you_mean import did_you_mean

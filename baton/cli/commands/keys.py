@@ -136,7 +136,7 @@ def redis_user(
     cluster: Annotated[str, typer.Option(help="Name of the cluster.", metavar="NAME")] = DEFAULT_CLUSTER,
 ) -> None:
     """Print a Redis command that creates a user with the rights that this cluster needs and a new password."""
-    from baton.registry.acl import USER, acl_rules
+    from baton.registry.embedded import USER, acl_rules
 
     password = secrets.token_urlsafe(24)
     print_text(f"ACL SETUSER {USER} {' '.join(acl_rules(cluster, password))}")

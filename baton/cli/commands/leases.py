@@ -6,10 +6,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from baton.cli.ask_nodes import ask_nodes, can_be_asked
+from baton.cli.ask import ask_nodes, can_be_asked
 from baton.cli.output import ListFormat, ListOutputOption, NoHeadersOption, print_list, print_note
-from baton.cli.selector import SelectorOption, parse_selector, select
-from baton.cli.target import ANSWER_TIMEOUT_S, EachAnswerTimeoutOption, OperatorAddressOption, RunDirOption
+from baton.cli.target import (
+    ANSWER_TIMEOUT_S,
+    EachAnswerTimeoutOption,
+    OperatorAddressOption,
+    RunDirOption,
+    SelectorOption,
+    parse_selector,
+    select,
+)
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.lease_rows import lease_json, lease_row, oldest_first
 from baton.cli.views.watching import WatchedItem, WatchOption, watch

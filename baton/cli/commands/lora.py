@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.ask_routers import ask_any_router
+from baton.cli.ask import ask_any_router
 from baton.cli.output import (
     Format,
     ListFormat,

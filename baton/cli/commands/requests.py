@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.ask_routers import ask_about_request, ask_all_routers
+from baton.cli.ask import ask_about_request, ask_all_routers
 from baton.cli.output import (
     Format,
     ListFormat,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from baton.cli.ask_routers import ask_any_router
+from baton.cli.ask import ask_any_router
 from baton.cli.output import Format, OutputOption, fine_duration, print_document, print_text
 from baton.cli.steering import Deadline, ProgressLine, TimeoutOption, print_warning
 from baton.cli.target import ANSWER_TIMEOUT_S, OperatorAddressOption, RunDirOption, cluster_flag

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from baton.cli.ask_nodes import NodeAnswers, ask_nodes, can_be_asked
+from baton.cli.ask import NodeAnswers, ask_nodes, can_be_asked
 from baton.cli.commands.events import events_of_all_routers
 from baton.cli.output import Format, OutputOption, print_document, print_text
 from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption

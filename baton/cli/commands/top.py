@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.ask_routers import ask_any_router
+from baton.cli.ask import ask_any_router
 from baton.cli.commands.requests import requests_of_all_routers
 from baton.cli.output import print_text
 from baton.cli.target import OperatorAddressOption, RunDirOption

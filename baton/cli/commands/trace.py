@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.ask_routers import ask_about_request
+from baton.cli.ask import ask_about_request
 from baton.cli.output import Format, OutputOption, fine_duration, print_document, print_text, size
 from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import typer
 
-from baton.cli.cluster.emit.emission import Emission
+from baton.cli.cluster.emit import Emission
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState
 from baton.cli.interrupts import closing_line

@@ -11,9 +11,15 @@ from typing import Annotated
 import typer
 
 from baton.cli.output import Format, OutputOption, fine_duration, print_document, print_text
-from baton.cli.selector import SelectorOption, parse_selector, select
 from baton.cli.steering import Deadline, ProgressLine
-from baton.cli.target import ANSWER_TIMEOUT_S, OperatorAddressOption, RunDirOption
+from baton.cli.target import (
+    ANSWER_TIMEOUT_S,
+    OperatorAddressOption,
+    RunDirOption,
+    SelectorOption,
+    parse_selector,
+    select,
+)
 from baton.cli.views.cluster_view import view_cluster
 from baton.did_you_mean import did_you_mean
 from baton.errors import BatonError, DeadlineExceeded, NodeNotFound, Unreachable, UsageError

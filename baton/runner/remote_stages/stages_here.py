@@ -13,7 +13,7 @@ import torch
 
 from baton.errors import ConfigError
 from baton.processes.fork_server import start_process
-from baton.processes.process_end import how_it_ended
+from baton.processes.parent import how_it_ended
 from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stage_links import StageLinks
 

@@ -17,9 +17,10 @@ from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 from baton.wire import status
 from baton.wire.clients.liveness import PROBE_TIMEOUT_S, LivenessTimer, is_answer
-from baton.wire.codec.embedding import EMBED_RESPONSE, embed_request_to_pb
 from baton.wire.codec.generation import (
+    EMBED_RESPONSE,
     call_number_to_metadata,
+    embed_request_to_pb,
     event_from_pb,
     finished_from_pb,
     model_from_pb,

@@ -19,13 +19,13 @@ from baton.wire import status
 from baton.wire.codec.node import (
     ADAPTER_INFO,
     NODE_DESCRIPTION,
+    NODE_REPORT,
     TRACE_EVENT,
     TRACE_STEP,
     attempt_to_pb,
     role_to_pb,
     router_message_to_pb,
 )
-from baton.wire.codec.node_report import NODE_REPORT
 from baton.wire.codec.report_stream import ReportReader
 from baton.wire.credentials import PLAINTEXT_DIALER, Dialer
 from baton.wire.http2.client import Http2Client, rpc_error

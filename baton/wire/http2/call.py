@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import grpc
 
-from baton.security.callers import Caller, current_caller
+from baton.security.matrix import Caller, current_caller
 from baton.wire.http2.header_blocks import Header, write_headers
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from baton.errors import BatonError, InvalidRequest
-from baton.security.callers import current_caller
+from baton.security.matrix import current_caller
 from router.http.errors import HttpError, Kind
 from router.http.responses.bodies import IMAGE_URLS
 from router.http.responses.endpoint import encoded

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.cli.ask_nodes import ask_nodes_async, can_be_asked
+from baton.cli.ask import ask_nodes_async, can_be_asked
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
 from baton.cli.commands.describe import find_node

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.cluster.log_rotation import MAX_LOG_BYTES, older_parts
+from baton.cli.cluster.log_files import MAX_LOG_BYTES, older_parts
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
 from baton.cli.cluster.supervisor.cluster import ClusterPlan, ClusterSupervisor, StartFailed

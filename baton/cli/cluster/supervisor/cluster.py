@@ -17,17 +17,16 @@ from pathlib import Path
 
 import structlog
 
-from baton.cli.cluster.log_rotation import CHECK_INTERVAL_S, LogRotation
+from baton.cli.cluster.log_files import CHECK_INTERVAL_S, LogRotation
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
-from baton.cli.cluster.supervisor.child import ChildRun, describe_exit
+from baton.cli.cluster.supervisor.child import ChildLife, ChildRun, ChildState, RetryIn, describe_exit
 from baton.cli.cluster.supervisor.plan import ChildSpec, with_flags
-from baton.cli.cluster.supervisor.restart import ChildLife, ChildState, RetryIn
 from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, ExitCode
 from baton.observe.ready import Failed, Ready
-from baton.processes.death_pipe import DeathPipe
 from baton.processes.fork_server import ForkServer, own_fork_server
+from baton.processes.parent import DeathPipe
 
 _log = structlog.get_logger(__name__)
 

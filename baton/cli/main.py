@@ -19,30 +19,30 @@ from baton.errors import BatonError, Cancelled, ExitCode
 
 _COMMANDS = {
     "demo": (
-        "baton.cli.commands.demo",
+        "baton.cli.commands.up",
         "Start a cluster, send it prompts, show how each was served, and stop it.",
     ),
     "up": ("baton.cli.commands.up", "Start a cluster on this machine and keep it running."),
-    "down": ("baton.cli.commands.down", "Stop the cluster after its running requests have ended."),
+    "down": ("baton.cli.commands.up", "Stop the cluster after its running requests have ended."),
     "status": ("baton.cli.commands.status", "Print whether the cluster serves: ok, degraded or unavailable."),
     "top": ("baton.cli.commands.top", "Show the state of the cluster, updated continuously."),
     "get": ("baton.cli.commands.get", "List nodes, requests or leases of the cluster."),
     "describe": ("baton.cli.commands.describe", "Show all details of one node or request."),
-    "cordon": ("baton.cli.commands.cordon", "Stop sending new requests to nodes."),
-    "uncordon": ("baton.cli.commands.cordon", "Send new requests to nodes again."),
-    "drain": ("baton.cli.commands.drain", "Cordon a node and wait until its running requests have ended."),
-    "set-role": ("baton.cli.commands.set_role", "Change the role of a running node."),
-    "cache": ("baton.cli.commands.cache", "Empty the prefix caches of nodes."),
+    "cordon": ("baton.cli.commands.change_nodes", "Stop sending new requests to nodes."),
+    "uncordon": ("baton.cli.commands.change_nodes", "Send new requests to nodes again."),
+    "drain": ("baton.cli.commands.change_nodes", "Cordon a node and wait until its running requests have ended."),
+    "set-role": ("baton.cli.commands.change_nodes", "Change the role of a running node."),
+    "cache": ("baton.cli.commands.change_nodes", "Empty the prefix caches of nodes."),
     "wait": ("baton.cli.commands.wait", "Wait until nodes are ready, idle, cordoned, drained or gone, or have a role."),
     "events": (
-        "baton.cli.commands.events",
+        "baton.cli.commands.status",
         "List the events of the cluster: nodes that joined or left, failovers and more.",
     ),
     "explain": (
         "baton.cli.commands.explain",
         "Explain why a request was placed on its nodes, and which placement would have been best.",
     ),
-    "trace": ("baton.cli.commands.trace", "Show where a request's time was spent, stage by stage."),
+    "trace": ("baton.cli.commands.explain", "Show where a request's time was spent, stage by stage."),
     "logs": ("baton.cli.commands.logs", "Print the logs of all processes in order of time."),
     "generate": ("baton.cli.commands.generate", "Send a prompt and print the generated text."),
     "chat": ("baton.cli.commands.chat", "Chat with the model."),
@@ -50,7 +50,7 @@ _COMMANDS = {
     "config": ("baton.cli.commands.config_view", "Show the configuration."),
     "completion": ("baton.cli.commands.completion", "Print a completion script for bash, zsh or fish."),
     "doctor": ("baton.cli.commands.doctor", "Check this machine and installation, and suggest fixes."),
-    "certs": ("baton.cli.commands.certs", "Create the certificates of a cluster."),
+    "certs": ("baton.cli.commands.keys", "Create the certificates of a cluster."),
     "keys": ("baton.cli.commands.keys", "Add, list and revoke API keys."),
     "lora": ("baton.cli.commands.lora", "Load, unload, list and inspect adapters (LoRA)."),
     "node": ("baton.cli.commands.processes", "Run one prefill node or decode node."),
@@ -59,7 +59,7 @@ _COMMANDS = {
         "baton.cli.commands.simulate",
         "Simulate a cluster in virtual time, to choose an arrangement and the number of nodes.",
     ),
-    "version": ("baton.cli.commands.version", "Print the version."),
+    "version": ("baton.cli.commands.doctor", "Print the version."),
 }
 _WITHOUT_ACCESS = frozenset(("up", "node", "router")).union(
     ("bench", "certs", "completion", "config", "demo", "doctor", "down", "keys", "logs", "simulate", "version")

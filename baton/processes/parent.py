@@ -1,4 +1,4 @@
-"""Ends a process with the one that started it, and says how a process has ended."""
+"""Has the kernel end a process when its parent has ended, whatever the reason, and says how a process has ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 
 from baton.errors import ExitCode
 
@@ -28,28 +27,9 @@ def die_with(parent: int) -> None:
         sys.exit(ExitCode.FAILED)
 
 
-class DeathPipe:
-    """A pipe whose readers see its end when the process that made it has ended."""
-
-    def __init__(self) -> None:
-        self.read_end, self._write_end = os.pipe()
-
-    def close(self) -> None:
-        os.close(self.read_end)
-        os.close(self._write_end)
-
-
-def end_with_pipe(descriptor: int) -> None:
-    """Watch the read end of a supervisor's pipe in a thread, and end this process at once when the pipe ends."""
-
-    def watch() -> None:
-        while os.read(descriptor, 1):
-            pass
-        os._exit(ExitCode.FAILED)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 def how_it_ended(code: int) -> str:
     """The end of a process in words, from `Popen.returncode`: `was ended by SIGKILL`, `has ended with exit code 1`."""
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+    if code >= 0:
+        return f"has ended with exit code {code}"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"was ended by {known.get(-code, f'signal {-code}')}"

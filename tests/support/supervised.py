@@ -12,7 +12,7 @@ import signal
 import sys
 
 from baton.observe.ready import Failed, Ready, announce
-from baton.processes.parent import end_with_pipe
+from baton.processes.death_pipe import end_with_pipe
 
 
 def main() -> int:

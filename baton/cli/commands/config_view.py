@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel, ByteSize
 
+from baton.cli.commands import add_group
 from baton.cli.output import Format, OutputOption, print_json, print_table, print_yaml
 from baton.config.load import MODELS, config_file, view
 from baton.security.redaction import without_password
@@ -25,14 +26,7 @@ class Process(enum.StrEnum):
 
 def register(app: typer.Typer, name: str, text: str) -> None:
     """Add the commands."""
-    group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
-
-    @group.callback()
-    def config() -> None:
-        """Show the configuration."""
-
-    group.command("view")(view_config)
-    app.add_typer(group, name=name)
+    add_group(app, name, text, "Show the configuration.", {"view": view_config})
 
 
 def view_config(

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.ask import ask_nodes, can_be_asked
+from baton.cli.commands import add_group
 from baton.cli.commands.requests import request
 from baton.cli.output import Format, OutputOption, print_document, print_text
 from baton.cli.target import ANSWER_TIMEOUT_S, EachAnswerTimeoutOption, OperatorAddressOption, RunDirOption
@@ -20,15 +21,7 @@ from baton.messages.operator import NodeStatus
 
 def register(app: typer.Typer, name: str, text: str) -> None:
     """Add the commands."""
-    group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
-
-    @group.callback()
-    def describe() -> None:
-        """Show all details of one node or request."""
-
-    group.command("node")(node)
-    group.command("request")(request)
-    app.add_typer(group, name=name)
+    add_group(app, name, text, "Show all details of one node or request.", {"node": node, "request": request})
 
 
 def node(

@@ -1,14 +1,16 @@
-"""`baton doctor`: checks this machine and this installation."""
+"""`baton doctor` and `baton version`: this machine and this installation."""
 
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from baton.cli.output import Format, OutputOption, print_document, print_text
+import baton
+from baton.cli.output import Format, OutputOption, print_document, print_json, print_text, print_yaml
 from baton.cli.target import RunDirOption
 from baton.cli.views.doctor_checks import Finding, Level, run_checks, worst_level
 from baton.config import bundled_model_dir
@@ -17,8 +19,11 @@ from baton.messages.node import NodeShape
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
-    """Add the command."""
-    app.command(name, help=f"{text} Exit code 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN.")(doctor)
+    """Add one of the commands."""
+    if name == "version":
+        app.command(name, help=text)(version)
+    else:
+        app.command(name, help=f"{text} Exit code 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN.")(doctor)
 
 
 def doctor(
@@ -66,3 +71,14 @@ def _print(findings: list[Finding], level: Level) -> None:
         f"\n{level.name}: "
         + (f"{count} of {len(findings)} checks found something to fix" if count else "nothing to fix")
     )
+
+
+def version(output: OutputOption = Format.TEXT) -> None:
+    """Print the version."""
+    found = {"version": baton.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    if output is Format.JSON:
+        print_json(found)
+    elif output is Format.YAML:
+        print_yaml(found)
+    else:
+        print_text(f"baton {baton.__version__} (Python {found['python']}, {found['platform']})")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.ask import ask_any_router
+from baton.cli.commands import add_group
 from baton.cli.output import (
     Format,
     ListFormat,
@@ -45,17 +46,9 @@ class _NoSuchAdapter(BatonError):
 
 def register(app: typer.Typer, name: str, text: str) -> None:
     """Add the commands."""
-    group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
-
-    @group.callback()
-    def lora() -> None:
-        """Give names to adapters (LoRA), list them, and look into their files."""
-
-    group.command("list")(list_adapters)
-    group.command("load")(load)
-    group.command("unload")(unload)
-    group.command("inspect")(inspect)
-    app.add_typer(group, name=name)
+    about = "Give names to adapters (LoRA), list them, and look into their files."
+    commands = {"list": list_adapters, "load": load, "unload": unload, "inspect": inspect}
+    add_group(app, name, text, about, commands)
 
 
 def list_adapters(

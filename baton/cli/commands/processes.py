@@ -15,7 +15,7 @@ from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
 from baton.config import Loaded, NodeConfig, RouterConfig
 from baton.errors import BatonError, ConfigError
 from baton.models.resolve import with_model_directory
-from baton.processes.parent import end_with_pipe
+from baton.processes.death_pipe import end_with_pipe
 from baton.runner.lean_imports import import_transformers
 from baton.runner.rare_collections import rare_collections
 

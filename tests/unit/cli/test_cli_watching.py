@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cli.commands import get, leases, requests
+from baton.cli.commands import get, requests
 from baton.cli.main import main
 from baton.cli.views.watching import GrowingTable, changed_items
 from baton.messages.ids import AttemptKey
@@ -39,13 +39,13 @@ def test_a_request_changes_with_its_state() -> None:
 
 
 def test_a_lease_changes_and_ends() -> None:
-    ends = leases.EndTracker()
+    ends = get.EndTracker()
     known: dict[str, object] = {}
 
     def changes(*handoffs: OpenHandoff) -> list[tuple[str, str]]:
         report = NodeReport(prefill(), LoadReport(), {}, HandoffReport("", list(handoffs), [], []))
         nonlocal known
-        found = [leases.watched_item(*each, wide=False) for each in ends.with_ends([report])]
+        found = [get.watched_lease(*each, wide=False) for each in ends.with_ends([report])]
         news = changed_items(known, found)
         known = {each.key: each.state for each in found}
         return [(str(each.cells[1]), str(each.cells[4])) for each in news]
@@ -55,8 +55,8 @@ def test_a_lease_changes_and_ends() -> None:
     assert changes(lease, other) == [("a", "GRANTED"), ("b", "GRANTED")]
     assert changes(replace(lease, age_s=2.0), replace(other, state="READING")) == [("b", "READING")]
     assert ends.with_ends([]) == [], "leases of a node that does not answer have not ended"
-    assert changes(lease) == [("b", leases.OVER)]
-    assert changes() == [("a", leases.OVER)]
+    assert changes(lease) == [("b", get.OVER)]
+    assert changes() == [("a", get.OVER)]
     assert changes() == []
 
 

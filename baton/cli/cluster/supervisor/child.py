@@ -16,8 +16,9 @@ from pathlib import Path
 from baton.cli.cluster.supervisor.plan import ChildSpec, flags_of_descriptors
 from baton.machine import Machine
 from baton.observe.ready import AnnouncementReader, Failed, Ready
+from baton.processes.death_pipe import DeathPipe
 from baton.processes.fork_server import ForkedProcess, ForkServer
-from baton.processes.parent import DeathPipe, die_with_parent
+from baton.processes.parent import die_with_parent
 from baton.registry.embedded import READY_WORDS
 
 FIRST_DELAY_S = 0.2
@@ -258,12 +259,3 @@ class _RedisOutput:
 
 def _do_nothing() -> None:
     pass
-
-
-def describe_exit(code: int) -> str:
-    """How a process ended, as text: `exit 1` or `SIGKILL`."""
-    if code >= 0:
-        return f"exit {code}"
-    with suppress(ValueError):
-        return signal.Signals(-code).name
-    return f"signal {-code}"

@@ -26,7 +26,7 @@ from baton.text.image_prompts import ImagePrompts
 from baton.text.model_template import ModelTemplate
 from baton.text.speech_prompts import SpeechPrompts
 from baton.text.tokenizer import Tokenizer
-from baton.wire.clients.operator_client import OperatorStub
+from baton.wire.clients.operator_client import OperatorClient
 from baton.wire.credentials import Dialer
 from baton.wire.forced_end import end_within
 from baton.wire.server.event_loop import RpcEventLoop, warn_if_unrecognised
@@ -93,9 +93,9 @@ def asks_with(dialer: Dialer) -> Asks:
     """A function that asks the router at a record's address for its incarnation."""
 
     def ask(address: str) -> str:
-        with contextlib.closing(OperatorStub(address, dialer)) as stub:
+        with contextlib.closing(OperatorClient(address, dialer=dialer)) as client:
             # The router that answers is the first of its nodes.
-            return stub.status(_ANSWER_S).nodes[0].incarnation
+            return client.status(_ANSWER_S).nodes[0].incarnation
 
     async def asks(record: NodeRecord) -> str:
         # In a separate thread: one of asyncio's would stay for ever, in just those routers that met such a record.

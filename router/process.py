@@ -26,7 +26,7 @@ from baton.model_formats.audio import AudioLimits
 from baton.node.name_claim import Asks, require_first, start_number
 from baton.observe.metrics import declared_figures, render
 from baton.observe.process_figures import process_figures
-from baton.observe.tracing import start_tracing
+from baton.observe.start_tracing import start_tracing
 from baton.registry import Lease, Membership, NodeRecord
 from baton.registry.base import FlightRecords
 from baton.security.connection_limit import ConnectionLimit

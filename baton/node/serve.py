@@ -44,7 +44,7 @@ from baton.node.stop import NodeStop
 from baton.observe.metrics import render
 from baton.observe.metrics_page import MetricsPage
 from baton.observe.process_figures import process_figures
-from baton.observe.tracing import start_tracing
+from baton.observe.start_tracing import start_tracing
 from baton.registry import Membership
 from baton.runner.execution.step_thread import StepThread
 from baton.security.keys import KeyRing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,12 @@ def register(app: typer.Typer, name: str, text: str) -> None:
     if name == "cache":
         add_group(app, name, text, "Empty the prefix caches of nodes.", {"reset": reset})
     else:
-        commands = {"cordon": cordon, "uncordon": uncordon, "drain": drain, "set-role": set_role}
+        commands: Mapping[str, Callable[..., Any]] = {
+            "cordon": cordon,
+            "uncordon": uncordon,
+            "drain": drain,
+            "set-role": set_role,
+        }
         app.command(name, help=text)(commands[name])
 
 

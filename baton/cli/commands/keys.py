@@ -8,10 +8,10 @@ import fcntl
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,7 +42,12 @@ def register(app: typer.Typer, name: str, text: str) -> None:
         add_group(app, name, text, "Create the certificates of a cluster.", {"init": init})
     else:
         about = "Manage API keys. Processes notice a change of the file within two seconds."
-        commands = {"add": add, "list": list_keys, "revoke": revoke, "redis-user": redis_user}
+        commands: Mapping[str, Callable[..., Any]] = {
+            "add": add,
+            "list": list_keys,
+            "revoke": revoke,
+            "redis-user": redis_user,
+        }
         add_group(app, name, text, about, commands)
 
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,7 +28,7 @@ from baton.cli.target import ANSWER_TIMEOUT_S, EachAnswerTimeoutOption, Operator
 from baton.errors import BatonError, ExitCode, UnknownModel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from baton.client import OperatorClient
     from baton.messages.adapters import AdapterRow, LoadedAdapter
@@ -47,7 +47,12 @@ class _NoSuchAdapter(BatonError):
 def register(app: typer.Typer, name: str, text: str) -> None:
     """Add the commands."""
     about = "Give names to adapters (LoRA), list them, and look into their files."
-    commands = {"list": list_adapters, "load": load, "unload": unload, "inspect": inspect}
+    commands: Mapping[str, Callable[..., Any]] = {
+        "list": list_adapters,
+        "load": load,
+        "unload": unload,
+        "inspect": inspect,
+    }
     add_group(app, name, text, about, commands)
 
 

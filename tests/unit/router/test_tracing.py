@@ -14,7 +14,7 @@ from baton.messages.node import Leg, Outcome, Submit
 from baton.messages.sampling import SamplingParams
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempt_spans import AttemptSpans, Stage, stages
-from baton.observe.tracing import is_asked_for, start_tracing
+from baton.observe.start_tracing import is_asked_for, start_tracing
 from router.flight.request_spans import RequestSpans
 from router.placement.placement import Placement
 from tests.doubles.fake_tracing import FakeTracer

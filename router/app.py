@@ -18,8 +18,9 @@ from baton.observe.logs import log_also
 from baton.observe.ready import Ready, announce
 from baton.registry import Membership, NodeRecord, require
 from baton.registry.base import FlightRecords
+from baton.registry.connection import with_authority
 from baton.registry.redis_flights import RedisFlightRecords
-from baton.registry.registry import Registry, with_authority
+from baton.registry.registry import Registry
 from baton.security.binds import check_bind
 from baton.security.matrix import CallerRole
 from baton.text.image_prompts import ImagePrompts

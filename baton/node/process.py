@@ -28,7 +28,8 @@ from baton.observe.logs import log_also
 from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.ready import Ready, announce
 from baton.registry import Membership, NodeRecord, require
-from baton.registry.registry import Registry, with_authority
+from baton.registry.connection import with_authority
+from baton.registry.registry import Registry
 from baton.runner import load
 from baton.runner.backends.cpu import kernel_file
 from baton.runner.lean_imports import import_transformers

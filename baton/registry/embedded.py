@@ -59,22 +59,22 @@ def embedded_redis(run_dir: Path) -> EmbeddedRedis:
     Raises ConfigError when there is no redis-server, or no directory in which the socket's path is short enough.
     """
     socket = _socket_path(run_dir)
-    command = (
-        str(find_redis_server()),
-        *("--port", "0"),
-        *("--bind", "127.0.0.1"),
-        *("--unixsocket", str(socket)),
-        *("--unixsocketperm", "700"),
-        *("--save", ""),
-        *("--appendonly", "no"),
-        *("--maxmemory", MAX_MEMORY),
-        *("--maxmemory-policy", "noeviction"),
-        *("--databases", "1"),
-        *("--daemonize", "no"),
-        *("--logfile", ""),
-        *("--dir", str(run_dir)),
-    )
-    return EmbeddedRedis(command, socket, run_dir)
+    settings = {
+        "port": "0",
+        "bind": "127.0.0.1",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "save": "",
+        "appendonly": "no",
+        "maxmemory": MAX_MEMORY,
+        "maxmemory-policy": "noeviction",
+        "databases": "1",
+        "daemonize": "no",
+        "logfile": "",
+        "dir": str(run_dir),
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    return EmbeddedRedis((str(find_redis_server()), *words), socket, run_dir)
 
 
 def find_redis_server() -> Path:

@@ -21,7 +21,8 @@ from redis.exceptions import RedisError
 from baton.background import OnFault, current_watch, start_background
 from baton.observe.log_limit import LimitedLog
 from baton.registry.base import ENDED_S, MAX_RECORD_BYTES
-from baton.registry.registry import LAST_RETRY_S, connect_redis, retry_delay
+from baton.registry.connection import connect_redis
+from baton.registry.registry import LAST_RETRY_S, retry_delay
 
 _log = logging.getLogger(__name__)
 

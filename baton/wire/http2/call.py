@@ -1,4 +1,7 @@
-"""One gRPC call at the server (gRPC's PROTOCOL-HTTP2.md): its request, and the context with which it is answered."""
+"""One gRPC call at the server (gRPC's PROTOCOL-HTTP2.md): its request, and the context with which it is answered.
+
+The file is long because grpcio's interface of a context is: a third of it are short methods that grpcio prescribes.
+"""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from baton.errors import BackgroundFault, ExitCode
 from baton.node.name_claim import Asks, require_free_name
 from baton.observe.logs import log_also
 from baton.observe.ready import Ready, announce
+from baton.processes.ends import end_within
 from baton.registry import Membership, NodeRecord, require
 from baton.registry.base import FlightRecords
 from baton.registry.connection import with_authority
@@ -29,7 +30,6 @@ from baton.text.speech_prompts import SpeechPrompts
 from baton.text.tokenizer import Tokenizer
 from baton.wire.clients.operator_client import OperatorClient
 from baton.wire.credentials import Dialer
-from baton.wire.forced_end import end_within
 from baton.wire.server.event_loop import RpcEventLoop, warn_if_unrecognised
 from router.cards import card_without_nodes
 from router.http.server import raise_file_limit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,33 +31,40 @@ def router_addresses(address: str | None, run_dir: Path | None) -> Sequence[str]
     return cluster.state.operator_addresses
 
 
-def ask_about_request(address: str | None, run_dir: Path | None, ask: Callable[[OperatorClient], T]) -> T:
-    """The answer of the first router that knows the request. Raises RequestNotFound if routers answer and none does."""
+def _answers(address: str | None, run_dir: Path | None, ask: Callable[[OperatorClient], T]) -> Iterator[T | BatonError]:
+    """The answers of the routers, each asked when its answer is wanted, or the error of one that gave none."""
     from baton.client import OperatorClient
 
-    failure: BatonError | None = None
-    for each in router_addresses(address, run_dir):
+    for router in router_addresses(address, run_dir):
         try:
-            with closing(OperatorClient(each)) as client:
-                return ask(client)
+            with closing(OperatorClient(router)) as client:
+                answer: T | BatonError = ask(client)
         except BatonError as error:
-            if not isinstance(failure, RequestNotFound):
-                failure = error
+            answer = error
+        yield answer
+
+
+def ask_about_request(address: str | None, run_dir: Path | None, ask: Callable[[OperatorClient], T]) -> T:
+    """The answer of the first router that knows the request. Raises RequestNotFound if routers answer and none does."""
+    failure: BatonError | None = None
+    for answer in _answers(address, run_dir, ask):
+        if not isinstance(answer, BatonError):
+            return answer
+        if not isinstance(failure, RequestNotFound):
+            failure = answer
     assert failure is not None
     raise failure
 
 
 def ask_any_router(address: str | None, run_dir: Path | None, ask: Callable[[OperatorClient], T]) -> T:
     """The answer of the first router that answers. `ask` must be idempotent, since more than one may receive it."""
-    from baton.client import OperatorClient
-
     failure: BatonError | None = None
-    for each in router_addresses(address, run_dir):
-        try:
-            with closing(OperatorClient(each)) as client:
-                return ask(client)
-        except (Unreachable, DeadlineExceeded) as error:
-            failure = failure or error
+    for answer in _answers(address, run_dir, ask):
+        if not isinstance(answer, BatonError):
+            return answer
+        if not isinstance(answer, Unreachable | DeadlineExceeded):
+            raise answer
+        failure = failure or answer
     assert failure is not None
     raise failure
 
@@ -66,16 +73,13 @@ def ask_all_routers(
     address: str | None, run_dir: Path | None, ask: Callable[[OperatorClient], T]
 ) -> tuple[list[T], list[str]]:
     """The answers of all routers, and the errors of those that gave none. Raises Unreachable if no router answers."""
-    from baton.client import OperatorClient
-
     answers: list[T] = []
     problems: list[str] = []
-    for each in router_addresses(address, run_dir):
-        try:
-            with closing(OperatorClient(each)) as client:
-                answers.append(ask(client))
-        except BatonError as error:
-            problems.append(str(error))
+    for answer in _answers(address, run_dir, ask):
+        if isinstance(answer, BatonError):
+            problems.append(str(answer))
+        else:
+            answers.append(answer)
     if not answers:
         raise Unreachable("; ".join(problems))
     return answers, problems

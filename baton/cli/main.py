@@ -195,7 +195,7 @@ def _build(loaded: Collection[str]) -> typer.Typer:
             own = typer.Typer()
             importlib.import_module(module).register(own, name, text)
             if name not in _WITHOUT_ACCESS:
-                importlib.import_module("baton.cli.access").add_access_flags(own)
+                importlib.import_module("baton.cli.target").add_access_flags(own)
             app.registered_commands += own.registered_commands
             app.registered_groups += own.registered_groups
         else:

@@ -58,6 +58,15 @@ def print_document(output: Format, document: Mapping[str, Any]) -> None:
     (print_yaml if output is Format.YAML else print_json)({"version": VERSION, **document})
 
 
+def print_result(output: Format, document: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Print one object: its lines as text, or else its document."""
+    if output is not Format.TEXT:
+        print_document(output, document)
+    else:
+        for line in lines:
+            print_text(line)
+
+
 def print_list(
     output: ListFormat,
     documents: Iterable[Any],

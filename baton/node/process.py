@@ -27,6 +27,7 @@ from baton.node.stop import NodeStop
 from baton.observe.logs import log_also
 from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.ready import Ready, announce
+from baton.processes.ends import end_within
 from baton.registry import Membership, NodeRecord, require
 from baton.registry.connection import with_authority
 from baton.registry.registry import Registry
@@ -38,7 +39,6 @@ from baton.security.binds import check_bind, is_loopback
 from baton.security.matrix import CallerRole
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.credentials import Dialer
-from baton.wire.forced_end import end_within
 
 if TYPE_CHECKING:
     from baton.runner.remote_stages.stage_leader import StageLeader

@@ -2,8 +2,7 @@
 
 It replaces asyncio's own accept loop. In a process without free descriptors that loop tries as often as the backlog is
 long, writes a traceback each time, and begins again a second later: that was 157,606 tracebacks in eight seconds, and a
-full disk.
-"""
+full disk."""
 
 from __future__ import annotations
 
@@ -261,3 +260,13 @@ def _end(accepted: socket.socket) -> None:
 def _done(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def close_transport(transport: asyncio.Transport) -> None:
+    """Close the transport, so that its connection ends even if reading was paused when the peer closed it.
+
+    asyncio's TLS transport handles the end of the stream only while reading is not paused, and after that end `close`
+    does nothing (`SSLProtocol._start_shutdown`): without `resume_reading` the socket would stay open for ever.
+    """
+    transport.close()
+    transport.resume_reading()

@@ -13,10 +13,10 @@ import typer
 
 from baton.cli.ask import ask_any_router, router_addresses
 from baton.cli.commands import add_group
-from baton.cli.output import Format, OutputOption, fine_duration, print_document, print_note, print_text
-from baton.cli.steering import Deadline, NodesArgument, ProgressLine, TimeoutOption, print_warning
+from baton.cli.output import Format, OutputOption, fine_duration, print_document, print_note, print_result, print_text
 from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption, cluster_flag
 from baton.cli.views.cluster_view import view_cluster
+from baton.cli.waiting import Deadline, NodesArgument, ProgressLine, TimeoutOption, print_warning
 from baton.errors import BatonError, CacheInUse, DeadlineExceeded, ExitCode, Unreachable
 from baton.messages.operator import NodeStatus
 
@@ -65,11 +65,8 @@ def uncordon(
 
 def _print_result(nodes: list[str], output: Format, *, is_cordoned: bool, warning: str) -> None:
     found = {"nodes": nodes, "cordoned": is_cordoned, "warning": warning}
-    if output is not Format.TEXT:
-        print_document(output, found)
-    else:
-        for name in nodes:
-            print_text(f"{name} {'cordoned' if is_cordoned else 'uncordoned'}")
+    print_result(output, found, [f"{name} {'cordoned' if is_cordoned else 'uncordoned'}" for name in nodes])
+    if output is Format.TEXT:
         print_warning(warning)
 
 
@@ -195,12 +192,10 @@ def set_role(
         "seconds": round(deadline.elapsed_s, 3),
         "warning": asked.warning,
     }
-    if output is not Format.TEXT:
-        print_document(output, found)
-    else:
-        print_text(
-            _summary(node, role, fine_duration(deadline.elapsed_s), is_changed=not asked.unchanged, is_ready=wait)
-        )
+    spent = fine_duration(deadline.elapsed_s)
+    summary = _summary(node, role, spent, is_changed=not asked.unchanged, is_ready=wait)
+    print_result(output, found, [summary])
+    if output is Format.TEXT:
         print_warning(asked.warning)
 
 
@@ -292,11 +287,8 @@ def reset(
         except CacheInUse as error:
             refused[node] = str(error)
     found = {"forgotten_blocks": forgotten, "refused": refused}
-    if output is not Format.TEXT:
-        print_document(output, found)
-    else:
-        for node, num_blocks in forgotten.items():
-            print_text(f"{node} has forgotten {num_blocks} blocks")
+    print_result(output, found, [f"{node} has forgotten {count} blocks" for node, count in forgotten.items()])
+    if output is Format.TEXT:
         for why in refused.values():
             print_note(f"baton: {why}")
     return int(ExitCode.FAILED if refused else ExitCode.OK)

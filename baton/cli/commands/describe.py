@@ -10,7 +10,7 @@ import typer
 from baton.cli.ask import ask_nodes, can_be_asked
 from baton.cli.commands import add_group
 from baton.cli.commands.requests import request
-from baton.cli.output import Format, OutputOption, print_document, print_text
+from baton.cli.output import Format, OutputOption, print_result
 from baton.cli.target import ANSWER_TIMEOUT_S, EachAnswerTimeoutOption, OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.node_page import node_json, node_lines
@@ -38,11 +38,7 @@ def node(
     status = find_node(view_cluster(address, run_dir, timeout).nodes, name)
     answers = ask_nodes([status] if can_be_asked(status) else [], timeout)
     report = answers.reports.get(status.incarnation)
-    if output is not Format.TEXT:
-        print_document(output, node_json(status, report))
-    else:
-        for line in node_lines(status, report):
-            print_text(line)
+    print_result(output, node_json(status, report), node_lines(status, report))
     if answers.problems:
         raise Unreachable(answers.problems[status.incarnation])
 

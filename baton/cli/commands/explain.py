@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.ask import ask_about_request
-from baton.cli.output import Format, OutputOption, fine_duration, print_document, print_table, print_text, size
+from baton.cli.output import (
+    Format,
+    OutputOption,
+    fine_duration,
+    print_document,
+    print_result,
+    print_table,
+    print_text,
+    size,
+)
 from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption
 
 if TYPE_CHECKING:
@@ -110,10 +119,7 @@ def trace(
     neither of them measured.
     """
     found = ask_about_request(address, run_dir, lambda router: router.timeline(request, timeout))
-    if output is not Format.TEXT:
-        print_document(output, to_json(found))
-    else:
-        print_text("\n".join(waterfall(found, shutil.get_terminal_size().columns)))
+    print_result(output, to_json(found), waterfall(found, shutil.get_terminal_size().columns))
 
 
 def to_json(timeline: Timeline) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from baton.cli.target import (
     select,
 )
 from baton.cli.views.cluster_view import view_cluster
-from baton.cli.views.lease_rows import lease_json, lease_row, oldest_first
+from baton.cli.views.rows import lease_json, lease_row, oldest_first
 from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.did_you_mean import did_you_mean
 from baton.errors import Unreachable, UsageError

@@ -17,10 +17,9 @@ from baton.cli.output import (
     NoHeadersOption,
     OutputOption,
     fine_duration,
-    print_document,
     print_list,
     print_note,
-    print_text,
+    print_result,
     size,
 )
 from baton.cli.target import (
@@ -30,7 +29,7 @@ from baton.cli.target import (
     RunDirOption,
     cluster_flag,
 )
-from baton.cli.views.request_rows import ENDED_STATES, brief_ms
+from baton.cli.views.rows import ENDED_STATES, brief_ms
 from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.errors import RequestNotFound, UsageError
 
@@ -111,11 +110,7 @@ def request(
         return rows[0]
 
     row = ask_about_request(address, run_dir, find)
-    if output is not Format.TEXT:
-        print_document(output, asdict(row))
-    else:
-        for line in request_lines(row, cluster_flag(address, run_dir)):
-            print_text(line)
+    print_result(output, asdict(row), request_lines(row, cluster_flag(address, run_dir)))
 
 
 def request_lines(row: RequestRow, where: str = "") -> Sequence[str]:

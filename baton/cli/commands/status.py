@@ -21,9 +21,9 @@ from baton.cli.output import (
     NoHeadersOption,
     OutputOption,
     fine_duration,
-    print_document,
     print_json,
     print_note,
+    print_result,
     print_table,
     print_text,
     print_yaml,
@@ -141,11 +141,7 @@ def status(
     The cluster is ok, degraded or unavailable. The exit code is 1 if it is unavailable.
     """
     found = _overview(address, run_dir, timeout)
-    if output is not Format.TEXT:
-        print_document(output, found.to_json())
-    else:
-        for line in status_lines(found, time.time()):
-            print_text(line)
+    print_result(output, found.to_json(), status_lines(found, time.time()))
     if found.view.health == "unavailable":
         raise typer.Exit(int(ExitCode.FAILED))
 

@@ -16,10 +16,10 @@ import typer
 from baton.cli.cluster.emit import Emission
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState
-from baton.cli.interrupts import closing_line
 from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
-from baton.cli.output import Format, OutputOption, print_document, print_table, print_text
+from baton.cli.output import Format, OutputOption, print_document, print_result, print_table, print_text
 from baton.cli.target import RunDirOption, run_dir_of, run_dir_path
+from baton.cli.waiting import closing_line
 from baton.config import Loaded, UpConfig
 from baton.errors import DeadlineExceeded, UsageError
 
@@ -200,12 +200,8 @@ def down(
     directory = run_dir_of(run_dir)
     was_running = stop_cluster(directory, timeout, force=force)
     result = {"run_dir": str(directory.path), "was_running": was_running, "running": False}
-    if output is not Format.TEXT:
-        print_document(output, result)
-    elif was_running:
-        print_text(f"stopped the cluster in {directory.path}")
-    else:
-        print_text(f"no cluster is running in {directory.path}")
+    said = f"stopped the cluster in {directory.path}" if was_running else f"no cluster is running in {directory.path}"
+    print_result(output, result, [said])
 
 
 def stop_cluster(directory: RunDir, timeout_s: float, *, force: bool) -> bool:

@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.output import Format, OutputOption, fine_duration, print_document, print_text
-from baton.cli.steering import Deadline, ProgressLine
+from baton.cli.output import Format, OutputOption, fine_duration, print_result
 from baton.cli.target import (
     ANSWER_TIMEOUT_S,
     OperatorAddressOption,
@@ -21,6 +20,7 @@ from baton.cli.target import (
     select,
 )
 from baton.cli.views.cluster_view import view_cluster
+from baton.cli.waiting import Deadline, ProgressLine
 from baton.did_you_mean import did_you_mean
 from baton.errors import BatonError, DeadlineExceeded, NodeNotFound, Unreachable, UsageError
 from baton.messages.operator import NodeStatus
@@ -101,11 +101,9 @@ def wait(
         line.clear()
     rows = [{"name": node.name, "role": node.role, "status": node.status} for node in found]
     result = {"condition": condition, "nodes": rows, "seconds": round(deadline.elapsed_s, 3)}
-    if output is not Format.TEXT:
-        print_document(output, result)
-    else:
-        for node in found:
-            print_text(f"{node.name} {condition} after {fine_duration(deadline.elapsed_s)}")
+    print_result(
+        output, result, [f"{node.name} {condition} after {fine_duration(deadline.elapsed_s)}" for node in found]
+    )
 
 
 def _wait(

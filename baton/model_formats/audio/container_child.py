@@ -27,7 +27,7 @@ from baton.model_formats.audio.containers import REFUSED, Container
 from baton.model_formats.audio.limits import AudioLimits, UnusableAudio
 from baton.model_formats.audio.mono import MonoSamples
 from baton.processes.bounded_process import limit_memory, limit_powers
-from baton.processes.parent import die_with
+from baton.processes.ends import die_with
 
 _MEMORY_BYTES = 256 << 20
 """Memory for decoding beside the file, of which 25 minutes of AAC take 3 MiB: the index of the packets, above all."""

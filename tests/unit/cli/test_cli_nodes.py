@@ -18,8 +18,8 @@ from baton.cli.commands.describe import find_node
 from baton.cli.commands.get import _COLUMNS, _WIDE, watched_item
 from baton.cli.output import fine_duration, print_json, print_yaml
 from baton.cli.views.cluster_view import view_cluster
-from baton.cli.views.lease_rows import lease_json, lease_row, oldest_first
 from baton.cli.views.node_page import node_json, node_lines
+from baton.cli.views.rows import lease_json, lease_row, oldest_first
 from baton.errors import DeadlineExceeded, NodeNotFound
 from baton.messages.capabilities import Capability
 from baton.messages.ids import AttemptKey

@@ -17,8 +17,8 @@ from baton.cli.cluster.supervisor.plan import ChildSpec, flags_of_descriptors
 from baton.machine import Machine
 from baton.observe.ready import AnnouncementReader, Failed, Ready
 from baton.processes.death_pipe import DeathPipe
+from baton.processes.ends import die_with_parent
 from baton.processes.fork_server import ForkedProcess, ForkServer
-from baton.processes.parent import die_with_parent
 from baton.registry.embedded import READY_WORDS
 
 FIRST_DELAY_S = 0.2

@@ -26,8 +26,8 @@ from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, ExitCode
 from baton.observe.ready import Failed, Ready
 from baton.processes.death_pipe import DeathPipe
+from baton.processes.ends import how_it_ended
 from baton.processes.fork_server import ForkServer, own_fork_server
-from baton.processes.parent import how_it_ended
 
 _log = structlog.get_logger(__name__)
 

@@ -17,8 +17,8 @@ from baton.cli.cluster.state import ClusterState
 from baton.cli.cluster.supervisor.cluster import ClusterPlan, ClusterSupervisor
 from baton.cli.cluster.supervisor.plan import plan_nodes, plan_redis
 from baton.cli.cluster.supervisor.preflight import check_up, why_slow, without_decode_nodes
-from baton.cli.interrupts import interrupts_deferred
 from baton.cli.output import print_note
+from baton.cli.waiting import interrupts_deferred
 from baton.clock import SystemClock
 from baton.config import UpConfig
 from baton.errors import BatonError, ExitCode

@@ -1,8 +1,9 @@
-"""Has the kernel end a process when its parent has ended, whatever the reason, and says how a process has ended."""
+"""How processes end: with their parent, by the kernel, or within a time limit; and how one has ended, in words."""
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -33,3 +34,18 @@ def how_it_ended(code: int) -> str:
         return f"has ended with exit code {code}"
     known = {number.value: number.name for number in signal.Signals}
     return f"was ended by {known.get(-code, f'signal {-code}')}"
+
+
+FORCED_END_S = 1.0
+"""Seconds from the second signal until the process ends in any case."""
+
+
+def end_within(seconds: float = FORCED_END_S) -> None:
+    """End this process with exit code 1 if it has not ended by then.
+
+    Neither a running step, nor a server that does not answer, nor a library that hangs in the interpreter's shutdown
+    can delay the end, since the watchdog of `faulthandler` is not a Python thread.
+    """
+    # The watchdog would also print the stack of every thread.
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=devnull)

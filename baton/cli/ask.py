@@ -15,7 +15,7 @@ from baton.messages.operator import NodeStatus
 from baton.security.access import default_access
 
 if TYPE_CHECKING:
-    from baton.client import OperatorClient
+    from baton.wire.clients.operator_client import OperatorClient
 
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def router_addresses(address: str | None, run_dir: Path | None) -> Sequence[str]
 
 def _answers(address: str | None, run_dir: Path | None, ask: Callable[[OperatorClient], T]) -> Iterator[T | BatonError]:
     """The answers of the routers, each asked when its answer is wanted, or the error of one that gave none."""
-    from baton.client import OperatorClient
+    from baton.wire.clients.operator_client import OperatorClient
 
     for router in router_addresses(address, run_dir):
         try:

@@ -67,6 +67,12 @@ _WITHOUT_ACCESS = frozenset(("up", "node", "router")).union(
 """Commands that call no cluster, and so take no API key or certificate."""
 _BadUsage: type[Exception] = typer.BadParameter.__mro__[1]
 """The base class of errors about a command line, which typer does not export."""
+_OTHER_NAMES = {"serve": "up", "start": "up", "run": "up", "launch": "up", "stop": "down", "ps": "status", "ls": "get"}
+"""Names that other programs give to commands, and our names of these commands, which are not spelled alike."""
+_MODEL_COMMANDS = ("up", "generate", "chat")
+"""The commands that start a model or ask it: a flag of one is often given to another."""
+_LEAST_SIMILARITY = 0.75
+"""How similar a flag must be to the one that was typed to be suggested, as difflib's `ratio`, from 0 to 1."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -205,14 +211,6 @@ def _build(loaded: Collection[str]) -> typer.Typer:
 
 def _not_loaded() -> None:
     raise AssertionError("a command was called whose module is not loaded")
-
-
-_OTHER_NAMES = {"serve": "up", "start": "up", "run": "up", "launch": "up", "stop": "down", "ps": "status", "ls": "get"}
-"""Names that other programs give to commands, and our names of these commands, which are not spelled alike."""
-_MODEL_COMMANDS = ("up", "generate", "chat")
-"""The commands that start a model or ask it: a flag of one is often given to another."""
-_LEAST_SIMILARITY = 0.75
-"""How similar a flag must be to the one that was typed to be suggested, as difflib's `ratio`, from 0 to 1."""
 
 
 def explained(error: Any, command_tree: Callable[[], Any]) -> str:

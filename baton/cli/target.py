@@ -19,6 +19,33 @@ from baton.messages.operator import NodeStatus
 from baton.security.access import Access, default_access
 from baton.security.tls_files import certificate_files
 
+AddressesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--address",
+        help="HOST:PORT of a router's gRPC port, instead of a run directory. May be repeated.",
+        metavar="ADDRESS",
+        show_default=False,
+    ),
+]
+OperatorAddressOption = Annotated[
+    str | None,
+    typer.Option(help="HOST:PORT of a router's operator port, instead of a run directory.", metavar="ADDRESS"),
+]
+ANSWER_TIMEOUT_S = 5.0
+"""How long one call to a router or a node may take, unless --timeout says otherwise."""
+AnswerTimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)]
+EachAnswerTimeoutOption = Annotated[
+    float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)
+]
+_KEYS = ("name", "role", "status", "model")
+SelectorOption = Annotated[
+    str,
+    typer.Option(
+        "-l", "--selector", help="Only nodes with this property, such as role=prefill or status=Ready.", metavar="K=V"
+    ),
+]
+
 
 def _flag(name: str, kind: Any, default: Any, text: str, metavar: str = "PATH") -> inspect.Parameter:
     words, variable = "--" + name.replace("_", "-"), f"BATON_{name.upper()}"
@@ -91,25 +118,6 @@ RunDirOption = Annotated[
         parser=run_dir_path,
     ),
 ]
-AddressesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--address",
-        help="HOST:PORT of a router's gRPC port, instead of a run directory. May be repeated.",
-        metavar="ADDRESS",
-        show_default=False,
-    ),
-]
-OperatorAddressOption = Annotated[
-    str | None,
-    typer.Option(help="HOST:PORT of a router's operator port, instead of a run directory.", metavar="ADDRESS"),
-]
-ANSWER_TIMEOUT_S = 5.0
-"""How long one call to a router or a node may take, unless --timeout says otherwise."""
-AnswerTimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)]
-EachAnswerTimeoutOption = Annotated[
-    float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +168,6 @@ def grpc_addresses(addresses: Sequence[str] | None, run_dir: Path | None) -> Seq
     if not cluster.state.grpc_addresses:
         raise cluster.no_router_ready()
     return cluster.state.grpc_addresses
-
-
-_KEYS = ("name", "role", "status", "model")
-
-SelectorOption = Annotated[
-    str,
-    typer.Option(
-        "-l", "--selector", help="Only nodes with this property, such as role=prefill or status=Ready.", metavar="K=V"
-    ),
-]
 
 
 def parse_selector(text: str) -> dict[str, str]:

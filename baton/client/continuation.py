@@ -49,6 +49,11 @@ from baton.messages.ids import new_request_id
 
 AVOID_S = 3.0
 """Seconds for which a router that did not answer is tried only after the others."""
+_SEED_BITS = 53
+_FIRST_WAIT_S = 0.05
+_LAST_WAIT_S = 1.0
+_RECONNECT_S = 5.0
+"""Seconds after the last progress in which a refused connection is worth another try: the router may be restarting."""
 
 
 class EndpointRotation:
@@ -81,13 +86,6 @@ class EndpointRotation:
     def note_failure(self, index: int, now: float) -> None:
         """Note that this router did not answer: it is avoided for AVOID_S seconds."""
         self._avoided_until[index] = now + AVOID_S
-
-
-_SEED_BITS = 53
-_FIRST_WAIT_S = 0.05
-_LAST_WAIT_S = 1.0
-_RECONNECT_S = 5.0
-"""Seconds after the last progress in which a refused connection is worth another try: the router may be restarting."""
 
 
 class CallKind(enum.Enum):

@@ -41,6 +41,8 @@ HANDSHAKES_AT_ONCE = 4
 millisecond or more."""
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER by which closing resets the connection, so that a refused connection leaves nothing behind."""
+_SocketTransport: Any = vars(selector_events)["_SelectorSocketTransport"]
+_connection_lost = _SocketTransport._call_connection_lost
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -66,9 +68,6 @@ def listening_socket(host: str, port: int) -> socket.socket:
 # asyncio gives each TLS connection a buffer of 256 KiB to read into, so that a thousand connections of a stranger take
 # 256 MB before one of them has sent anything. A TLS record has at most 16 KiB (RFC 8446, 5.1).
 sslproto.SSLProtocol.max_size = 32 << 10
-
-_SocketTransport: Any = vars(selector_events)["_SelectorSocketTransport"]
-_connection_lost = _SocketTransport._call_connection_lost
 
 
 def _call_connection_lost(transport: Any, error: Exception | None) -> None:

@@ -12,6 +12,8 @@ from baton.errors import ExitCode
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+FORCED_END_S = 1.0
+"""Seconds from the second signal until the process ends in any case."""
 
 
 def die_with_parent() -> None:
@@ -34,10 +36,6 @@ def how_it_ended(code: int) -> str:
         return f"has ended with exit code {code}"
     known = {number.value: number.name for number in signal.Signals}
     return f"was ended by {known.get(-code, f'signal {-code}')}"
-
-
-FORCED_END_S = 1.0
-"""Seconds from the second signal until the process ends in any case."""
 
 
 def end_within(seconds: float = FORCED_END_S) -> None:

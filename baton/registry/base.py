@@ -9,6 +9,11 @@ from baton.errors import ConfigError, Unreachable
 from baton.registry.desired import DesiredChange, DesiredState
 from baton.registry.records import NodeRecord, Snapshot
 
+ENDED_S = 60.0
+"""Seconds that the record of a finished request is kept, since its client may have missed the end of the stream."""
+MAX_RECORD_BYTES = 256 << 10
+"""Larger records are not kept. The largest part of a record is a grammar."""
+
 
 class Lease(Protocol):
     """A published record that is kept alive in the background until it is closed."""
@@ -121,12 +126,6 @@ async def require(membership: Membership) -> None:
         await membership.ping()
     except Unreachable as error:
         raise ConfigError(f"{error}; start Redis there, or name another one with --registry") from None
-
-
-ENDED_S = 60.0
-"""Seconds that the record of a finished request is kept, since its client may have missed the end of the stream."""
-MAX_RECORD_BYTES = 256 << 10
-"""Larger records are not kept. The largest part of a record is a grammar."""
 
 
 class FlightRecords(Protocol):

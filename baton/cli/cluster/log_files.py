@@ -23,6 +23,12 @@ MAX_LOG_BYTES = 16 << 20
 NUM_KEPT = 3
 """Number of older parts of each log that are kept."""
 CHECK_INTERVAL_S = 1.0
+_IN_MODIFY = 0x2
+_REDIS = re.compile(r"\d+:[A-Z] (\d{2} [A-Z][a-z]{2} \d{4} \d{2}:\d{2}:\d{2}\.\d{3}) ([.\-*#]) (.*)\Z")
+_REDIS_LEVELS = {".": "debug", "-": "info", "*": "info", "#": "warning"}
+_COMMON_KEYS = frozenset({"timestamp", "level", "event", "node", "process"})
+"""Keys that every line has, or that follow from its file. The others are fields of the line."""
+_READ_BYTES = 1 << 20
 
 
 def older_parts(log: Path) -> Sequence[Path]:
@@ -74,9 +80,6 @@ def _part(log: Path, number: int) -> Path:
     return log.with_name(f"{log.name}.{number}")
 
 
-_IN_MODIFY = 0x2
-
-
 class DirectoryWatch:
     """Watches writes to the files of a directory, new files included, with Linux's inotify(7)."""
 
@@ -98,13 +101,6 @@ class DirectoryWatch:
     def wait(self) -> None:
         """Return as soon as a file was written since the last call or, at first, since the watch began."""
         os.read(self._fd, 1 << 16)
-
-
-_REDIS = re.compile(r"\d+:[A-Z] (\d{2} [A-Z][a-z]{2} \d{4} \d{2}:\d{2}:\d{2}\.\d{3}) ([.\-*#]) (.*)\Z")
-_REDIS_LEVELS = {".": "debug", "-": "info", "*": "info", "#": "warning"}
-_COMMON_KEYS = frozenset({"timestamp", "level", "event", "node", "process"})
-"""Keys that every line has, or that follow from its file. The others are fields of the line."""
-_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

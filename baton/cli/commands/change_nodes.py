@@ -21,8 +21,14 @@ from baton.errors import BatonError, CacheInUse, DeadlineExceeded, ExitCode, Unr
 from baton.messages.operator import NodeStatus
 
 if TYPE_CHECKING:
-    from baton.client import OperatorClient
     from baton.messages.operator import DrainProgress
+    from baton.wire.clients.operator_client import OperatorClient
+
+_POLL_INTERVAL_S = 0.2
+_KNOWN_EVERYWHERE_S = 5.0
+"""By then every router has read which role is wanted; one that was asked earlier may still know of an earlier wish."""
+_ASK_S = 6.0
+"""How long to wait for a node, which may have to finish a step first."""
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -107,7 +113,7 @@ def _drain(
     name: str, address: str | None, run_dir: Path | None, deadline: Deadline, line: ProgressLine, *, stop: bool
 ) -> DrainProgress:
     """Follow the drain of one node, at the next router if one fails. Raises DeadlineExceeded or NodeNotFound."""
-    from baton.client import OperatorClient
+    from baton.wire.clients.operator_client import OperatorClient
 
     last: DrainProgress | None = None
     failure: BatonError | None = None
@@ -156,11 +162,6 @@ def remaining_work(progress: DrainProgress) -> str:
     return ", ".join(found) or "nothing left" + (
         "" if progress.idle else ", but other routers may not know of the cordon yet"
     )
-
-
-_POLL_INTERVAL_S = 0.2
-_KNOWN_EVERYWHERE_S = 5.0
-"""By then every router has read which role is wanted; one that was asked earlier may still know of an earlier wish."""
 
 
 def set_role(
@@ -261,10 +262,6 @@ def _wait_for_role(node: str, role: str, address: str | None, run_dir: Path | No
             time.sleep(_POLL_INTERVAL_S)
     finally:
         line.clear()
-
-
-_ASK_S = 6.0
-"""How long to wait for a node, which may have to finish a step first."""
 
 
 def reset(

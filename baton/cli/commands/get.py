@@ -34,6 +34,26 @@ from baton.messages.operator import NodeStatus
 _LEASE_COLUMNS = ["NODE", "REQUEST", "ATTEMPT", "SIDE", "STATE", "PEER", "BLOCKS", "AGE"]
 OVER = "OVER"
 _WIDE_LEASE_COLUMNS = ["INCARNATION", "PEER-INCARNATION", "FLIGHT"]
+_COLUMNS = ["NAME", "ROLE", "STATUS", "READY", "VERSION", "AGE"]
+_WIDE = [
+    "INCARNATION",
+    "ADDRESS",
+    "PID",
+    "MODEL",
+    "SHAPE",
+    "RUN",
+    "WAIT",
+    "KV%",
+    "BLOCKS",
+    "FREE",
+    "LEASED",
+    "BIT-EXACT",
+    "BITS",
+    "VERIFIED",
+    "CAN",
+    "DETAIL",
+]
+_SORTS = ("role", "name", "status", "age", "running", "waiting", "kv")
 
 
 def leases(
@@ -117,28 +137,6 @@ def watched_lease(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> Wa
     """A lease or transfer for -w. Another age is no change."""
     state, row = replace(handoff, age_s=0.0), lease_row(report, handoff, wide=wide)
     return WatchedItem(_key(report, handoff), state, row, lease_json(report, handoff))
-
-
-_COLUMNS = ["NAME", "ROLE", "STATUS", "READY", "VERSION", "AGE"]
-_WIDE = [
-    "INCARNATION",
-    "ADDRESS",
-    "PID",
-    "MODEL",
-    "SHAPE",
-    "RUN",
-    "WAIT",
-    "KV%",
-    "BLOCKS",
-    "FREE",
-    "LEASED",
-    "BIT-EXACT",
-    "BITS",
-    "VERIFIED",
-    "CAN",
-    "DETAIL",
-]
-_SORTS = ("role", "name", "status", "age", "running", "waiting", "kv")
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:

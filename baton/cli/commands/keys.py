@@ -34,6 +34,7 @@ from baton.security.keys import ApiKey, new_key, read_keys, write_keys
 from baton.security.matrix import CallerRole
 
 _FileArgument = Annotated[Path, typer.Argument(help="File of keys, as given to routers and nodes.")]
+_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -172,9 +173,6 @@ def _locked(file: Path) -> Iterator[None]:
         yield
     finally:
         os.close(directory)
-
-
-_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def init(

@@ -30,8 +30,8 @@ from baton.errors import BatonError, ExitCode, UnknownModel
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from baton.client import OperatorClient
     from baton.messages.adapters import AdapterRow, LoadedAdapter
+    from baton.wire.clients.operator_client import OperatorClient
 
 _LOAD_S = 90.0
 """How long to wait for the nodes, which read the whole adapter."""

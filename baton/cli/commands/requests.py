@@ -34,8 +34,8 @@ from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.errors import RequestNotFound, UsageError
 
 if TYPE_CHECKING:
-    from baton.client import OperatorClient
     from baton.messages.operator import RequestRow
+    from baton.wire.clients.operator_client import OperatorClient
 
 _COLUMNS = ["REQUEST", "STATE", "AGE", "PREFILL", "DECODE", "PROMPT", "OUTPUT", "ATTEMPTS", "TTFT"]
 _WIDE = ["ROUTER", "TOTAL", "KV", "DETAIL"]

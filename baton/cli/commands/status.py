@@ -42,6 +42,8 @@ _COLUMNS = ["AGE", "TYPE", "REASON", "SUBJECT", "DETAIL"]
 _WIDE = ["SEQ", "INCARNATION", "REQUEST", "ROUTER"]
 _WIDTHS = (8, 7, 18, 12, 0)
 """Widths of the columns with -w, when later rows are not known."""
+_ASK_NODES_S = 2.0
+"""How long to wait for nodes at most, since the other nodes are worth showing without one that does not answer."""
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -124,10 +126,6 @@ def event_row(event: ClusterEvent, when: str, *, wide: bool) -> list[str]:
 def _print_row(cells: list[str]) -> None:
     widths = (*_WIDTHS, *(0 for _ in cells[len(_WIDTHS) :]))
     print_text("   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
-
-
-_ASK_NODES_S = 2.0
-"""How long to wait for nodes at most, since the other nodes are worth showing without one that does not answer."""
 
 
 def status(

@@ -27,6 +27,8 @@ Routers check their nodes once a second and read the registry every two seconds,
 _ONCE = frozenset({"NodeJoined", "NodeReady", "RouterJoined"})
 """Events that a router sees whenever it starts. Equal ones are one event at any distance in time."""
 _REMEMBERED = 10_000
+_CHECK_INTERVAL_S = 1.0
+"""How often to look for routers that have started."""
 
 
 class EventMerger:
@@ -47,10 +49,6 @@ class EventMerger:
     def merge(self, events: Iterable[ClusterEvent]) -> list[ClusterEvent]:
         """The new ones among the events, the oldest first."""
         return [event for event in sorted(events, key=lambda event: event.time) if self.is_new(event)]
-
-
-_CHECK_INTERVAL_S = 1.0
-"""How often to look for routers that have started."""
 
 
 def follow_events(routers: Callable[[], Sequence[str]], after: int) -> Iterator[ClusterEvent]:
@@ -133,7 +131,7 @@ class _RouterStreams:
         Thread(target=lambda: context.run(self._read, address, after), name=f"events-{address}", daemon=True).start()
 
     def _read(self, address: str, after: int) -> None:
-        from baton.client import OperatorClient
+        from baton.wire.clients.operator_client import OperatorClient
 
         try:
             with closing(OperatorClient(address)) as client:
@@ -145,7 +143,7 @@ class _RouterStreams:
 
 
 def _past_events(address: str, after: int) -> list[ClusterEvent]:
-    from baton.client import OperatorClient
+    from baton.wire.clients.operator_client import OperatorClient
 
     with closing(OperatorClient(address)) as client:
         return list(client.events(after, timeout_s=ANSWER_TIMEOUT_S))

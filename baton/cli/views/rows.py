@@ -7,6 +7,8 @@ from typing import Any
 from baton.cli.output import fine_duration
 from baton.messages.node_report import NodeReport, OpenHandoff
 
+ENDED_STATES = frozenset({"Finished", "Failed", "Cancelled"})
+
 
 def oldest_first(report: NodeReport) -> list[OpenHandoff]:
     """Returns the node's leases or transfers that are not over, oldest first."""
@@ -45,9 +47,6 @@ def lease_row(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> list[s
     ]
     more = [report.node.incarnation, handoff.peer_incarnation or "-", f"{attempt.flight:x}"]
     return row + (more if wide else [])
-
-
-ENDED_STATES = frozenset({"Finished", "Failed", "Cancelled"})
 
 
 def brief_ms(milliseconds: float) -> str:

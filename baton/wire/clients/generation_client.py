@@ -35,6 +35,11 @@ from baton.wire.credentials import PLAINTEXT_DIALER, Dialer
 PROBE_TIMEOUT_S = 1.5
 """Seconds within which a probe must be answered."""
 _CODES_WITHOUT_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+_CALL_TIMEOUT_S = 30.0
+_Stream = (
+    grpc.aio.UnaryStreamCall[generation.GenerateRequest, generation.GenerateResponse]
+    | (grpc.aio.UnaryStreamCall[generation.ResumeRequest, generation.GenerateResponse])
+)
 
 
 class LivenessTimer:
@@ -65,14 +70,6 @@ class LivenessTimer:
 def is_answer(code: grpc.StatusCode) -> bool:
     """Whether a probe that failed with this code was answered by the peer itself."""
     return code not in _CODES_WITHOUT_ANSWER
-
-
-_CALL_TIMEOUT_S = 30.0
-
-_Stream = (
-    grpc.aio.UnaryStreamCall[generation.GenerateRequest, generation.GenerateResponse]
-    | (grpc.aio.UnaryStreamCall[generation.ResumeRequest, generation.GenerateResponse])
-)
 
 
 class GenerationStub:

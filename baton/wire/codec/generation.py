@@ -53,6 +53,21 @@ _PATH_KEYS = (
 )
 _CALL_NUMBER_KEY = "baton-call"
 _MAX_CALL_NUMBER_DIGITS = 9
+_TASKS = enum_numbers(EmbedTask, generation.EmbedTask.DESCRIPTOR)
+_TASK_OF = {number: task for task, number in _TASKS.items()} | {0: EmbedTask.EMBED}
+_KINDS = enum_numbers(Pooling, generation.Pooling.DESCRIPTOR)
+_KIND_OF: dict[int, Pooling | None] = {**{number: kind for kind, number in _KINDS.items()}, 0: None}
+_EMBED_FIELDS = (
+    "request_id",
+    "model",
+    "priority",
+    "cache_salt",
+    "normalize",
+    "dimensions",
+    "activate",
+    "truncate_prompt_tokens",
+)
+EMBED_RESPONSE = Codec(EmbedResponse, generation.EmbedResponse, nested=(Codec(EmbedResult, generation.EmbedResult),))
 
 
 def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
@@ -303,23 +318,6 @@ def finished_from_pb(pb: generation.Finished, metadata: Sequence[tuple[str, str 
         path=Path(prefill, decode, int(attempts or 1), reason),
         draft_counts=DraftCounts(pb.usage.draft_tokens, pb.usage.accepted_draft_tokens),
     )
-
-
-_TASKS = enum_numbers(EmbedTask, generation.EmbedTask.DESCRIPTOR)
-_TASK_OF = {number: task for task, number in _TASKS.items()} | {0: EmbedTask.EMBED}
-_KINDS = enum_numbers(Pooling, generation.Pooling.DESCRIPTOR)
-_KIND_OF: dict[int, Pooling | None] = {**{number: kind for kind, number in _KINDS.items()}, 0: None}
-_EMBED_FIELDS = (
-    "request_id",
-    "model",
-    "priority",
-    "cache_salt",
-    "normalize",
-    "dimensions",
-    "activate",
-    "truncate_prompt_tokens",
-)
-EMBED_RESPONSE = Codec(EmbedResponse, generation.EmbedResponse, nested=(Codec(EmbedResult, generation.EmbedResult),))
 
 
 def embed_request_to_pb(request: EmbedRequest) -> generation.EmbedRequest:

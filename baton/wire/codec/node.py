@@ -48,6 +48,39 @@ _TIERS: dict[Tier, node.KVCacheTier] = {
     "encoder": node.KV_CACHE_TIER_ENCODER,
 }
 _TIER_NAMES: dict[int, Tier] = {number: tier for tier, number in _TIERS.items()}
+_ROLES: Mapping[Role, node.Role] = enum_numbers((Role.PREFILL, Role.DECODE), node.Role.DESCRIPTOR)
+_ROLE_NAMES = {value: role for role, value in _ROLES.items()}
+_OUTCOMES = {None: node.OUTCOME_UNSPECIFIED} | enum_numbers(Outcome, node.Outcome.DESCRIPTOR)
+_OUTCOME_NAMES = {value: outcome for outcome, value in _OUTCOMES.items()}
+_TRANSFER_CAUSES = {None: node.TRANSFER_CAUSE_UNSPECIFIED} | enum_numbers(TransferCause, node.TransferCause.DESCRIPTOR)
+_TRANSFER_CAUSE_NAMES = {value: cause for cause, value in _TRANSFER_CAUSES.items()}
+LOAD = Codec(LoadReport, node.LoadReport)
+STEP_FIGURES = Codec(StepFigures, node.StepFigures)
+TRACE_EVENT = Codec(TraceEvent, node.TraceEvent)
+TRACE_STEP = Codec(TraceStep, node.TraceStep)
+_TIMINGS = Codec(StageTimings, node.StageTimings)
+ADAPTER_INFO = Codec(AdapterInfo, node.InspectAdapterResponse)
+_ADAPTER_REPORT = Codec(AdapterReport, node.AdapterReport)
+_DRAFT_COUNTS = Codec(DraftCounts, node.DraftCounts)
+_SUBMIT = Codec(
+    Submit,
+    node.Submit,
+    FieldConversion("prompt_token_ids", read=list),
+    nested=(SAMPLING_PARAMS,),
+)
+_ROUTER_MESSAGES: OneOfCodec[RouterMessage, node.AttachRequest] = OneOfCodec(
+    node.AttachRequest,
+    _SUBMIT,
+    Codec(Abort, node.Abort),
+    Codec(Adopt, node.Adopt),
+    Codec(WatchKVCache, node.WatchKVCache),
+    Codec(AdapterList, node.AdapterList),
+)
+_SIDES = set(enum_numbers(HandoffSide, node.HandoffSide.DESCRIPTOR).values())
+_OPEN = Codec(OpenHandoff, node.OpenHandoff)
+_FAULTS = set(enum_numbers(ProbeFault, node.ProbeFault.DESCRIPTOR).values())
+_FAILED_PROBE = Codec(FailedProbe, node.FailedProbe)
+READ_ROWS = Codec(RowsRequest, pb.ReadRowsRequest)
 
 
 def kv_update_to_pb(update: KVCacheUpdate) -> node.KVCacheUpdate:
@@ -92,14 +125,6 @@ def _event_from_pb(pb: node.KVCacheEvent) -> KVCacheEvent | None:
     return None
 
 
-_ROLES: Mapping[Role, node.Role] = enum_numbers((Role.PREFILL, Role.DECODE), node.Role.DESCRIPTOR)
-_ROLE_NAMES = {value: role for role, value in _ROLES.items()}
-_OUTCOMES = {None: node.OUTCOME_UNSPECIFIED} | enum_numbers(Outcome, node.Outcome.DESCRIPTOR)
-_OUTCOME_NAMES = {value: outcome for outcome, value in _OUTCOMES.items()}
-_TRANSFER_CAUSES = {None: node.TRANSFER_CAUSE_UNSPECIFIED} | enum_numbers(TransferCause, node.TransferCause.DESCRIPTOR)
-_TRANSFER_CAUSE_NAMES = {value: cause for cause, value in _TRANSFER_CAUSES.items()}
-
-
 def role_to_pb(role: Role) -> node.Role:
     return _ROLES[role]
 
@@ -134,28 +159,6 @@ NODE_DESCRIPTION = Codec(
     FieldConversion("role", role_to_pb, role_from_pb),
     FieldConversion("capabilities", in_order, known_capabilities),
     FieldConversion("on_transfer_failure", read=lambda policy: policy or "reroute"),
-)
-LOAD = Codec(LoadReport, node.LoadReport)
-STEP_FIGURES = Codec(StepFigures, node.StepFigures)
-TRACE_EVENT = Codec(TraceEvent, node.TraceEvent)
-TRACE_STEP = Codec(TraceStep, node.TraceStep)
-_TIMINGS = Codec(StageTimings, node.StageTimings)
-ADAPTER_INFO = Codec(AdapterInfo, node.InspectAdapterResponse)
-_ADAPTER_REPORT = Codec(AdapterReport, node.AdapterReport)
-_DRAFT_COUNTS = Codec(DraftCounts, node.DraftCounts)
-_SUBMIT = Codec(
-    Submit,
-    node.Submit,
-    FieldConversion("prompt_token_ids", read=list),
-    nested=(SAMPLING_PARAMS,),
-)
-_ROUTER_MESSAGES: OneOfCodec[RouterMessage, node.AttachRequest] = OneOfCodec(
-    node.AttachRequest,
-    _SUBMIT,
-    Codec(Abort, node.Abort),
-    Codec(Adopt, node.Adopt),
-    Codec(WatchKVCache, node.WatchKVCache),
-    Codec(AdapterList, node.AdapterList),
 )
 
 
@@ -247,10 +250,6 @@ def report_from_pb(pb: node.StepReport) -> StepReport:
     return StepReport(deltas, LOAD.from_pb(pb.load), kv_cache, notice, step, adapters)
 
 
-_SIDES = set(enum_numbers(HandoffSide, node.HandoffSide.DESCRIPTOR).values())
-_OPEN = Codec(OpenHandoff, node.OpenHandoff)
-_FAULTS = set(enum_numbers(ProbeFault, node.ProbeFault.DESCRIPTOR).values())
-_FAILED_PROBE = Codec(FailedProbe, node.FailedProbe)
 _HANDOFF = Codec(
     HandoffReport,
     node.HandoffReport,
@@ -265,6 +264,3 @@ NODE_REPORT = Codec(
     node.DescribeResponse,
     nested=(NODE_DESCRIPTION, _HANDOFF),
 )
-
-
-READ_ROWS = Codec(RowsRequest, pb.ReadRowsRequest)

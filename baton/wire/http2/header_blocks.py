@@ -21,6 +21,14 @@ _BOMB_LISTS, _BOMB_EXPANSION = 8, 10
 """A header list ends the connection if it is 8 times larger than its limit, and 10 times larger than its block."""
 _ENTRY_BYTES = 32
 """Bytes that are added to the size of each header (RFC 7541, 4.1)."""
+_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9a-z]+")
+_CONTENT_LENGTH = re.compile(r"[0-9]{1,18}")
+_FORBIDDEN_IN_VALUE = re.compile(r"[\0\r\n]|\A[ \t]|[ \t]\Z")
+"""Characters that a value must not have: anywhere, as its first one, as its last one (8.2.1)."""
+_CONNECTION_SPECIFIC = frozenset({"connection", "proxy-connection", "keep-alive", "transfer-encoding", "upgrade"})
+"""Fields of HTTP/1.1 that speak of the connection (8.2.2)."""
+_REQUIRED_PSEUDO = frozenset({":method", ":scheme", ":path"})
+_ALL_PSEUDO = _REQUIRED_PSEUDO | {":authority"}
 
 
 class BrokenHeaders(ValueError):
@@ -135,16 +143,6 @@ def _literal(text: str) -> bytes:
         length >>= 7
     prefix.append(length)
     return bytes(prefix) + data
-
-
-_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9a-z]+")
-_CONTENT_LENGTH = re.compile(r"[0-9]{1,18}")
-_FORBIDDEN_IN_VALUE = re.compile(r"[\0\r\n]|\A[ \t]|[ \t]\Z")
-"""Characters that a value must not have: anywhere, as its first one, as its last one (8.2.1)."""
-_CONNECTION_SPECIFIC = frozenset({"connection", "proxy-connection", "keep-alive", "transfer-encoding", "upgrade"})
-"""Fields of HTTP/1.1 that speak of the connection (8.2.2)."""
-_REQUIRED_PSEUDO = frozenset({":method", ":scheme", ":path"})
-_ALL_PSEUDO = _REQUIRED_PSEUDO | {":authority"}
 
 
 def is_request(headers: Sequence[Header]) -> bool:

@@ -32,6 +32,17 @@ BEGIN_BYTES = 256 << 10
 small fields takes 10 ms or more."""
 END_AT_ONCE = 32
 """Limit of the calls of lost connections that are cancelled in one turn. Each runs its clean-up in the next turn."""
+_log = logging.getLogger(__name__)
+_READ_BYTES = 32 << 10
+_MESSAGES_UNREAD = 4
+"""Messages of the largest size that one connection may have sent and no handler has read."""
+_MESSAGES_UNREAD_OF_ALL = 16
+"""Likewise, of all connections."""
+_KEYLESS_PER_CONNECTION = 100
+MAX_KEYLESS_CALLS = 1_000
+"""Open calls of methods that need no key, of all connections."""
+REQUEST_S = 30.0
+"""Seconds within which a request that is a single message must have come."""
 
 
 class _RoundRobin:
@@ -112,20 +123,6 @@ class CallQueue:
                 self._bytes_left -= call.num_unread
                 self._begin(call)
         return num_begun
-
-
-_log = logging.getLogger(__name__)
-
-_READ_BYTES = 32 << 10
-_MESSAGES_UNREAD = 4
-"""Messages of the largest size that one connection may have sent and no handler has read."""
-_MESSAGES_UNREAD_OF_ALL = 16
-"""Likewise, of all connections."""
-_KEYLESS_PER_CONNECTION = 100
-MAX_KEYLESS_CALLS = 1_000
-"""Open calls of methods that need no key, of all connections."""
-REQUEST_S = 30.0
-"""Seconds within which a request that is a single message must have come."""
 
 
 class Http2Server(grpc.aio.Server):

@@ -20,6 +20,25 @@ from baton.wire.turn_budget import TurnBudget
 
 SERVICE_NAME = "grpc.reflection.v1.ServerReflection"
 _FILE = "grpc/reflection/v1/reflection.proto"
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_WILDCARDS = ("", "0.0.0.0", "::")
+MAX_METADATA_BYTES = 8 << 10
+"""Limit of the metadata of a call, in bytes."""
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Otherwise a second server on a port in use would get half of the connections instead of an error.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    # Otherwise gRPC refuses larger metadata only with some probability.
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # The connection of a client that is stopped, or whose machine is down, stays open, and its requests would run on.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+)
 
 
 def add_reflection(service_names: tuple[str, ...], server: grpc.aio.Server) -> None:
@@ -60,28 +79,6 @@ def _v1_file() -> descriptor_pb2.FileDescriptorProto:
         method.input_type = method.input_type.replace(alpha, named)
         method.output_type = method.output_type.replace(alpha, named)
     return file
-
-
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-_WILDCARDS = ("", "0.0.0.0", "::")
-MAX_METADATA_BYTES = 8 << 10
-"""Limit of the metadata of a call, in bytes."""
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Otherwise a second server on a port in use would get half of the connections instead of an error.
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-    # Otherwise gRPC refuses larger metadata only with some probability.
-    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # The connection of a client that is stopped, or whose machine is down, stays open, and its requests would run on.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-)
 
 
 def _options() -> tuple[tuple[str, int], ...]:

@@ -25,6 +25,7 @@ from baton.errors import BatonError, ExitCode
 from baton.registry.embedded import EmbeddedRedis, embedded_redis
 
 Report = Callable[[ClusterState], None]
+_GPU = Path("/dev/nvidiactl")
 
 
 class DetachedStartFailed(BatonError):
@@ -120,9 +121,6 @@ def _receive(messages: IO[bytes]) -> dict[str, Any]:
         raise DetachedStartFailed("the supervisor ended before the cluster was ready", ExitCode.FAILED)
     found: dict[str, Any] = json.loads(line)
     return found
-
-
-_GPU = Path("/dev/nvidiactl")
 
 
 def run_cluster(

@@ -25,7 +25,7 @@ _COMMANDS = {
     "up": ("baton.cli.commands.up", "Start a cluster on this machine and keep it running."),
     "down": ("baton.cli.commands.up", "Stop the cluster after its running requests have ended."),
     "status": ("baton.cli.commands.status", "Print whether the cluster serves: ok, degraded or unavailable."),
-    "top": ("baton.cli.commands.top", "Show the state of the cluster, updated continuously."),
+    "top": ("baton.cli.commands.status", "Show the state of the cluster, updated continuously."),
     "get": ("baton.cli.commands.get", "List nodes, requests or leases of the cluster."),
     "describe": ("baton.cli.commands.describe", "Show all details of one node or request."),
     "cordon": ("baton.cli.commands.change_nodes", "Stop sending new requests to nodes."),
@@ -33,7 +33,10 @@ _COMMANDS = {
     "drain": ("baton.cli.commands.change_nodes", "Cordon a node and wait until its running requests have ended."),
     "set-role": ("baton.cli.commands.change_nodes", "Change the role of a running node."),
     "cache": ("baton.cli.commands.change_nodes", "Empty the prefix caches of nodes."),
-    "wait": ("baton.cli.commands.wait", "Wait until nodes are ready, idle, cordoned, drained or gone, or have a role."),
+    "wait": (
+        "baton.cli.commands.change_nodes",
+        "Wait until nodes are ready, idle, cordoned, drained or gone, or have a role.",
+    ),
     "events": (
         "baton.cli.commands.status",
         "List the events of the cluster: nodes that joined or left, failovers and more.",
@@ -47,7 +50,7 @@ _COMMANDS = {
     "generate": ("baton.cli.commands.generate", "Send a prompt and print the generated text."),
     "chat": ("baton.cli.commands.chat", "Chat with the model."),
     "bench": ("baton.cli.bench.bench", "Benchmark a cluster or a part of it."),
-    "config": ("baton.cli.commands.config_view", "Show the configuration."),
+    "config": ("baton.cli.commands.doctor", "Show the configuration."),
     "completion": ("baton.cli.commands.completion", "Print a completion script for bash, zsh or fish."),
     "doctor": ("baton.cli.commands.doctor", "Check this machine and installation, and suggest fixes."),
     "certs": ("baton.cli.commands.keys", "Create the certificates of a cluster."),
@@ -59,7 +62,7 @@ _COMMANDS = {
         "baton.cli.commands.simulate",
         "Simulate a cluster in virtual time, to choose an arrangement and the number of nodes.",
     ),
-    "version": ("baton.cli.commands.doctor", "Print the version."),
+    "version": ("baton.cli.commands.completion", "Print the version."),
 }
 _WITHOUT_ACCESS = frozenset(("up", "node", "router")).union(
     ("bench", "certs", "completion", "config", "demo", "doctor", "down", "keys", "logs", "simulate", "version")

@@ -11,7 +11,7 @@ import typer
 
 from baton.cli.ask import ask_nodes, can_be_asked
 from baton.cli.commands import add_group
-from baton.cli.commands.requests import requests
+from baton.cli.commands.describe import requests
 from baton.cli.output import ListFormat, ListOutputOption, NoHeadersOption, duration, print_list, print_note
 from baton.cli.target import (
     ANSWER_TIMEOUT_S,

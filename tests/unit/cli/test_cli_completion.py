@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.commands.doctor import NAMES, completions_of
+from baton.cli.commands.completion import NAMES, completions_of
 from baton.cli.main import command_tree, main
 
 

@@ -91,6 +91,17 @@ def print_list(
         print_table(columns, list(rows), headers=headers)
 
 
+def print_item(output: ListFormat, document: Mapping[str, Any], name: str, row: str) -> None:
+    """Print one item of a list that grows, in the format `output`: JSON is one document a line."""
+    if output is ListFormat.JSON:
+        print_text(json.dumps({"version": VERSION, **document}, ensure_ascii=False))
+    elif output is ListFormat.YAML:
+        print_text("---")
+        print_yaml({"version": VERSION, **document})
+    else:
+        print_text(name if output is ListFormat.NAME else row)
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, headers: bool = True, gap: int = 3) -> None:
     """Print left-aligned columns `gap` spaces apart, as kubectl does, without borders and colours."""
     for line in table_lines(columns, rows, headers=headers, gap=gap):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -29,6 +28,7 @@ from baton.cli.output import (
     NoHeadersOption,
     OutputOption,
     fine_duration,
+    print_item,
     print_json,
     print_note,
     print_result,
@@ -116,17 +116,10 @@ def _watch(address: str | None, run_dir: Path | None, after: int, output: ListFo
     is_table = output in (ListFormat.TABLE, ListFormat.WIDE)
     wide = output is ListFormat.WIDE
     if is_table and headers:
-        _print_row(["TIME", *_COLUMNS[1:], *(_WIDE if wide else [])])
+        print_text(_padded(["TIME", *_COLUMNS[1:], *(_WIDE if wide else [])]))
     for event in follow_events(lambda: router_addresses(address, run_dir), after):
-        if output is ListFormat.JSON:
-            print_text(json.dumps({"version": VERSION, **asdict(event)}, ensure_ascii=False))
-        elif output is ListFormat.YAML:
-            print_text("---")
-            print_yaml({"version": VERSION, **asdict(event)})
-        elif output is ListFormat.NAME:
-            print_text(event.reason)
-        else:
-            _print_row(event_row(event, time.strftime("%H:%M:%S", time.localtime(event.time)), wide=wide))
+        row = event_row(event, time.strftime("%H:%M:%S", time.localtime(event.time)), wide=wide)
+        print_item(output, asdict(event), event.reason, _padded(row))
         sys.stdout.flush()
 
 
@@ -137,9 +130,9 @@ def event_row(event: ClusterEvent, when: str, *, wide: bool) -> list[str]:
     return cells + (wide_cells if wide else [])
 
 
-def _print_row(cells: list[str]) -> None:
+def _padded(cells: list[str]) -> str:
     widths = (*_WIDTHS, *(0 for _ in cells[len(_WIDTHS) :]))
-    print_text("   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+    return "   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def status(

@@ -10,7 +10,7 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -62,7 +62,8 @@ _PLAIN_WIDTH = 120
 
 def register(app: typer.Typer, name: str, text: str) -> None:
     """Add one of the commands."""
-    app.command(name, help=text)({"status": status, "events": events, "top": top}[name])
+    commands: Mapping[str, Callable[..., None]] = {"status": status, "events": events, "top": top}
+    app.command(name, help=text)(commands[name])
 
 
 def events(

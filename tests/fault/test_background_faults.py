@@ -218,7 +218,7 @@ GUARDED_OTHERWISE = {
     "router/process.py": (4, "the run itself awaits them"),
     "router/http/audio/endpoint.py": (1, "the call awaits it; once its client is gone, its error concerns nobody"),
     "router/http/audio/transcription.py": (1, "each part hands its error to the call, which raises it"),
-    "router/http/merged_streams.py": (1, "each prompt's stream hands its error to the answer, which raises it"),
+    "router/http/answers.py": (1, "each prompt's stream hands its error to the answer, which raises it"),
     "router/http/server.py": (1, "the start awaits it"),
     "router/node_links.py": (1, "the link's task awaits the attachment"),
     "router/operations/adapters.py": (2, "the follower of adapters awaits them"),

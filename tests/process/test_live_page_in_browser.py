@@ -9,8 +9,8 @@ from random import Random
 
 from baton.messages.operator import ClusterEvent, ClusterStatus
 from router.http.app import HttpFront
-from router.http.live import LiveData, live_pages
 from router.http.model import ServedModel
+from router.http.pages.html import LiveData, live_pages
 from router.http.responses.store import ResponseStore
 from router.http.server import HttpServer
 from router.operations.live_page import live_page_data

@@ -13,11 +13,11 @@ from baton.text.chat_template import DEFAULT_TEMPLATE
 from baton.text.model_template import ModelTemplate
 from baton.text.prompt_template import PromptTemplate
 from router.admission.images import ImageRules
-from router.http.adapters import adapter_routes
 from router.http.app import HttpFront
 from router.http.audio.endpoint import SpeechRules
-from router.http.endpoints import Handler
+from router.http.endpoint import Handler
 from router.http.model import ServedModel
+from router.http.pages.status import adapter_routes
 from router.http.responses.store import ResponseStore, StoreBounds
 from tests.doubles.fake_adapter_handler import FakeAdapterHandler
 from tests.doubles.fake_clock import FakeClock

@@ -38,7 +38,8 @@ class ProcessCluster:
     def __init__(self, run_dir: Path, environment: Mapping[str, str]) -> None:
         self._run_dir = RunDir(run_dir)
         # Several clusters run side by side, and commands start more.
-        self._environment = {**os.environ, "BATON_HTTP_PORT": "0", "BATON_PLACEMENT": "least-loaded", **environment}
+        defaults = {"BATON_HTTP_PORT": "0", "BATON_PLACEMENT": "least-loaded", "BATON_KV_CACHE_MEMORY": "32MiB"}
+        self._environment = {**os.environ, **defaults, **environment}
 
     def baton(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run the command on this cluster."""

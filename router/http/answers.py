@@ -9,8 +9,6 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from baton.messages.speculation import DraftCounts
-
 from baton.background import gather_all
 from baton.errors import BatonError
 from baton.messages.generation import (
@@ -23,6 +21,7 @@ from baton.messages.generation import (
     joined,
 )
 from baton.messages.sampling import TokenLogprobs
+from baton.messages.speculation import DraftCounts
 from baton.wire.codec.generation import path_to_metadata
 from router.flight.event_queue import LONG_TEXT
 from router.http.client import Client

@@ -16,18 +16,19 @@ from baton.errors import BackgroundFault, ExitCode
 from baton.node.name_claim import Asks, require_free_name
 from baton.observe.logs import log_also
 from baton.observe.ready import Ready, announce
+from baton.processes.ends import end_within
 from baton.registry import Membership, NodeRecord, require
-from baton.registry.flights import FlightRecords
+from baton.registry.base import FlightRecords
+from baton.registry.connection import with_authority
 from baton.registry.redis_flights import RedisFlightRecords
-from baton.registry.registry import Registry, with_authority
+from baton.registry.registry import Registry
 from baton.security.binds import check_bind
 from baton.security.matrix import CallerRole
 from baton.text.model_template import ModelTemplate
 from baton.text.prompts import ImagePrompts, SpeechPrompts
 from baton.text.tokenizer import Tokenizer
-from baton.wire.clients.operator_client import OperatorStub
+from baton.wire.clients.operator_client import OperatorClient
 from baton.wire.credentials import Dialer
-from baton.wire.forced_end import end_within
 from baton.wire.server.event_loop import RpcEventLoop, warn_if_unrecognised
 from router.cards import card_without_nodes
 from router.http.server import raise_file_limit
@@ -92,9 +93,9 @@ def asks_with(dialer: Dialer) -> Asks:
     """A function that asks the router at a record's address for its incarnation."""
 
     def ask(address: str) -> str:
-        with contextlib.closing(OperatorStub(address, dialer)) as stub:
+        with contextlib.closing(OperatorClient(address, dialer=dialer)) as client:
             # The router that answers is the first of its nodes.
-            return stub.status(_ANSWER_S).nodes[0].incarnation
+            return client.status(_ANSWER_S).nodes[0].incarnation
 
     async def asks(record: NodeRecord) -> str:
         # In a separate thread: one of asyncio's would stay for ever, in just those routers that met such a record.

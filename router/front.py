@@ -16,7 +16,7 @@ from baton.messages.operator import ClusterStatus, NodeStatus, PlacementDecision
 from baton.messages.pooling import EmbedRequest, EmbedResponse
 from baton.messages.request_limits import MAX_PROMPT_BYTES
 from baton.registry import Membership, NodeRecord
-from baton.security.callers import current_caller
+from baton.security.matrix import current_caller
 from baton.text.detokenizer import TextCodec
 from router.admission.tenants import Tenants
 from router.admission.validation import check_model, check_text, check_token_ids

@@ -28,7 +28,7 @@ from baton.observe.metrics import declared_figures, render
 from baton.observe.process_figures import process_figures
 from baton.observe.start_tracing import start_tracing
 from baton.registry import Lease, Membership, NodeRecord
-from baton.registry.flights import FlightRecords
+from baton.registry.base import FlightRecords
 from baton.security.connection_limit import ConnectionLimit
 from baton.security.keys import KeyRing
 from baton.security.matrix import CallerRole

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markers import names_in, rendered
 
-from baton.cli.cluster.supervisor.restart import CHILD_TABLE, ChildState
+from baton.cli.cluster.supervisor.child import CHILD_TABLE, ChildState
 from baton.engine.request import ENDS_OF_ALL, REQUEST_TABLE, RequestStatus
 from baton.machine import render_mermaid
 from baton.node.adapters.adapter_cache import ADAPTER_TABLE, AdapterState

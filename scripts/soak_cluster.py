@@ -16,8 +16,8 @@ from soak_load import Routers
 
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState
+from baton.registry.base import ENDED_S
 from baton.registry.embedded import embedded_redis
-from baton.registry.flights import ENDED_S
 
 START_S = 180.0
 """Time in which a cluster must be ready and a killed process must be back; all cores are busy meanwhile."""

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.manager import KVCacheManager
 from baton.security.access import default_access
-from baton.security.callers import current_caller
+from baton.security.matrix import current_caller
 
 # Waiting OpenMP threads release their cores: several tests run at a time, and torch's threads would spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -29,7 +29,7 @@ from baton.wire.clients.node_client import NodeClient
 _ANY_PROMPT = str(1 << 30)
 _UP = """
 import runpy, sys
-from baton.processes.parent import die_with
+from baton.processes.ends import die_with
 die_with(int(sys.argv.pop(1)))
 runpy.run_module("baton.cli.main", run_name="__main__", alter_sys=True)
 """

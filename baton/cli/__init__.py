@@ -1,1 +1,6 @@
-"""The command `baton`. Modules are imported when their command runs, so that `baton --help` starts fast."""
+"""The command `baton`: `main` finds the module of a command, and imports no other, so that `baton --help` starts fast.
+
+`commands` and `bench` have the commands, `views` what several of them show, `cluster` a cluster on this machine. Beside
+them is what commands share: flags from settings (`options`), the cluster that they call (`target`, `ask`), output, and
+waiting. Nothing outside the folder imports it.
+"""

@@ -2,54 +2,58 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import io
 import math
 import os
+import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import typer
 
 from baton.cli.output import print_note
-from baton.cli.usage import explained
 from baton.errors import BatonError, Cancelled, ExitCode
 
 _COMMANDS = {
     "demo": (
-        "baton.cli.commands.demo",
+        "baton.cli.commands.up",
         "Start a cluster, send it prompts, show how each was served, and stop it.",
     ),
     "up": ("baton.cli.commands.up", "Start a cluster on this machine and keep it running."),
-    "down": ("baton.cli.commands.down", "Stop the cluster after its running requests have ended."),
+    "down": ("baton.cli.commands.up", "Stop the cluster after its running requests have ended."),
     "status": ("baton.cli.commands.status", "Print whether the cluster serves: ok, degraded or unavailable."),
-    "top": ("baton.cli.commands.top", "Show the state of the cluster, updated continuously."),
+    "top": ("baton.cli.commands.status", "Show the state of the cluster, updated continuously."),
     "get": ("baton.cli.commands.get", "List nodes, requests or leases of the cluster."),
     "describe": ("baton.cli.commands.describe", "Show all details of one node or request."),
-    "cordon": ("baton.cli.commands.cordon", "Stop sending new requests to nodes."),
-    "uncordon": ("baton.cli.commands.cordon", "Send new requests to nodes again."),
-    "drain": ("baton.cli.commands.drain", "Cordon a node and wait until its running requests have ended."),
-    "set-role": ("baton.cli.commands.set_role", "Change the role of a running node."),
-    "cache": ("baton.cli.commands.cache", "Empty the prefix caches of nodes."),
-    "wait": ("baton.cli.commands.wait", "Wait until nodes are ready, idle, cordoned, drained or gone, or have a role."),
+    "cordon": ("baton.cli.commands.change_nodes", "Stop sending new requests to nodes."),
+    "uncordon": ("baton.cli.commands.change_nodes", "Send new requests to nodes again."),
+    "drain": ("baton.cli.commands.change_nodes", "Cordon a node and wait until its running requests have ended."),
+    "set-role": ("baton.cli.commands.change_nodes", "Change the role of a running node."),
+    "cache": ("baton.cli.commands.change_nodes", "Empty the prefix caches of nodes."),
+    "wait": (
+        "baton.cli.commands.change_nodes",
+        "Wait until nodes are ready, idle, cordoned, drained or gone, or have a role.",
+    ),
     "events": (
-        "baton.cli.commands.events",
+        "baton.cli.commands.status",
         "List the events of the cluster: nodes that joined or left, failovers and more.",
     ),
     "explain": (
         "baton.cli.commands.explain",
         "Explain why a request was placed on its nodes, and which placement would have been best.",
     ),
-    "trace": ("baton.cli.commands.trace", "Show where a request's time was spent, stage by stage."),
+    "trace": ("baton.cli.commands.explain", "Show where a request's time was spent, stage by stage."),
     "logs": ("baton.cli.commands.logs", "Print the logs of all processes in order of time."),
     "generate": ("baton.cli.commands.generate", "Send a prompt and print the generated text."),
     "chat": ("baton.cli.commands.chat", "Chat with the model."),
     "bench": ("baton.cli.bench.bench", "Benchmark a cluster or a part of it."),
-    "config": ("baton.cli.commands.config_view", "Show the configuration."),
+    "config": ("baton.cli.commands.doctor", "Show the configuration."),
     "completion": ("baton.cli.commands.completion", "Print a completion script for bash, zsh or fish."),
     "doctor": ("baton.cli.commands.doctor", "Check this machine and installation, and suggest fixes."),
-    "certs": ("baton.cli.commands.certs", "Create the certificates of a cluster."),
+    "certs": ("baton.cli.commands.keys", "Create the certificates of a cluster."),
     "keys": ("baton.cli.commands.keys", "Add, list and revoke API keys."),
     "lora": ("baton.cli.commands.lora", "Load, unload, list and inspect adapters (LoRA)."),
     "node": ("baton.cli.commands.processes", "Run one prefill node or decode node."),
@@ -58,7 +62,7 @@ _COMMANDS = {
         "baton.cli.commands.simulate",
         "Simulate a cluster in virtual time, to choose an arrangement and the number of nodes.",
     ),
-    "version": ("baton.cli.commands.version", "Print the version."),
+    "version": ("baton.cli.commands.completion", "Print the version."),
 }
 _WITHOUT_ACCESS = frozenset(("up", "node", "router")).union(
     ("bench", "certs", "completion", "config", "demo", "doctor", "down", "keys", "logs", "simulate", "version")
@@ -66,6 +70,12 @@ _WITHOUT_ACCESS = frozenset(("up", "node", "router")).union(
 """Commands that call no cluster, and so take no API key or certificate."""
 _BadUsage: type[Exception] = typer.BadParameter.__mro__[1]
 """The base class of errors about a command line, which typer does not export."""
+_OTHER_NAMES = {"serve": "up", "start": "up", "run": "up", "launch": "up", "stop": "down", "ps": "status", "ls": "get"}
+"""Names that other programs give to commands, and our names of these commands, which are not spelled alike."""
+_MODEL_COMMANDS = ("up", "generate", "chat")
+"""The commands that start a model or ask it: a flag of one is often given to another."""
+_LEAST_SIMILARITY = 0.75
+"""How similar a flag must be to the one that was typed to be suggested, as difflib's `ratio`, from 0 to 1."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,7 +204,7 @@ def _build(loaded: Collection[str]) -> typer.Typer:
             own = typer.Typer()
             importlib.import_module(module).register(own, name, text)
             if name not in _WITHOUT_ACCESS:
-                importlib.import_module("baton.cli.access").add_access_flags(own)
+                importlib.import_module("baton.cli.target").add_access_flags(own)
             app.registered_commands += own.registered_commands
             app.registered_groups += own.registered_groups
         else:
@@ -204,6 +214,83 @@ def _build(loaded: Collection[str]) -> typer.Typer:
 
 def _not_loaded() -> None:
     raise AssertionError("a command was called whose module is not loaded")
+
+
+def explained(error: Any, command_tree: Callable[[], Any]) -> str:
+    """The message of typer's error about a command line, which suggests what was probably meant.
+
+    `command_tree` gives all commands; it is called only if the flags of another command are wanted.
+    """
+    message = str(error.format_message())
+    if error.ctx is None:
+        return message
+    unknown = re.match(r"No such command '([a-z-]+)'", message)
+    if unknown is not None:
+        return _of_unknown_command(unknown[1], message, error.ctx)
+    option = getattr(error, "option_name", None)
+    if option is not None and option.startswith("--"):
+        return f"No such option: {option}.{_flag_meant(option, error.ctx, command_tree)}".removesuffix(".")
+    if re.match(r"Got unexpected extra argument", message):
+        return message.removesuffix(".") + _place_of_extra_words(error.ctx)
+    return message
+
+
+def _of_unknown_command(name: str, message: str, ctx: Any) -> str:
+    if ctx.parent is None and name in _OTHER_NAMES:
+        return f"No such command '{name}'. Did you mean `baton {_OTHER_NAMES[name]}`?"
+    if "?" in message or ctx.parent is None:
+        return message
+    return f"No such command '{name}': `{ctx.command_path}` has {_listed(ctx.command.commands, 'and')}"
+
+
+def _flag_meant(option: str, ctx: Any, command_tree: Callable[[], Any]) -> str:
+    """A sentence that names the right flag of this command, or the command that has it; empty if none is like it."""
+    own = _flags(ctx.command)
+    if meant := _extended(option, own):
+        return _question(meant)
+    commands = command_tree().commands
+    others = {name: _flags(commands[name]) for name in _MODEL_COMMANDS if f"baton {name}" != ctx.command_path}
+    # The shortest one is the option itself, if another command has it.
+    flag = min((flag for flags in others.values() for flag in _extended(option, flags)), key=len, default="")
+    if not flag and (meant := difflib.get_close_matches(option, sorted(own), cutoff=_LEAST_SIMILARITY)):
+        return _question(meant)
+    having = [f"`baton {name}`" for name, flags in others.items() if flag in flags]
+    return f" {'It' if flag == option else flag} belongs to {_listed(having, 'and')}" if flag else ""
+
+
+def _flags(command: Any) -> set[str]:
+    """All long flags that the help of a command lists."""
+    shown = [one for one in command.params if not getattr(one, "hidden", False)]
+    return {name for one in shown for name in (*one.opts, *one.secondary_opts) if name.startswith("--")}
+
+
+def _extended(option: str, flags: Iterable[str]) -> list[str]:
+    """The flags that begin or end as `option` does: `--temperature` for `--temp`, `--grpc-port` for `--port`.
+
+    Of two that begin alike only the shorter one: `--prefill` for `--prefil`, not `--prefill-tp`.
+    """
+    alike = [flag for flag in flags if flag.startswith(option) or flag.endswith(option[1:])]
+    return sorted(flag for flag in alike if not any(flag != other and flag.startswith(other) for other in alike))
+
+
+def _question(flags: Iterable[str]) -> str:
+    return f" Did you mean {_listed([repr(flag) for flag in flags], 'or')}?"
+
+
+def _listed(words: Iterable[str], last: str) -> str:
+    """`a`, `a and b` or `a, b and c`."""
+    *most, end = words
+    return f"{', '.join(most)} {last} {end}" if most else end
+
+
+def _place_of_extra_words(ctx: Any) -> str:
+    """Where words were to go that the command does not take; empty if that is not known."""
+    for word in ("PROMPT", "MESSAGE"):
+        if any(word in one.human_readable_name for one in ctx.command.params):
+            return f": put the {word.lower()} between quotes"
+    if ctx.command_path == "baton up":
+        return ": name a model with --model"
+    return ""
 
 
 if __name__ == "__main__":

@@ -58,6 +58,15 @@ def print_document(output: Format, document: Mapping[str, Any]) -> None:
     (print_yaml if output is Format.YAML else print_json)({"version": VERSION, **document})
 
 
+def print_result(output: Format, document: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Print one object: its lines as text, or else its document."""
+    if output is not Format.TEXT:
+        print_document(output, document)
+    else:
+        for line in lines:
+            print_text(line)
+
+
 def print_list(
     output: ListFormat,
     documents: Iterable[Any],
@@ -80,6 +89,17 @@ def print_list(
             print_text(name)
     else:
         print_table(columns, list(rows), headers=headers)
+
+
+def print_item(output: ListFormat, document: Mapping[str, Any], name: str, row: str) -> None:
+    """Print one item of a list that grows, in the format `output`: JSON is one document a line."""
+    if output is ListFormat.JSON:
+        print_text(json.dumps({"version": VERSION, **document}, ensure_ascii=False))
+    elif output is ListFormat.YAML:
+        print_text("---")
+        print_yaml({"version": VERSION, **document})
+    else:
+        print_text(name if output is ListFormat.NAME else row)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, headers: bool = True, gap: int = 3) -> None:

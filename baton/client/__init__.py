@@ -1,8 +1,6 @@
 """The Python client: text generation over gRPC, and the operator's calls. Importing it does not import torch."""
 
-from baton.client.async_generation import AsyncGenerationClient
-from baton.client.generation import GenerationClient
-from baton.client.operator import OperatorClient
+from baton.client.generation import AsyncGenerationClient, GenerationClient
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -15,6 +13,7 @@ from baton.messages.generation import (
 )
 from baton.messages.pooling import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask, Pooling
 from baton.security.access import Access
+from baton.wire.clients.operator_client import OperatorClient
 
 __all__ = [
     "Accepted",

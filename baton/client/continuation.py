@@ -15,8 +15,7 @@ The rules:
    caller restores the budget.
 4. An error about the request itself (invalid, failed, cancelled, too late) is final.
 5. Calls are numbered. If several routers believe that they serve the request, its nodes obey the one with the latest
-   call. When a router gives the request up because another one serves it, the client goes to the next router.
-"""
+   call. When a router gives the request up because another one serves it, the client goes to the next router."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import (
     BatonError,
     ContinuedElsewhere,
@@ -49,11 +47,45 @@ from baton.messages.generation import (
 )
 from baton.messages.ids import new_request_id
 
+AVOID_S = 3.0
+"""Seconds for which a router that did not answer is tried only after the others."""
 _SEED_BITS = 53
 _FIRST_WAIT_S = 0.05
 _LAST_WAIT_S = 1.0
 _RECONNECT_S = 5.0
 """Seconds after the last progress in which a refused connection is worth another try: the router may be restarting."""
+
+
+class EndpointRotation:
+    """The addresses of a cluster's routers, and which of them to call next. Does no I/O; time is an argument."""
+
+    def __init__(self, addresses: Sequence[str], rng: Random) -> None:
+        if not addresses:
+            raise ValueError("a client needs the address of a router")
+        self.addresses = tuple(addresses)
+        self._rng = rng
+        self.has_answered = False
+        """Whether any router has answered, so that there is a cluster at these addresses."""
+        self._avoided_until = dict.fromkeys(range(len(addresses)), 0.0)
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def pick_first(self, now: float) -> int:
+        """The index of the router to which a new request is sent."""
+        good = [index for index in range(len(self)) if self._avoided_until[index] <= now]
+        return self._rng.choice(good or range(len(self)))
+
+    def pick_next(self, failed: int, now: float) -> int:
+        """The index of the router that is tried after router `failed`: the next one that is not avoided at present, or
+        the next one if all are."""
+        others = [(failed + step) % len(self) for step in range(1, len(self))]
+        good = [other for other in others if self._avoided_until[other] <= now]
+        return (good or others or [failed])[0]
+
+    def note_failure(self, index: int, now: float) -> None:
+        """Note that this router did not answer: it is avoided for AVOID_S seconds."""
+        self._avoided_until[index] = now + AVOID_S
 
 
 class CallKind(enum.Enum):

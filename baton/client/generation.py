@@ -1,17 +1,19 @@
-"""The synchronous client of the public service."""
+"""The asyncio client of the public service, and the blocking one, which calls it."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from random import Random, SystemRandom
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from baton.client.continuation import Call, CallKind, Continuation, with_id_and_seed
-from baton.client.endpoint_rotation import EndpointRotation
+from baton.client.continuation import Call, CallKind, Continuation, EndpointRotation, with_id_and_seed
 from baton.errors import BatonError, DeadlineExceeded, RequestNotFound, Unreachable
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.pooling import EmbedRequest, EmbedResponse
@@ -27,11 +29,12 @@ SILENCE_S = 1.0
 """Seconds without a message after which a router is probed, if there are several routers."""
 
 
-class GenerationClient:
-    """The blocking client of one cluster. Its addresses are the HOST:PORT of the cluster's routers.
+class AsyncGenerationClient:
+    """The asyncio client of one cluster. Its addresses are the HOST:PORT of the cluster's routers.
 
     Calls raise BatonErrors: Unreachable, InvalidRequest, and so on. When a router is lost, or hangs without closing its
-    connections, the stream continues at another one (see `baton.client.continuation`).
+    connections, the stream continues at another one (see `baton.client.continuation`). All calls come from one event
+    loop, in which the client is made.
     """
 
     def __init__(
@@ -57,86 +60,206 @@ class GenerationClient:
         dialer = Dialer.to_public(access or default_access.get())
         self._stubs = [GenerationStub(address, silence, dialer) for address in addresses]
 
-    def generate(
+    async def generate(
         self, request: GenerateRequest, timeout_s: float | None = None
-    ) -> Generator[GenerateEvent, None, None]:
+    ) -> AsyncGenerator[GenerateEvent, None]:
         """Stream one request: Accepted, Chunks, Finished; with several sequences also a SequenceFinished for each.
 
         Closing the generator early cancels the request. Without a request id or seed, the client draws them.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        now = asyncio.get_running_loop().time
+        deadline = None if timeout_s is None else now() + timeout_s
         owns_id = not request.request_id
         request = with_id_and_seed(request, self._rng)
-        continuation = Continuation(self._endpoints, self._rng, time.monotonic(), self._retry_budget_s, owns_id=owns_id)
+        continuation = Continuation(self._endpoints, self._rng, now(), self._retry_budget_s, owns_id=owns_id)
         while True:
             try:
-                with closing(
-                    self._start_call(continuation.next_call(), request, remaining_s(deadline, time.monotonic()))
+                async with aclosing(
+                    self._start_call(continuation.next_call(), request, _remaining_s(deadline, now()))
                 ) as events:
-                    for event in events:
-                        new_part = continuation.receive(event, time.monotonic())
+                    async for event in events:
+                        new_part = continuation.receive(event, now())
                         if new_part is not None:
                             yield new_part
                         if isinstance(event, Finished):
                             return
                 raise Unreachable("the stream ended before the request did")
             except BatonError as error:
-                wait_s = continuation.call_failed(error, time.monotonic())
+                wait_s = continuation.call_failed(error, now())
                 if self._has_cluster_ended():
                     raise
-            time.sleep(wait_s)
+            await asyncio.sleep(wait_s)
 
     def _start_call(
         self, call: Call, request: GenerateRequest, timeout_s: float | None
-    ) -> Generator[GenerateEvent, None, None]:
+    ) -> AsyncGenerator[GenerateEvent, None]:
         stub = self._stubs[call.endpoint]
         if call.kind is CallKind.GENERATE:
             return stub.generate(replace(request, call=call.number), timeout_s)
         return stub.resume(request.request_id, call.positions, timeout_s, call.number)
 
-    def cancel(self, request_id: str) -> None:
+    async def cancel(self, request_id: str) -> None:
         """Cancel a running request at the router that serves it. Raises RequestNotFound or Unreachable."""
-        errors = []
+        errors: list[BatonError] = []
         for stub in self._stubs:
             try:
-                return stub.cancel(request_id)
+                return await stub.cancel(request_id)
             except (RequestNotFound, Unreachable) as error:
                 errors.append(error)
-        raise error_to_report(errors)
+        # A router that is unreachable may have the request.
+        raise next((error for error in errors if isinstance(error, Unreachable)), errors[0])
 
-    def tokenize(self, text: str, model: str = "") -> Sequence[int]:
+    async def tokenize(self, text: str, model: str = "") -> Sequence[int]:
         """The token ids that `generate` would see."""
-        return self._call_any_router(lambda stub: stub.tokenize(model, text))
+        return await self._call_any_router(lambda stub: stub.tokenize(model, text))
 
-    def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
+    async def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
         """The text of token ids."""
-        return self._call_any_router(lambda stub: stub.detokenize(model, token_ids))
+        return await self._call_any_router(lambda stub: stub.detokenize(model, token_ids))
 
-    def embed(self, request: EmbedRequest, timeout_s: float | None = None) -> EmbedResponse:
+    async def embed(self, request: EmbedRequest, timeout_s: float | None = None) -> EmbedResponse:
         """The vectors, labels or scores of up to 2,048 inputs; raises BatonErrors.
 
         They are functions of the inputs alone, so the call may go to another router if one is lost.
         """
-        return self._call_any_router(lambda stub: stub.embed(request, timeout_s))
+        return await self._call_any_router(lambda stub: stub.embed(request, timeout_s))
+
+    async def list_models(self) -> Sequence[ModelCard]:
+        """The models that the cluster serves."""
+        return await self._call_any_router(GenerationStub.list_models)
+
+    async def _call_any_router(self, call: Callable[[GenerationStub], Awaitable[T]]) -> T:
+        """Call the routers in turn until one answers, and return its answer. Raises Unreachable if none does."""
+        now = asyncio.get_running_loop().time
+        endpoint = self._endpoints.pick_first(now())
+        for _ in self._stubs[1:]:
+            try:
+                return await call(self._stubs[endpoint])
+            except Unreachable:
+                self._endpoints.note_failure(endpoint, now())
+                endpoint = self._endpoints.pick_next(endpoint, now())
+        return await call(self._stubs[endpoint])
+
+    async def close(self) -> None:
+        for stub in self._stubs:
+            await stub.close()
+
+    async def __aenter__(self) -> AsyncGenerationClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class GenerationClient:
+    """The blocking counterpart of `AsyncGenerationClient`, whose calls run in a thread of this client.
+
+    Several threads may use it at once.
+    """
+
+    def __init__(
+        self,
+        *addresses: str,
+        rng: Random | None = None,
+        retry_budget_s: float = RETRY_BUDGET_S,
+        silence_s: float = SILENCE_S,
+        access: Access | None = None,
+        has_cluster_ended: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """See `AsyncGenerationClient`; `has_cluster_ended` is called in the client's thread."""
+        make = partial(
+            AsyncGenerationClient,
+            *addresses,
+            rng=rng,
+            retry_budget_s=retry_budget_s,
+            silence_s=silence_s,
+            access=access or default_access.get(),  # of this thread's context
+            has_cluster_ended=has_cluster_ended,
+        )
+        self._closes = asyncio.Event()
+        self._is_closed = False
+        made: concurrent.futures.Future[tuple[AsyncGenerationClient, asyncio.AbstractEventLoop]]
+        made = concurrent.futures.Future()
+        serving = self._serve(make, made)
+        self._thread = threading.Thread(target=asyncio.run, args=(serving,), name="generation-client", daemon=True)
+        self._thread.start()
+        self._client, self._loop = made.result()
+
+    async def _serve(
+        self,
+        make: Callable[[], AsyncGenerationClient],
+        made: concurrent.futures.Future[tuple[AsyncGenerationClient, asyncio.AbstractEventLoop]],
+    ) -> None:
+        """Run the calls of other threads until `close`."""
+        try:
+            client = make()
+        except Exception as error:
+            made.set_exception(error)
+            return
+        async with client:
+            made.set_result((client, asyncio.get_running_loop()))
+            await self._closes.wait()
+
+    def _run(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run a call in the client's thread, and cancel it there if this thread is interrupted meanwhile."""
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def generate(
+        self, request: GenerateRequest, timeout_s: float | None = None
+    ) -> Generator[GenerateEvent, None, None]:
+        """Stream one request as `AsyncGenerationClient.generate` does."""
+        events = self._client.generate(request, timeout_s)
+        # A stream may be closed only once its interrupted step has ended.
+        turn = asyncio.Lock()
+
+        async def step() -> GenerateEvent | None:
+            async with turn:
+                return await anext(events, None)
+
+        async def end() -> None:
+            async with turn:
+                await events.aclose()
+
+        try:
+            while (event := self._run(step())) is not None:
+                yield event
+        finally:
+            if not self._is_closed:
+                self._run(end())
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a running request at the router that serves it. Raises RequestNotFound or Unreachable."""
+        self._run(self._client.cancel(request_id))
+
+    def tokenize(self, text: str, model: str = "") -> Sequence[int]:
+        """The token ids that `generate` would see."""
+        return self._run(self._client.tokenize(text, model))
+
+    def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
+        """The text of token ids."""
+        return self._run(self._client.detokenize(token_ids, model))
+
+    def embed(self, request: EmbedRequest, timeout_s: float | None = None) -> EmbedResponse:
+        """The vectors, labels or scores of up to 2,048 inputs, see `AsyncGenerationClient.embed`."""
+        return self._run(self._client.embed(request, timeout_s))
 
     def list_models(self) -> Sequence[ModelCard]:
         """The models that the cluster serves."""
-        return self._call_any_router(GenerationStub.list_models)
-
-    def _call_any_router(self, call: Callable[[GenerationStub], T]) -> T:
-        """Call the routers in turn until one answers, and return its answer. Raises Unreachable if none does."""
-        endpoint = self._endpoints.pick_first(time.monotonic())
-        for _ in self._stubs[1:]:
-            try:
-                return call(self._stubs[endpoint])
-            except Unreachable:
-                self._endpoints.note_failure(endpoint, time.monotonic())
-                endpoint = self._endpoints.pick_next(endpoint, time.monotonic())
-        return call(self._stubs[endpoint])
+        return self._run(self._client.list_models())
 
     def close(self) -> None:
-        for stub in self._stubs:
-            stub.close()
+        """End all calls, and the client's thread. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.call_soon_threadsafe(self._closes.set)
+            self._thread.join()
 
     def __enter__(self) -> GenerationClient:
         return self
@@ -147,14 +270,8 @@ class GenerationClient:
         self.close()
 
 
-def remaining_s(deadline: float | None, now: float) -> float | None:
+def _remaining_s(deadline: float | None, now: float) -> float | None:
     """Seconds until the deadline; None without one. Raises DeadlineExceeded when it has passed."""
     if deadline is not None and now >= deadline:
         raise DeadlineExceeded("the deadline passed while the request was moved to another router")
     return None if deadline is None else deadline - now
-
-
-def error_to_report(errors: Sequence[BatonError]) -> BatonError:
-    """The error to report when all routers have failed: Unreachable if there is one, since that router may have the
-    request."""
-    return next((error for error in errors if isinstance(error, Unreachable)), errors[0])

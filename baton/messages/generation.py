@@ -223,8 +223,8 @@ class Finished:
     """The vector, if the request is for one (an embedding, or the outputs of a classification head): float32,
     little-endian."""
     draft_counts: DraftCounts = NO_DRAFTS
-    """What became of the drafts of all sequences, as far as the router has followed the request: those of attempts that
-    ended before it resumed the request are missing."""
+    """Counts of the drafts of all sequences. Those of attempts that ended before the router resumed the request are
+    missing."""
 
 
 GenerateEvent = Accepted | PromptLogprobs | Chunk | SequenceFinished | Finished
@@ -245,24 +245,24 @@ class ModelCard:
     """A name for the weights and the numerics of the nodes, OpenAI's `system_fingerprint`: equal names, equal tokens;
     empty: the router has seen no node, or one of them is not bit-exact."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """What a request samples with if it does not say. HTTP clients see it in /v1/models."""
+    """The sampling parameters of a request that leaves them unset. HTTP clients see them in /v1/models."""
     permits_extra_keys: bool = False
-    """Whether a JSON schema that says nothing of further keys permits them. Not sent to clients."""
+    """Whether objects may have further keys where their JSON schema does not say. Not sent to clients."""
     row_width: int = 0
-    """Numbers in a row that a prompt may have in place of a token; 0: none may be, or the router has seen no node. Not
-    sent to clients."""
+    """The number of values in a row that takes a token's place in a prompt; 0: the model takes no rows, or the router
+    has seen no node. Not sent to clients."""
     capabilities: frozenset[Capability] = frozenset()
-    """What the model can be asked to do; empty: the router has seen no node."""
+    """The model's capabilities; empty: the router has seen no node."""
     pooling: ModelPooling = NO_POOLING_FILES
-    """What vectors the model makes. Not sent to clients."""
+    """The kinds of vectors that the model makes. Not sent to clients."""
     source: EncoderDecoder | None = None
-    """What the model directory says of its encoder and decoder; None: it has not both. Not sent to clients."""
+    """The model's encoder and decoder; None: it has not both. Not sent to clients."""
     adapters: Mapping[str, AdapterSource] = field(default_factory=dict)
     """The adapters that clients may name as their model, by name."""
     parent: str = ""
-    """The model that this one is an adapter of; empty: it is none."""
+    """The model of which this one is an adapter; empty: this is no adapter."""
     root: str = ""
-    """Where the adapter's files are; empty: this is no adapter."""
+    """The directory of the adapter's files; empty: this is no adapter."""
 
     def with_adapters(self) -> Sequence[ModelCard]:
         """This model and a card for each adapter, as clients see them."""

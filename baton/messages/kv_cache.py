@@ -15,6 +15,8 @@ NULL_BLOCK = 0
 Tier = Literal["device", "host", "encoder"]
 """Where something is kept: blocks of KV in the model's memory or the host's, or rows that an encoder made of inputs.
 Rows are named by `rows_key`, and come and go in events of their own."""
+_FIRST_PROTOCOL_OF_OTHER_SIZES = 6
+"""The first version of the link's protocol between nodes whose block sizes may differ."""
 
 
 class BlockStored(NamedTuple):
@@ -58,10 +60,6 @@ class KVCacheUpdate:
     restart: bool = False
     """Whether this update begins a snapshot: the reader forgets all blocks. The snapshot may continue in further
     updates, whose events have no numbers of their own."""
-
-
-_FIRST_PROTOCOL_OF_OTHER_SIZES = 6
-"""The first version of the link's protocol between nodes whose block sizes may differ."""
 
 
 class _HasKVFormat(Protocol):

@@ -19,6 +19,11 @@ from baton.messages.spans import DECIDE_ROWS, EncoderContent, Span
 from baton.messages.speculation import DraftCounts
 from baton.values import value
 
+ENDED_WELL = "finished"
+"""`Abort.reason` of an abort that is sent because the request has ended without an error."""
+HEARTBEAT_S = 1.0
+"""The longest time between two reports of a node, in seconds. A node that is silent for three times as long is lost."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class NodeShape:
@@ -404,9 +409,3 @@ class StepReport:
 
 
 NodeMessage = NodeDescription | StepReport
-
-ENDED_WELL = "finished"
-"""`Abort.reason` of an abort that is sent because the request has ended without an error."""
-
-HEARTBEAT_S = 1.0
-"""The longest time between two reports of a node, in seconds. A node that is silent for three times as long is lost."""

@@ -13,6 +13,8 @@ from typing import Literal
 from baton.messages.capabilities import Capability
 from baton.values import value
 
+Activation = Literal["softmax", "sigmoid", "identity"]
+
 
 class Pooling(enum.Enum):
     """What the vector is made of."""
@@ -97,9 +99,6 @@ class PoolingRequest:
     """Where the second text of a pair, or a transcript, begins among the prompt's tokens; 0: there is none."""
     num_rows: int = 0
     """See `PoolingParams`."""
-
-
-Activation = Literal["softmax", "sigmoid", "identity"]
 
 
 @dataclass(frozen=True, slots=True)

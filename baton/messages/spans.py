@@ -24,6 +24,8 @@ PLACEHOLDER = 0
 """The token id at the positions of spans."""
 ROW_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes of given rows, with the bytes of a number."""
+DECIDE_ROWS = ("model_fingerprint", "dtype", "numerics")
+"""The fields, here and in NodeDescription, that decide which numbers an encoder makes of an input."""
 
 
 @value(frozen=True, slots=True)
@@ -158,10 +160,6 @@ def source_spans(digest: str, num_rows: int) -> tuple[Span, ...]:
     rows = Span(0, num_rows, digest, is_encoded=True)
     rest = aligned(num_rows) - num_rows
     return (rows, Span(num_rows, rest, digest, is_encoded=True, first_row=num_rows)) if rest else (rows,)
-
-
-DECIDE_ROWS = ("model_fingerprint", "dtype", "numerics")
-"""The fields, here and in NodeDescription, that decide which numbers an encoder makes of an input."""
 
 
 @dataclass(frozen=True, slots=True)

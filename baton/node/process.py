@@ -27,8 +27,10 @@ from baton.node.serve import Node
 from baton.observe.logs import log_also
 from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.ready import Ready, announce
+from baton.processes.ends import end_within
 from baton.registry import Membership, NodeRecord, require
-from baton.registry.registry import Registry, with_authority
+from baton.registry.connection import with_authority
+from baton.registry.registry import Registry
 from baton.runner import load
 from baton.runner.backends.cpu import kernel_file
 from baton.runner.lean_imports import import_transformers, rare_collections
@@ -36,7 +38,6 @@ from baton.security.binds import check_bind, is_loopback
 from baton.security.matrix import CallerRole
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.credentials import Dialer
-from baton.wire.forced_end import end_within
 
 if TYPE_CHECKING:
     from baton.runner.remote_stages.stage_leader import StageLeader

@@ -2,8 +2,7 @@
 
 It replaces asyncio's own accept loop. In a process without free descriptors that loop tries as often as the backlog is
 long, writes a traceback each time, and begins again a second later: that was 157,606 tracebacks in eight seconds, and a
-full disk.
-"""
+full disk."""
 
 from __future__ import annotations
 
@@ -42,6 +41,8 @@ HANDSHAKES_AT_ONCE = 4
 millisecond or more."""
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER by which closing resets the connection, so that a refused connection leaves nothing behind."""
+_SocketTransport: Any = vars(selector_events)["_SelectorSocketTransport"]
+_connection_lost = _SocketTransport._call_connection_lost
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -67,9 +68,6 @@ def listening_socket(host: str, port: int) -> socket.socket:
 # asyncio gives each TLS connection a buffer of 256 KiB to read into, so that a thousand connections of a stranger take
 # 256 MB before one of them has sent anything. A TLS record has at most 16 KiB (RFC 8446, 5.1).
 sslproto.SSLProtocol.max_size = 32 << 10
-
-_SocketTransport: Any = vars(selector_events)["_SelectorSocketTransport"]
-_connection_lost = _SocketTransport._call_connection_lost
 
 
 def _call_connection_lost(transport: Any, error: Exception | None) -> None:
@@ -261,3 +259,13 @@ def _end(accepted: socket.socket) -> None:
 def _done(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def close_transport(transport: asyncio.Transport) -> None:
+    """Close the transport, so that its connection ends even if reading was paused when the peer closed it.
+
+    asyncio's TLS transport handles the end of the stream only while reading is not paused, and after that end `close`
+    does nothing (`SSLProtocol._start_shutdown`): without `resume_reading` the socket would stay open for ever.
+    """
+    transport.close()
+    transport.resume_reading()

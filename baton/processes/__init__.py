@@ -1,1 +1,5 @@
-"""Processes that Baton starts: what ends them with whoever started them, what bounds them, and how they are forked."""
+"""Processes that Baton starts, and how they end.
+
+`ends` and, where the kernel can't help, `death_pipe` end them with whoever started them; `bounded_process` bounds those
+for untrusted work; `fork_server` forks nodes from a process that has imported torch.
+"""

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from baton.processes.parent import die_with_parent
+from baton.processes.ends import die_with_parent
 
 PROCESS = "baton.processes.fork_server_process"
 LOADED = b"loaded"

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from baton.processes.ends import die_with_parent
 from baton.processes.fork_server import LOADED, ForkedProcess, ForkServer, give_fork_server
-from baton.processes.parent import die_with_parent
 
 _TITLE = ("baton", "fork-server")
 _MAX_REQUEST = 1 << 17

@@ -1,4 +1,4 @@
-"""The interface of the registry, which `registry.Registry` implements in Redis and `tests.doubles` in memory."""
+"""The interfaces of the registry, which this folder implements in Redis and `tests.doubles` in memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Protocol
 from baton.errors import ConfigError, Unreachable
 from baton.registry.desired import DesiredChange, DesiredState
 from baton.registry.records import NodeRecord, Snapshot
+
+ENDED_S = 60.0
+"""Seconds that the record of a finished request is kept, since its client may have missed the end of the stream."""
+MAX_RECORD_BYTES = 256 << 10
+"""Larger records are not kept. The largest part of a record is a grammar."""
 
 
 class Lease(Protocol):
@@ -121,3 +126,32 @@ async def require(membership: Membership) -> None:
         await membership.ping()
     except Unreachable as error:
         raise ConfigError(f"{error}; start Redis there, or name another one with --registry") from None
+
+
+class FlightRecords(Protocol):
+    """The records of one cluster. All calls come from one event loop."""
+
+    @property
+    def num_lost(self) -> int:
+        """The number of records that could not be written, since the start of the process."""
+        ...
+
+    def put(self, request_id: str, record: bytes, owner: int = 0) -> None:
+        """Store this record in place of any other for the request. It expires when it was not stored again for the
+        lifetime of the records, the setting `flight_record_s`.
+
+        `owner`: the number of the flight (64 bits), since several flights may have the same request id.
+        """
+        ...
+
+    def end(self, request_id: str, owner: int = 0) -> None:
+        """Let the record of a finished flight expire soon, unless it has been replaced by another flight's."""
+        ...
+
+    async def get(self, request_id: str) -> bytes | None:
+        """The record; None if there is none or the store can't be reached."""
+        ...
+
+    async def close(self) -> None:
+        """Try once to write what is queued, then disconnect. Idempotent."""
+        ...

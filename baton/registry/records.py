@@ -1,8 +1,7 @@
 """The record that a process publishes about itself, and how records that others have written are checked.
 
 A record is one JSON object. Unknown keys are ignored, so that processes of different versions share a registry. For any
-other irregularity `BadRecord` is raised, and the reader skips the record.
-"""
+other irregularity `BadRecord` is raised, and the reader skips the record."""
 
 from __future__ import annotations
 
@@ -23,6 +22,8 @@ NodeState: TypeAlias = Literal["starting", "ready", "draining"]
 MAX_RECORD_BYTES = 16 * 1024
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})\Z")
+_MAY_BE_ZERO = ("pid", "start_number", "link_protocol", "tp", "pp")
+_REQUIRED = ("name", "role", "incarnation", "address", "pid", "version", "started_at", "lease_s")
 
 
 class BadRecord(BatonError):
@@ -160,8 +161,6 @@ def _order(record: NodeRecord) -> tuple[int, float, str]:
 
 
 _TYPES: Mapping[str, Any] = {f.name: f.type for f in fields(NodeRecord)}
-_MAY_BE_ZERO = ("pid", "start_number", "link_protocol", "tp", "pp")
-_REQUIRED = ("name", "role", "incarnation", "address", "pid", "version", "started_at", "lease_s")
 
 
 def _check(record: NodeRecord) -> None:
@@ -200,3 +199,24 @@ def _check_address(key: str, value: object) -> None:
     match = _ADDRESS.match(value) if isinstance(value, str) else None
     if match is None or not 0 < int(match[2]) < 65536:
         raise BadRecord(f"{key}: {value!r:.80} is not HOST:PORT")
+
+
+class OutageGrace:
+    """Merges each full read with the records that were known before the registry lost its data."""
+
+    def __init__(self) -> None:
+        self._epoch: str | None = None
+        self._latest: Snapshot = MappingProxyType({})
+        self._kept: dict[str, tuple[NodeRecord, float]] = {}
+
+    def merge(self, epoch: str | None, fresh: Snapshot, now: float) -> Snapshot:
+        """The records that are valid now. `epoch`: None for an empty registry; `now`: monotonic seconds."""
+        if self._epoch is not None and epoch != self._epoch:
+            self._kept = {name: (record, now + record.lease_s) for name, record in self._latest.items()}
+        self._epoch = epoch
+        self._kept = {
+            name: (record, until) for name, (record, until) in self._kept.items() if name not in fresh and now < until
+        }
+        merged = {name: record for name, (record, _) in self._kept.items()} | dict(fresh)
+        self._latest = MappingProxyType(dict(sorted(merged.items())))
+        return self._latest

@@ -20,8 +20,9 @@ from redis.exceptions import RedisError
 
 from baton.background import OnFault, current_watch, start_background
 from baton.observe.log_limit import LimitedLog
-from baton.registry.flights import ENDED_S, MAX_RECORD_BYTES
-from baton.registry.registry import LAST_RETRY_S, connect_redis, retry_delay
+from baton.registry.base import ENDED_S, MAX_RECORD_BYTES
+from baton.registry.connection import connect_redis
+from baton.registry.registry import LAST_RETRY_S, retry_delay
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class _Write:
 
 
 class RedisFlightRecords:
-    """One process's access to the records of one cluster; see `baton.registry.flights.FlightRecords`."""
+    """One process's access to the records of one cluster; see `baton.registry.base.FlightRecords`."""
 
     def __init__(self, client: redis.Redis, cluster: str, *, lifetime_s: float) -> None:
         """`lifetime_s`: seconds that the record of a running request is kept after it was last written."""

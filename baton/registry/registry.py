@@ -30,26 +30,23 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random, SystemRandom
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from redis import asyncio as redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from baton.background import OnFault, start_background
 from baton.clock import Clock, SystemClock
-from baton.errors import ConfigError, Unreachable
+from baton.errors import Unreachable
 from baton.messages.ids import random_token
 from baton.registry.base import require
+from baton.registry.connection import connect_redis
 from baton.registry.desired import DESIRED_SETS, DesiredChange, DesiredMemory, DesiredState
 from baton.registry.feed import Feed
-from baton.registry.outage import OutageGrace
 from baton.registry.records import (
     NodeRecord,
+    OutageGrace,
     Snapshot,
     incarnations_of,
     number_of_start,
@@ -72,7 +69,6 @@ _TOTALS_MS = 10_000
 """Lifetime of a router's totals, which are published more often than that."""
 _RESERVES_EVERY_S = 60.0
 """Interval at which a process checks that the reserves exist."""
-_SCHEMES = ("redis://", "rediss://", "unix://")
 _FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
 
 
@@ -470,31 +466,6 @@ def _lifetime_ms(record: NodeRecord) -> int:
 def retry_delay(failures: int, longest: float) -> float:
     """The number of seconds to wait after this many failures in a row, before the next attempt."""
     return float(min(longest, FIRST_RETRY_S * 2 ** min(failures, 16)))
-
-
-def connect_redis(url: str, timeout_s: float) -> redis.Redis:
-    """Make a client that connects with its first operation and never repeats one. Raises ConfigError for a bad URL."""
-    check_registry_url(url)
-    try:
-        client: redis.Redis = redis.Redis.from_url(
-            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
-        )
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"registry {without_password(url)!r}: {error}") from None
-    return client
-
-
-def with_authority(url: str, ca: Path | None) -> str:
-    """The URL, with the certificate authority added if it is a TLS URL without one."""
-    if ca is None or not url.startswith("rediss://") or "ssl_ca_certs=" in url:
-        return url
-    return f"{url}{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(ca))}"
-
-
-def check_registry_url(url: str) -> None:
-    """Raises ConfigError for a URL that can't be a registry's."""
-    if not url.startswith(_SCHEMES):
-        raise ConfigError(f"registry {without_password(url)!r} is no URL of Redis: use {' or '.join(_SCHEMES)}")
 
 
 async def require_registry(url: str, cluster: str) -> None:

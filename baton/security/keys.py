@@ -26,8 +26,7 @@ from typing import Any
 
 from baton.errors import ConfigError, Unauthenticated
 from baton.messages.request_limits import MAX_PRIORITY, MIN_PRIORITY
-from baton.security.callers import Caller
-from baton.security.matrix import KEY_ROLES, CallerRole
+from baton.security.matrix import KEY_ROLES, Caller, CallerRole
 
 _log = logging.getLogger(__name__)
 

@@ -2,13 +2,19 @@
 
 A caller's role comes from its certificate (routers, nodes and operators, between the processes of a cluster) or from
 its API key (clients, monitors and operators, on the public ports). Without certificates and keys a port is open to all
-who reach it, which is this machine alone unless the process was started with --insecure.
-"""
+who reach it, which is this machine alone unless the process was started with --insecure."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+_EVERY = "*"
+"""Stands for every method of a service that has no entry of its own."""
+OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
+"""Paths that are for operators alone, whatever their first segment says."""
 
 
 class CallerRole(enum.Enum):
@@ -26,8 +32,6 @@ class CallerRole(enum.Enum):
 
 KEY_ROLES = (CallerRole.CLIENT, CallerRole.MONITOR, CallerRole.OPERATOR)
 CERTIFICATE_ROLES = (CallerRole.ROUTER, CallerRole.NODE, CallerRole.OPERATOR)
-_EVERY = "*"
-"""Stands for every method of a service that has no entry of its own."""
 _ALL_WITH_KEY = frozenset(CallerRole) - {CallerRole.ANYONE}
 
 RPCS: Mapping[tuple[str, str], frozenset[CallerRole]] = {
@@ -70,9 +74,6 @@ PAGES: Mapping[str, frozenset[CallerRole]] = {
 }
 """The roles for each first segment of a path. A path with another first segment is not served: see `is_page`."""
 
-OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
-"""Paths that are for operators alone, whatever their first segment says."""
-
 
 def callers_of_rpc(method: str) -> frozenset[CallerRole]:
     """The roles that may call `/SERVICE/METHOD`."""
@@ -111,3 +112,24 @@ def certificate_name(role: CallerRole, cluster: str) -> str:
 def certificate_role(names: list[str], cluster: str) -> CallerRole | None:
     """The role that a certificate with these DNS names gives in the cluster; None: no role."""
     return next((role for role in CERTIFICATE_ROLES if certificate_name(role, cluster) in names), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """An authenticated caller."""
+
+    role: CallerRole
+    tenant: str = ""
+    """The tenant, whose requests, cached prefixes and quota are separate from those of other tenants. Empty: no tenant.
+    """
+    key_id: str = ""
+    """The name of the caller's API key in logs and commands; empty: the caller sent no key."""
+    max_concurrent: int | None = None
+    """Limit of concurrent requests of the tenant. None: no limit."""
+    min_priority: int | None = None
+    """The smallest priority that its requests may have. None: the router's setting says it."""
+
+
+ANYONE = Caller(CallerRole.ANYONE)
+
+current_caller: ContextVar[Caller] = ContextVar("current_caller", default=ANYONE)

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 
 from baton.errors import InvalidRequest, PermissionDenied
 from baton.security.binds import is_loopback
-from baton.security.callers import ANYONE, Caller
 from baton.security.keys import KeyRing, bearer_key
-from baton.security.matrix import CallerRole, callers_of_page
+from baton.security.matrix import ANYONE, Caller, CallerRole, callers_of_page
 
 Headers = Iterable[tuple[bytes, bytes]]
 """Pairs of a header's name, in lower case, and its value."""

@@ -22,7 +22,7 @@ from typing import cast
 from baton.errors import ConfigError, InvalidRequest
 from baton.messages.sampling import ConstraintKind
 from baton.processes.bounded_process import limit_memory, limit_powers
-from baton.processes.parent import die_with
+from baton.processes.ends import die_with
 from baton.text.chat_template import TemplateWork, load_all
 from baton.text.constraints.schema_compiling import JSON_OBJECT, check_constraint
 

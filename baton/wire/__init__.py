@@ -1,2 +1,6 @@
-"""gRPC and Protocol Buffers: codecs, services, clients and servers. Other packages use the dataclasses of
-`baton.messages`."""
+"""gRPC and Protocol Buffers, which no other folder but a link between nodes knows: others use `baton.messages`.
+
+`services` and `clients` are the two sides of each service, `codec` the messages in bytes, `server` the ports of a
+process, `http2` our own transport. Beside them is what several use: credentials, statuses of errors, the budget of a
+loop's turn, and the connections between the hosts of one node (`stage_hosts`).
+"""

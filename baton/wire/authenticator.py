@@ -9,9 +9,8 @@ from typing import Any
 import grpc
 
 from baton.errors import PermissionDenied
-from baton.security.callers import ANYONE, Caller, current_caller
 from baton.security.keys import KeyRing, bearer_key
-from baton.security.matrix import CallerRole, callers_of_rpc, certificate_role
+from baton.security.matrix import ANYONE, Caller, CallerRole, callers_of_rpc, certificate_role, current_caller
 
 
 class Authenticator:

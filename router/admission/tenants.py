@@ -9,7 +9,7 @@ from types import TracebackType
 from baton.errors import QuotaExceeded
 from baton.messages.generation import GenerateEvent
 from baton.observe.metrics import Figure
-from baton.security.callers import Caller
+from baton.security.matrix import Caller
 
 MAX_LABELS = 50
 """The first so many tenants have metrics of their own; all later ones share the label `OTHERS`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
-from baton.registry.flights import FlightRecords
+from baton.registry.base import FlightRecords
 from router.admission.request import ValidRequest
 from router.flight.fair_queue import FairQueue
 from router.flight.flight_record import MAX_TRACEPARENT, FlightRecord, read_record

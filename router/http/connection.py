@@ -22,8 +22,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from baton.messages.ids import new_request_id
+from baton.observe.listener import close_transport
 from baton.security.connection_limit import Place
-from baton.wire.closing import close_transport
 from baton.wire.turn_budget import TurnBudget
 from router.http.errors import HttpError, Kind, error_body, error_headers
 from router.http.json_body import MAX_BODY_BYTES, MAX_HEADER_BYTES

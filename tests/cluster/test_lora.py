@@ -14,7 +14,7 @@ import pytest
 
 import baton
 from baton import LLM
-from baton.client.operator import OperatorClient
+from baton.client import OperatorClient
 from baton.errors import UnknownModel
 from baton.messages.adapters import AdapterRow
 from baton.messages.generation import GenerateRequest

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from baton.client.operator import OperatorClient
+from baton.client import OperatorClient
 from baton.errors import BackgroundFault
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams

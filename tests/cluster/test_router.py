@@ -18,7 +18,7 @@ from baton.messages.capabilities import GENERATES
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.runner import SimulatedSpec
 from baton.wire.clients.generation_client import GenerationStub
-from baton.wire.clients.operator_client import OperatorStub
+from baton.wire.clients.operator_client import OperatorClient
 from router.app import run_router
 from router.process import RouterAddresses
 from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
@@ -79,19 +79,15 @@ class Cluster:
         )
 
     async def generate(self, request: GenerateRequest, timeout_s: float | None = 30.0) -> list[GenerateEvent]:
-        return await asyncio.to_thread(self._generate, (await self.addresses).grpc, request, timeout_s)
-
-    @staticmethod
-    def _generate(address: str, request: GenerateRequest, timeout_s: float | None) -> list[GenerateEvent]:
-        stub = GenerationStub(address)
+        stub = GenerationStub((await self.addresses).grpc)
         try:
-            return list(stub.generate(request, timeout_s))
+            return [event async for event in stub.generate(request, timeout_s)]
         finally:
-            stub.close()
+            await stub.close()
 
     async def statuses(self) -> dict[str, str]:
         """Return the status of every process by name, as operators see it."""
-        stub = OperatorStub((await self.addresses).operator)
+        stub = OperatorClient((await self.addresses).operator)
         try:
             status = await asyncio.to_thread(stub.status, 10.0)
             return {node.name: node.status for node in status.nodes}
@@ -158,7 +154,7 @@ async def test_concurrent_requests_get_their_own_text(model_dir: Path) -> None:
 async def test_calls_of_operators_and_users_are_answered(model_dir: Path) -> None:
     async with cluster(model_dir, "p1", "d1") as one:
         addresses = await one.addresses
-        operator, user = OperatorStub(addresses.operator), GenerationStub(addresses.grpc)
+        operator, user = OperatorClient(addresses.operator), GenerationStub(addresses.grpc)
         try:
             status = await asyncio.to_thread(operator.status, 10.0)
             assert (status.cluster, status.health, status.detail) == ("test", "ok", "")
@@ -172,14 +168,14 @@ async def test_calls_of_operators_and_users_are_answered(model_dir: Path) -> Non
             assert (status.health, [n.status for n in status.nodes]) == ("degraded", ["Ready"] * 3)
             assert text_of(await one.generate(GenerateRequest("ab", max_tokens=3))) == answer("ab", 3)
             one.store.restart(empty=True)
-            assert await asyncio.to_thread(user.tokenize, "", "ab") == [97, 98]
-            assert await asyncio.to_thread(user.detokenize, MODEL, [97, 98]) == "ab"
-            assert await asyncio.to_thread(user.list_models) == [ModelCard(MODEL, 64, 300, capabilities=GENERATES)]
+            assert await user.tokenize("", "ab") == [97, 98]
+            assert await user.detokenize(MODEL, [97, 98]) == "ab"
+            assert await user.list_models() == [ModelCard(MODEL, 64, 300, capabilities=GENERATES)]
             with pytest.raises(RequestNotFound):
-                await asyncio.to_thread(user.cancel, "nobody")
+                await user.cancel("nobody")
         finally:
             operator.close()
-            user.close()
+            await user.close()
 
 
 async def test_a_router_that_awaits_nodes_is_ready_once_they_have_joined(model_dir: Path) -> None:
@@ -215,9 +211,9 @@ async def test_a_router_for_simulated_nodes_knows_their_model_before_they_join(t
         user = GenerationStub((await one.addresses).grpc)
         try:
             card = ModelCard(MODEL, spec.max_model_len, spec.vocab_size)
-            assert await asyncio.to_thread(user.list_models) == [card]
+            assert await user.list_models() == [card]
         finally:
-            user.close()
+            await user.close()
         # It waits for a node, and is not refused for its largest id.
         with pytest.raises(DeadlineExceeded):
             await one.generate(GenerateRequest([spec.vocab_size - 1]), timeout_s=0.1)
@@ -273,11 +269,11 @@ async def test_a_client_that_disconnects_frees_both_nodes(model_dir: Path) -> No
             node.is_stuck = True
         stub = GenerationStub((await one.addresses).grpc)
         events = stub.generate(GenerateRequest("ab", request_id="mine"), None)
-        await asyncio.to_thread(next, events)
+        await anext(events)
         submitted = [await node.next_submit() for node in one.nodes.values()]
-        await asyncio.to_thread(events.close)
+        await events.aclose()
         assert [(await node.next_abort()).attempt for node in one.nodes.values()] == [s.attempt for s in submitted]
-        stub.close()
+        await stub.close()
 
 
 async def test_a_stopping_router_lets_running_requests_end_and_removes_its_record(model_dir: Path) -> None:

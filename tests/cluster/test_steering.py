@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from baton.client.operator import OperatorClient
+from baton.client import OperatorClient
 from baton.errors import NodeNotFound, Unreachable
 from baton.messages.generation import GenerateRequest
 from baton.messages.operator import ClusterStatus, DrainProgress, NodeStatus

@@ -11,9 +11,8 @@ import pytest
 
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.pooling import EmbedRequest, EmbedResponse
-from baton.security.callers import current_caller
 from baton.security.keys import KeyRing, new_key, write_keys
-from baton.security.matrix import CallerRole
+from baton.security.matrix import CallerRole, current_caller
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire.authenticator import Authenticator
 from baton.wire.server.fault_barrier import FaultBarrier

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -252,17 +252,46 @@ async def test_a_router_without_news_that_answers_probes_is_kept(ask: Ask) -> No
         assert second.calls == []
 
 
-async def test_calls_of_several_threads_leave_a_mute_router_and_its_liveness_thread_ends() -> None:
+async def test_all_streams_leave_a_mute_router() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stopped:
-        mute = f"127.0.0.1:{stopped.getsockname()[1]}"
-        with closing(GenerationStub(mute, silence_s=0.05)) as stub:
+        stub = GenerationStub(f"127.0.0.1:{stopped.getsockname()[1]}", silence_s=0.05)
 
-            def run() -> None:
-                with pytest.raises(Unreachable, match="has stopped answering"):
-                    list(stub.generate(REQUEST, None))
+        async def ask_it() -> None:
+            with pytest.raises(Unreachable, match="has stopped answering"):
+                _ = [event async for event in stub.generate(REQUEST, None)]
 
-            await asyncio.gather(*(asyncio.to_thread(run) for _ in range(3)))
-        assert not [thread for thread in threading.enumerate() if thread.name == f"liveness-{mute}"]
+        await asyncio.gather(*(ask_it() for _ in range(3)))
+        await stub.close()
+
+
+async def test_several_threads_use_a_blocking_client_whose_own_thread_ends_with_it() -> None:
+    first, second = Router(), Router()
+    first.hangs = True
+    before = set(threading.enumerate())
+    async with served(first, second) as addresses:
+
+        def run() -> None:
+            with GenerationClient(*addresses, rng=AlwaysFirst()) as client:
+                (serving,) = {one for one in set(threading.enumerate()) - before if one.name == "generation-client"}
+                stream, left_open = client.generate(REQUEST), client.generate(REQUEST)
+                threads = [threading.Thread(target=next, args=(one,)) for one in (stream, left_open)]
+                for thread in threads:
+                    thread.start()
+                assert client.tokenize("four") == [4]
+                assert client.detokenize([4]) == "[4]"
+                assert client.embed(EmbedRequest([EmbedInput("a")])).results == (EmbedResult((0.5, 1.0)),)
+                assert [card.name for card in client.list_models()] == ["m"]
+                client.cancel("r")
+                for thread in threads:
+                    thread.join()
+                stream.close()
+            assert not serving.is_alive()
+            left_open.close()
+            client.close()
+
+        await asyncio.to_thread(run)
+        assert first.calls[-1] == "r"
+        await first.closed.wait()
 
 
 async def test_closing_a_stream_cancels_its_call_and_other_calls_go_to_any_router_that_answers() -> None:

@@ -13,7 +13,7 @@ import pytest
 from redis import asyncio as redis_client
 
 from baton.errors import ConfigError
-from baton.registry.flights import ENDED_S, MAX_RECORD_BYTES, FlightRecords
+from baton.registry.base import ENDED_S, MAX_RECORD_BYTES, FlightRecords
 from baton.registry.redis_flights import MAX_PENDING, RedisFlightRecords
 from tests.doubles.fake_flight_records import LIFETIME_S, FakeFlightRecords, FakeFlightStore
 from tests.support.redis_server import RedisProcess

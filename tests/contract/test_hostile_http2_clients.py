@@ -18,9 +18,8 @@ import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 
 from baton.security.authority import make_certificates
-from baton.security.callers import current_caller
 from baton.security.keys import KeyRing, new_key, write_keys
-from baton.security.matrix import CallerRole
+from baton.security.matrix import CallerRole, current_caller
 from baton.security.tls_files import TlsFiles
 from baton.wire.authenticator import Authenticator
 from baton.wire.http2.frames import ENHANCE_YOUR_CALM, PREFACE, REFUSED_STREAM

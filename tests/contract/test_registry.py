@@ -15,10 +15,10 @@ from redis import asyncio as redis_client
 from redis.exceptions import OutOfMemoryError
 
 from baton.errors import ConfigError, Unreachable
+from baton.registry.connection import server_memory
 from baton.registry.embedded import embedded_redis
 from baton.registry.records import NodeRecord, Snapshot
 from baton.registry.registry import RESERVES, RedisLease, Registry
-from baton.registry.server_memory import server_memory
 from tests.doubles.fake_registry import FakeLease, FakeRegistry, FakeRegistryStore
 from tests.support.redis_server import RedisProcess
 

@@ -14,7 +14,8 @@ from redis import asyncio as redis_client
 from redis.exceptions import NoPermissionError, ResponseError
 
 from baton.errors import Unreachable
-from baton.registry.registry import Registry, with_authority
+from baton.registry.connection import with_authority
+from baton.registry.registry import Registry
 from baton.security.authority import make_certificates
 from baton.security.tls_files import certificate_files
 from tests.support.redis_server import RedisProcess

@@ -67,7 +67,7 @@ from baton.v1 import generation_pb2, generation_pb2_grpc, node_pb2, node_pb2_grp
 from baton.wire import status
 from baton.wire.clients.generation_client import GenerationStub
 from baton.wire.clients.node_client import NodeClient
-from baton.wire.clients.operator_client import OperatorStub
+from baton.wire.clients.operator_client import OperatorClient
 from baton.wire.credentials import Dialer
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import _OPTIONS, RpcServer, streaming_server
@@ -115,26 +115,26 @@ async def served(handler: FakeGenerationHandler, stall_s: float = 30.0) -> Async
     try:
         yield address, stub
     finally:
-        stub.close()
+        await stub.close()
         await server.stop(0)
 
 
 async def ask(stub: GenerationStub, request: GenerateRequest | None = None) -> list[GenerateEvent]:
-    return await asyncio.to_thread(lambda: list(stub.generate(request or GenerateRequest([1, 2, 3]), 30.0)))
+    return [event async for event in stub.generate(request or GenerateRequest([1, 2, 3]), 30.0)]
 
 
 async def test_a_stream_arrives_as_it_was_sent() -> None:
     handler = FakeGenerationHandler()
     async with served(handler) as (_, stub):
         assert await ask(stub) == handler.events
-        await asyncio.to_thread(stub.cancel, "r")
+        await stub.cancel("r")
         assert handler.requests == [GenerateRequest([1, 2, 3]), "r"]
-        assert await asyncio.to_thread(stub.tokenize, "", "four") == [4]
-        assert await asyncio.to_thread(stub.detokenize, "", [4, 5]) == "[4, 5]"
+        assert await stub.tokenize("", "four") == [4]
+        assert await stub.detokenize("", [4, 5]) == "[4, 5]"
         call = EmbedRequest([EmbedInput("four"), EmbedInput([1])], EmbedTask.SCORE, request_id="e")
-        embedded = await asyncio.to_thread(stub.embed, call, 5.0)
+        embedded = await stub.embed(call, 5.0)
         assert embedded == EmbedResponse("e", (EmbedResult((4.0,), "score"), EmbedResult((1.0,), "score")), 2)
-        assert await asyncio.to_thread(stub.list_models) == [ModelCard("m", 64, 300)]
+        assert await stub.list_models() == [ModelCard("m", 64, 300)]
 
 
 def every_error() -> list[BatonError]:
@@ -151,9 +151,9 @@ def every_error() -> list[BatonError]:
 @pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)
 async def test_an_error_keeps_its_class_message_and_field(error: BatonError) -> None:
     async with served(FakeGenerationHandler(error)) as (_, stub):
-        for call in (lambda: list(stub.generate(GenerateRequest([1]), 30.0)), lambda: stub.cancel("r")):
+        for call in (ask(stub), stub.cancel("r")):
             with pytest.raises(BatonError) as caught:
-                await asyncio.to_thread(call)
+                await call
             assert type(caught.value) is type(error)
             assert str(caught.value) == str(error)
             assert caught.value.retryable is error.retryable
@@ -189,7 +189,7 @@ async def test_a_failing_handler_gives_internal_without_revealing_its_message() 
                 assert SECRET not in repr(caught.value)
                 assert "Traceback" not in repr(caught.value)
         with pytest.raises(BatonError):
-            await asyncio.to_thread(OperatorStub(address).status, 10.0)
+            await asyncio.to_thread(OperatorClient(address).status, 10.0)
         handler.error = None
         assert await ask(stub) == handler.events
 
@@ -278,8 +278,8 @@ async def test_a_client_that_leaves_closes_the_handlers_generator() -> None:
     handler.endless = True
     async with served(handler) as (_, stub):
         stream = stub.generate(GenerateRequest([1]), None)
-        assert isinstance(await asyncio.to_thread(next, stream), Accepted)
-        await asyncio.to_thread(stream.close)
+        assert isinstance(await anext(stream), Accepted)
+        await stream.aclose()
         await handler.closed.wait()
 
 
@@ -355,7 +355,7 @@ async def test_an_address_where_nobody_listens_is_unreachable() -> None:
     stub = GenerationStub(address)
     with pytest.raises(Unreachable, match="does not answer"):
         await ask(stub)
-    stub.close()
+    await stub.close()
 
 
 # Nodes.

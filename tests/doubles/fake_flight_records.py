@@ -1,10 +1,10 @@
-"""The fake of `baton.registry.flights.FlightRecords`, and the store behind it."""
+"""The fake of `baton.registry.base.FlightRecords`, and the store behind it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.registry.flights import ENDED_S, MAX_RECORD_BYTES
+from baton.registry.base import ENDED_S, MAX_RECORD_BYTES
 
 LIFETIME_S = 10 * ENDED_S
 """The lifetime of a running request's record in tests that do not choose one."""

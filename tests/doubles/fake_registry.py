@@ -14,8 +14,7 @@ from baton.clock import Clock, SystemClock
 from baton.errors import Unreachable
 from baton.registry.desired import DesiredChange, DesiredMemory, DesiredState
 from baton.registry.feed import Feed
-from baton.registry.outage import OutageGrace
-from baton.registry.records import NodeRecord, Snapshot, incarnations_of, number_of_start, read_records
+from baton.registry.records import NodeRecord, OutageGrace, Snapshot, incarnations_of, number_of_start, read_records
 
 
 @dataclass(slots=True)

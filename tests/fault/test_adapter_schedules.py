@@ -24,7 +24,7 @@ from baton.model_formats.adapters import open_adapter
 from baton.node.adapters.adapter_cache import AdapterFault
 from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.registry import DesiredState
-from baton.registry.adapter_names import NamedAdapter
+from baton.registry.desired import NamedAdapter
 from baton.runner.simulated import expected_tokens
 from router.operations.adapters import ClusterAdapters
 from router.operations.event_ring import EventRing

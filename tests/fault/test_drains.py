@@ -27,4 +27,4 @@ async def test_a_node_that_drains_at_an_event_loses_no_request(session: ClusterS
         assert_undisturbed(answer, one)
         assert answer.end.path.attempts == 1 or one is elsewhere
     now = await session.wait_until_replaced(before)
-    assert now.last_exit == "exit 0"
+    assert now.last_exit == "has ended with exit code 0"

@@ -158,7 +158,7 @@ async def a_drained_node_ends_and_another_takes_its_place(cluster: ProcessCluste
     assert (await operator.run("drain", "prefill-0", "--stop"))["nodes"][0]["stopped"]
     await operator.do("uncordon", "prefill-0")
     async with cluster.session() as session:
-        assert (await session.wait_until_replaced(before)).last_exit == "exit 0"
+        assert (await session.wait_until_replaced(before)).last_exit == "has ended with exit code 0"
 
 
 async def a_second_signal_ends_a_draining_process(cluster: ProcessCluster, operator: Operator) -> None:

@@ -28,7 +28,7 @@ async def test_killing_redis_disturbs_no_request(session: ClusterSession) -> Non
             assert_undisturbed(answer, request)
             assert (answer.end.path.attempts, bool(answer.end.path.prefill_node)) == (1, True)
     now = await session.wait_until_replaced(before)
-    assert now.last_exit == "SIGKILL"
+    assert now.last_exit == "was ended by SIGKILL"
     assert {p.incarnation for p in session.cluster.state.processes if p.role != "redis"} == incarnations
     registry = Registry.connect(embedded_redis(session.cluster.run_dir).url, "default")
     try:

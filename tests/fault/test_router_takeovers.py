@@ -9,8 +9,7 @@ from random import Random
 
 import pytest
 
-from baton.client.continuation import CallKind, Continuation, with_id_and_seed
-from baton.client.endpoint_rotation import EndpointRotation
+from baton.client.continuation import CallKind, Continuation, EndpointRotation, with_id_and_seed
 from baton.errors import Unreachable
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest
 from baton.messages.node import Abort, Adopt

@@ -7,8 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.registry.acl import acl_rules
-from baton.registry.embedded import READY_WORDS, embedded_redis
+from baton.registry.embedded import READY_WORDS, acl_rules, embedded_redis
 
 CLUSTERS = ("c", "one", "two", "other", "another")
 _PASSWORD = "secret"

@@ -10,8 +10,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from baton.client.continuation import Call, CallKind, Continuation, with_id_and_seed
-from baton.client.endpoint_rotation import EndpointRotation
+from baton.client.continuation import Call, CallKind, Continuation, EndpointRotation, with_id_and_seed
 from baton.errors import BatonError, Unreachable
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
 from router.dispatcher import Dispatcher

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from baton.client import OperatorClient
 from baton.errors import BatonError, Unreachable
 from baton.messages.operator import NodeStatus
-from baton.registry.registry import Registry, with_authority
+from baton.registry.connection import with_authority
+from baton.registry.registry import Registry
 from baton.security.access import default_access
 
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.access import with_access
 from baton.cli.bench.compare import compare
 from baton.cli.bench.engine import engine
 from baton.cli.bench.load_options import DtypeOption
@@ -23,8 +22,9 @@ from baton.cli.bench.report import report
 from baton.cli.bench.router import router
 from baton.cli.bench.serve import serve
 from baton.cli.bench.validate import validate
-from baton.cli.interrupts import closing_line
 from baton.cli.output import Format, OutputOption, print_json, print_table, print_yaml
+from baton.cli.target import with_access
+from baton.cli.waiting import closing_line
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:

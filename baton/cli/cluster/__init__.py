@@ -1,1 +1,1 @@
-"""A cluster on this machine: its run directory, its supervisor, its logs; and files for other supervisors."""
+"""A cluster on this machine: its run directory and state, its logs, its supervisor; and files for other supervisors."""

@@ -1,23 +1,106 @@
-"""Reads the log files of a run directory as one stream of lines in the order of time."""
+"""The log files of a run directory: how they rotate, and how they are read as one stream of lines by time."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import logging
+import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from baton.cli.cluster.log_rotation import older_parts
+_log = logging.getLogger(__name__)
 
+MAX_LOG_BYTES = 16 << 20
+"""A log rotates when it is larger than this."""
+NUM_KEPT = 3
+"""Number of older parts of each log that are kept."""
+CHECK_INTERVAL_S = 1.0
+_IN_MODIFY = 0x2
 _REDIS = re.compile(r"\d+:[A-Z] (\d{2} [A-Z][a-z]{2} \d{4} \d{2}:\d{2}:\d{2}\.\d{3}) ([.\-*#]) (.*)\Z")
 _REDIS_LEVELS = {".": "debug", "-": "info", "*": "info", "#": "warning"}
 _COMMON_KEYS = frozenset({"timestamp", "level", "event", "node", "process"})
 """Keys that every line has, or that follow from its file. The others are fields of the line."""
 _READ_BYTES = 1 << 20
+
+
+def older_parts(log: Path) -> Sequence[Path]:
+    """The older parts of a log, the newest first."""
+    found: list[Path] = []
+    while (part := _part(log, len(found) + 1)).exists():
+        found.append(part)
+    return found
+
+
+class LogRotation:
+    """Rotates all logs of a directory."""
+
+    def __init__(self, directory: Path, max_bytes: int = MAX_LOG_BYTES, num_kept: int = NUM_KEPT) -> None:
+        self._directory = directory
+        self._max_bytes = max_bytes
+        self._num_kept = num_kept
+
+    def rotate_large_logs(self) -> None:
+        """Rotate the logs that are too large. Raises nothing, because a cluster also serves without rotation."""
+        for log in self._directory.glob("*.log"):
+            try:
+                if log.stat().st_size > self._max_bytes:
+                    self._rotate(log)
+            except OSError as error:
+                _log.warning("the log %s can't be rotated: %s", log, error.strerror)
+
+    def _rotate(self, log: Path) -> None:
+        copy = log.with_name(f"{log.name}.new")
+        with log.open("rb") as source:
+            try:
+                descriptor = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                with os.fdopen(descriptor, "wb") as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+            except OSError as error:
+                # The disk is full, so the log is truncated without a copy, to make room for new lines.
+                with suppress(OSError):
+                    copy.unlink()
+                _log.warning("the log %s is cut without being kept: %s", log, error.strerror)
+            else:
+                for number in range(self._num_kept - 1, 0, -1):
+                    if (part := _part(log, number)).exists():
+                        part.replace(_part(log, number + 1))
+                copy.replace(_part(log, 1))
+        os.truncate(log, 0)
+
+
+def _part(log: Path, number: int) -> Path:
+    return log.with_name(f"{log.name}.{number}")
+
+
+class DirectoryWatch:
+    """Watches writes to the files of a directory, new files included, with Linux's inotify(7)."""
+
+    def __init__(self, directory: Path) -> None:
+        """Start the watch. Raises OSError if the directory can't be watched."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = libc.inotify_init1(os.O_CLOEXEC)
+        watch = libc.inotify_add_watch(self._fd, os.fsencode(directory), _IN_MODIFY)
+        if self._fd < 0 or watch < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(directory))
+
+    def __enter__(self) -> DirectoryWatch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self._fd)
+
+    def wait(self) -> None:
+        """Return as soon as a file was written since the last call or, at first, since the watch began."""
+        os.read(self._fd, 1 << 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +142,7 @@ def parse_line(text: str, process: str, before: float) -> LogLine:
 
 
 class LogFile:
-    """The log of one process, read while it grows and rotates (`baton.cli.cluster.log_rotation`)."""
+    """The log of one process, read while it grows and rotates (`baton.cli.cluster.log_files`)."""
 
     def __init__(self, path: Path) -> None:
         self.process = path.stem

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.commands.generate import cluster_end_check
-from baton.cli.interrupts import closing_line
 from baton.cli.output import print_answer, print_note, print_text
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
 from baton.cli.target import RunDirOption, local_cluster, run_dir_of
+from baton.cli.waiting import closing_line
 from baton.errors import BatonError, InvalidRequest, PermissionDenied, Unauthenticated, Unreachable
 from baton.messages.generation import Chunk, Finished
 from baton.security.access import default_access

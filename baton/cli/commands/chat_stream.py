@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from baton.client.continuation import CallKind, Continuation
-from baton.client.endpoint_rotation import EndpointRotation
+from baton.client.continuation import CallKind, Continuation, EndpointRotation
 from baton.errors import (
     BatonError,
     Cancelled,

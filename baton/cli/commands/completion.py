@@ -1,4 +1,4 @@
-"""`baton completion`: prints a script that completes commands, options and names in a shell.
+"""`baton completion` prints a script that completes commands, options and names in a shell; `baton version`.
 
 The script has all commands and options. Only for a name it runs another command, which asks the cluster; without a
 cluster, or if that takes too long, no name is offered.
@@ -7,13 +7,15 @@ cluster, or if that takes too long, no name is offered.
 from __future__ import annotations
 
 import enum
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from baton.cli.output import print_text
+import baton
+from baton.cli.output import Format, OutputOption, print_json, print_text, print_yaml
 
 _TIMEOUT = "--timeout 1"
 _NODES = f"get nodes --no-headers {_TIMEOUT}"
@@ -62,8 +64,8 @@ class Completions:
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
-    """Add the command."""
-    app.command(name, help=text)(completion)
+    """Add one of the commands."""
+    app.command(name, help=text)(completion if name == "completion" else version)
 
 
 def completion(shell: Annotated[Shell, typer.Argument(help="The shell for which to print it.")]) -> None:
@@ -163,3 +165,14 @@ def _fish_names(place: str) -> str:
 
 def _fish_word(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def version(output: OutputOption = Format.TEXT) -> None:
+    """Print the version."""
+    found = {"version": baton.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    if output is Format.JSON:
+        print_json(found)
+    elif output is Format.YAML:
+        print_yaml(found)
+    else:
+        print_text(f"baton {baton.__version__} (Python {found['python']}, {found['platform']})")

@@ -11,15 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.constraint_options import (
+from baton.cli.output import Format, OutputOption, print_answer, print_document, print_note, size
+from baton.cli.sampling_options import (
     ChoiceOption,
     GrammarOption,
     JsonSchemaOption,
+    MinPOption,
     RegexOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
     constraint_fields,
 )
-from baton.cli.output import Format, OutputOption, print_answer, print_document, print_note, size
-from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
 from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses, local_cluster, run_dir_of
 from baton.errors import BatonError, Unreachable, UsageError
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished

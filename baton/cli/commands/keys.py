@@ -1,4 +1,4 @@
-"""`baton keys`: manages API keys. Their file has only hashes; a key is shown once, when it is created."""
+"""`baton keys` and `baton certs`: the API keys and the certificates of a cluster."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import enum
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from baton.cli.commands import add_group
 from baton.cli.output import (
     VERSION,
     ListFormat,
@@ -25,13 +27,29 @@ from baton.cli.output import (
     print_text,
     print_yaml,
 )
-from baton.errors import BatonError, ExitCode
+from baton.errors import BatonError, ConfigError, ExitCode, UsageError
 from baton.messages.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from baton.security.access import DEFAULT_CLUSTER
 from baton.security.keys import ApiKey, new_key, read_keys, write_keys
 from baton.security.matrix import CallerRole
 
 _FileArgument = Annotated[Path, typer.Argument(help="File of keys, as given to routers and nodes.")]
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add one of the commands."""
+    if name == "certs":
+        add_group(app, name, text, "Create the certificates of a cluster.", {"init": init})
+    else:
+        about = "Manage API keys. Processes notice a change of the file within two seconds."
+        commands: Mapping[str, Callable[..., Any]] = {
+            "add": add,
+            "list": list_keys,
+            "revoke": revoke,
+            "redis-user": redis_user,
+        }
+        add_group(app, name, text, about, commands)
 
 
 class _NoSuchKey(BatonError):
@@ -44,21 +62,6 @@ class _Role(enum.StrEnum):
     CLIENT = CallerRole.CLIENT.value
     MONITOR = CallerRole.MONITOR.value
     OPERATOR = CallerRole.OPERATOR.value
-
-
-def register(app: typer.Typer, name: str, text: str) -> None:
-    """Add the commands."""
-    group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
-
-    @group.callback()
-    def keys() -> None:
-        """Manage API keys. Processes notice a change of the file within two seconds."""
-
-    group.command("add")(add)
-    group.command("list")(list_keys)
-    group.command("revoke")(revoke)
-    group.command("redis-user")(redis_user)
-    app.add_typer(group, name=name)
 
 
 def add(
@@ -136,7 +139,7 @@ def redis_user(
     cluster: Annotated[str, typer.Option(help="Name of the cluster.", metavar="NAME")] = DEFAULT_CLUSTER,
 ) -> None:
     """Print a Redis command that creates a user with the rights that this cluster needs and a new password."""
-    from baton.registry.acl import USER, acl_rules
+    from baton.registry.embedded import USER, acl_rules
 
     password = secrets.token_urlsafe(24)
     print_text(f"ACL SETUSER {USER} {' '.join(acl_rules(cluster, password))}")
@@ -170,3 +173,48 @@ def _locked(file: Path) -> Iterator[None]:
         yield
     finally:
         os.close(directory)
+
+
+def init(
+    directory: Annotated[Path, typer.Argument(help="Directory for the files.", metavar="DIR")],
+    hosts: Annotated[
+        str,
+        typer.Option(
+            help="Names and addresses at which clients reach the servers, separated by commas.", metavar="HOSTS"
+        ),
+    ] = "",
+    cluster: Annotated[str, typer.Option(help="Name of the cluster.", metavar="NAME")] = DEFAULT_CLUSTER,
+    days: Annotated[
+        int, typer.Option(help="Days for which the certificates are valid.", metavar="N", min=1, max=3650)
+    ] = 365,
+) -> None:
+    """Create a certificate authority, and a certificate for each role: router, node, operator.
+
+    If the directory already has an authority, that one is kept and signs the new certificates, for example for other
+    hosts or another year.
+    """
+    try:
+        from baton.security.authority import make_certificates
+    except ImportError:
+        raise ConfigError("the package cryptography is not installed: pip install 'baton-serve[certs]'") from None
+    named = [host.strip() for host in hosts.split(",") if host.strip()]
+    if hosts and not named:
+        raise UsageError("--hosts is empty: give names or addresses separated by commas")
+    every = list(dict.fromkeys([*_LOCAL, socket.gethostname(), *named]))
+    for path in make_certificates(directory, cluster, every, days, datetime.datetime.now(datetime.UTC)):
+        print_text(str(path))
+    print_text()
+    for line in _next_lines(directory):
+        print_text(line)
+
+
+def _next_lines(directory: Path) -> list[str]:
+    return [
+        "One machine:   baton up --certs " + str(directory),
+        f"A router:      baton router --tls-ca {directory}/ca.crt --tls-cert {directory}/router.crt"
+        f" --tls-key {directory}/router.key",
+        f"A node:        the same with {directory}/node.crt and {directory}/node.key",
+        f"An operator:   export BATON_TLS_CA={directory}/ca.crt BATON_TLS_CERT={directory}/operator.crt"
+        f" BATON_TLS_KEY={directory}/operator.key",
+        f"Clients need only {directory}/ca.crt. With ca.key anybody can create certificates: keep it off the cluster.",
+    ]

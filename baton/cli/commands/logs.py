@@ -15,8 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.cluster.directory_watch import DirectoryWatch
-from baton.cli.cluster.log_files import LogFile, LogLine, merged
+from baton.cli.cluster.log_files import DirectoryWatch, LogFile, LogLine, merged
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.output import OUTPUT_OPTION, print_as_is, print_text
 from baton.cli.target import RunDirOption, run_dir_of

@@ -6,11 +6,12 @@ import os
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.ask_routers import ask_any_router
+from baton.cli.ask import ask_any_router
+from baton.cli.commands import add_group
 from baton.cli.output import (
     Format,
     ListFormat,
@@ -27,10 +28,10 @@ from baton.cli.target import ANSWER_TIMEOUT_S, EachAnswerTimeoutOption, Operator
 from baton.errors import BatonError, ExitCode, UnknownModel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from baton.client import OperatorClient
     from baton.messages.adapters import AdapterRow, LoadedAdapter
+    from baton.wire.clients.operator_client import OperatorClient
 
 _LOAD_S = 90.0
 """How long to wait for the nodes, which read the whole adapter."""
@@ -45,17 +46,14 @@ class _NoSuchAdapter(BatonError):
 
 def register(app: typer.Typer, name: str, text: str) -> None:
     """Add the commands."""
-    group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
-
-    @group.callback()
-    def lora() -> None:
-        """Give names to adapters (LoRA), list them, and look into their files."""
-
-    group.command("list")(list_adapters)
-    group.command("load")(load)
-    group.command("unload")(unload)
-    group.command("inspect")(inspect)
-    app.add_typer(group, name=name)
+    about = "Give names to adapters (LoRA), list them, and look into their files."
+    commands: Mapping[str, Callable[..., Any]] = {
+        "list": list_adapters,
+        "load": load,
+        "unload": unload,
+        "inspect": inspect,
+    }
+    add_group(app, name, text, about, commands)
 
 
 def list_adapters(

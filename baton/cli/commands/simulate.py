@@ -19,7 +19,7 @@ from baton.cli.bench.files import ReportOption, check_files, write_files
 from baton.cli.bench.load_options import MoreGoodputArgument
 from baton.cli.bench.serve import Dataset, count_requests, slo_of, usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
-from baton.cli.steering import ProgressLine
+from baton.cli.waiting import ProgressLine
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.node import ONE_RANK, NodeShape, Role
 from baton.messages.speculation import MAX_DRAFTS, SpeculationConfig

@@ -1,32 +1,37 @@
-"""`baton up`: starts a cluster on this machine."""
+"""`baton up`, `down` and `demo`: start and stop a cluster on this machine."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import shutil
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import typer
 
-from baton.cli.cluster.emit.emission import Emission
+from baton.cli.cluster.emit import Emission
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState
-from baton.cli.interrupts import closing_line
 from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
-from baton.cli.output import Format, print_document, print_table, print_text
-from baton.cli.target import run_dir_of, run_dir_path
+from baton.cli.output import Format, OutputOption, print_document, print_result, print_table, print_text
+from baton.cli.target import RunDirOption, run_dir_of, run_dir_path
+from baton.cli.waiting import closing_line
 from baton.config import Loaded, UpConfig
-from baton.errors import UsageError
+from baton.errors import DeadlineExceeded, UsageError
 
 _Use = Literal["text", "chat", "vectors", "speech"]
 """What a model is for: it goes on with texts, answers chats, makes vectors alone, or writes down speech."""
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
-    """Add the command."""
+    """Add one of the commands."""
+    if name != "up":
+        app.command(name, help=text)(down if name == "down" else demo)
+        return
     more = (
         option(
             "run_dir",
@@ -181,3 +186,51 @@ def _baton() -> str:
     if found is not None and Path(found).resolve() == script.resolve():
         return "baton"
     return str(script) if script.exists() else "baton"
+
+
+def down(
+    run_dir: RunDirOption = None,
+    timeout: Annotated[float, typer.Option(help="Longest time to wait, in seconds.", metavar="SECONDS", min=0)] = 60.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Stop all processes at once; running requests are lost.")
+    ] = False,
+    output: OutputOption = Format.TEXT,
+) -> None:
+    """Stop the cluster: wait until running requests have ended, then stop all processes."""
+    directory = run_dir_of(run_dir)
+    was_running = stop_cluster(directory, timeout, force=force)
+    result = {"run_dir": str(directory.path), "was_running": was_running, "running": False}
+    said = f"stopped the cluster in {directory.path}" if was_running else f"no cluster is running in {directory.path}"
+    print_result(output, result, [said])
+
+
+def stop_cluster(directory: RunDir, timeout_s: float, *, force: bool) -> bool:
+    """Stop a cluster and wait until it has ended. Returns whether one was running. Raises DeadlineExceeded."""
+    was_running = False
+    # Two different signals, since the kernel merges pending signals with the same number.
+    numbers = (signal.SIGTERM, signal.SIGINT) if force else (signal.SIGTERM,)
+    try:
+        for holder in directory.holders(timeout_s) if directory.exists() else ():
+            was_running = True
+            for number in numbers:
+                with suppress(ProcessLookupError):
+                    os.kill(holder, number)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the cluster in {directory.path} is still draining after {timeout_s:g} s: "
+            f"repeat {directory.command('down')} to wait longer, or stop it at once with "
+            f"{directory.command('down --force')}"
+        ) from None
+    return was_running
+
+
+def demo(
+    model: Annotated[
+        Path | None, typer.Option(help="What `baton up --model` takes. Default: the bundled model.", metavar="MODEL")
+    ] = None,
+) -> None:
+    """Start a cluster, send it prompts, show how each was served, and stop it."""
+    # These imports are slow, and the help does not need them.
+    from baton.cli.commands.demo_run import run_demo
+
+    raise typer.Exit(run_demo(model))

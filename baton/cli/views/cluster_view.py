@@ -52,7 +52,7 @@ def view_cluster(address: str | None, run_dir: Path | None, timeout_s: float) ->
 
 
 def _ask(address: str, timeout_s: float) -> ClusterStatus:
-    from baton.client import OperatorClient
+    from baton.wire.clients.operator_client import OperatorClient
 
     client = OperatorClient(address)
     try:

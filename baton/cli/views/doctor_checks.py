@@ -12,7 +12,7 @@ from baton.messages.node import NodeShape
 from baton.registry.embedded import INSTALL_SERVER, NO_SERVER
 
 if TYPE_CHECKING:
-    from baton.registry.server_memory import ServerMemory
+    from baton.registry.connection import ServerMemory
 
 _PROCESS_BYTES = 600 << 20
 """Memory of each rank of a node in addition to weights and KV cache: Python, torch, buffers."""

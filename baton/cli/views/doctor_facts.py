@@ -27,7 +27,7 @@ from baton.messages.node import ONE_RANK, NodeShape
 from baton.models.resolve import FoundModel
 
 if TYPE_CHECKING:
-    from baton.registry.server_memory import ServerMemory
+    from baton.registry.connection import ServerMemory
 
 _DEFAULTS = UpConfig.model_validate({})
 _PORTS = {"--grpc-port": _DEFAULTS.grpc_port, "--http-port": _DEFAULTS.http_port}
@@ -147,7 +147,7 @@ def _template_error(directory: Path) -> str:
 
 
 def _registry(url: str) -> ServerMemory:
-    from baton.registry.server_memory import ServerMemory, server_memory
+    from baton.registry.connection import ServerMemory, server_memory
 
     try:
         return asyncio.run(server_memory(url))

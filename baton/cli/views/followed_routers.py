@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from cachetools import FIFOCache
+
 from baton.cli.output import print_note
 from baton.cli.target import ANSWER_TIMEOUT_S
-from baton.cli.views.merged_events import EventMerger
 from baton.errors import BatonError, Unreachable
 
 if TYPE_CHECKING:
     from baton.messages.operator import ClusterEvent
 
+
+SAME_S = 5.0
+"""Equal events of two routers within this time are one event.
+
+Routers check their nodes once a second and read the registry every two seconds, so they see an event within less time.
+"""
+_ONCE = frozenset({"NodeJoined", "NodeReady", "RouterJoined"})
+"""Events that a router sees whenever it starts. Equal ones are one event at any distance in time."""
+_REMEMBERED = 10_000
 _CHECK_INTERVAL_S = 1.0
 """How often to look for routers that have started."""
+
+
+class EventMerger:
+    """Recognises events that another router has already reported."""
+
+    def __init__(self) -> None:
+        self._seen: FIFOCache[tuple[str, ...], tuple[float, str]] = FIFOCache(_REMEMBERED)
+
+    def is_new(self, event: ClusterEvent) -> bool:
+        """Whether no other router has reported this event."""
+        key = (event.reason, event.subject, event.incarnation, event.request_id, event.detail)
+        when, router = self._seen.get(key, (float("-inf"), event.router))
+        if router != event.router and (event.reason in _ONCE or abs(event.time - when) < SAME_S):
+            return False
+        self._seen[key] = (event.time, event.router)
+        return True
+
+    def merge(self, events: Iterable[ClusterEvent]) -> list[ClusterEvent]:
+        """The new ones among the events, the oldest first."""
+        return [event for event in sorted(events, key=lambda event: event.time) if self.is_new(event)]
 
 
 def follow_events(routers: Callable[[], Sequence[str]], after: int) -> Iterator[ClusterEvent]:
@@ -101,7 +131,7 @@ class _RouterStreams:
         Thread(target=lambda: context.run(self._read, address, after), name=f"events-{address}", daemon=True).start()
 
     def _read(self, address: str, after: int) -> None:
-        from baton.client import OperatorClient
+        from baton.wire.clients.operator_client import OperatorClient
 
         try:
             with closing(OperatorClient(address)) as client:
@@ -113,7 +143,7 @@ class _RouterStreams:
 
 
 def _past_events(address: str, after: int) -> list[ClusterEvent]:
-    from baton.client import OperatorClient
+    from baton.wire.clients.operator_client import OperatorClient
 
     with closing(OperatorClient(address)) as client:
         return list(client.events(after, timeout_s=ANSWER_TIMEOUT_S))

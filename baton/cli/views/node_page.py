@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from baton.cli.output import duration, fine_duration, size, table_lines
-from baton.cli.views.lease_rows import lease_json, oldest_first
+from baton.cli.views.rows import lease_json, oldest_first
 from baton.messages.adapters import NodeAdapter
 from baton.messages.capabilities import in_order
 from baton.messages.node import LoadReport, NodeDescription

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from baton.cli.output import duration, fine_duration
 from baton.cli.views.cluster_view import ClusterView
-from baton.cli.views.request_rows import ENDED_STATES, brief_ms
+from baton.cli.views.rows import ENDED_STATES, brief_ms
 from baton.cli.views.status_page import bar
 from baton.messages.operator import NodeStatus
 from baton.observe.terminal_text import shown_in_place

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from baton.cli.output import VERSION, ListFormat, print_note, print_text, print_yaml
+from baton.cli.output import ListFormat, print_item, print_note, print_text
 from baton.errors import DeadlineExceeded, Unreachable
 
 _POLL_INTERVAL_S = 1.0
@@ -82,18 +81,6 @@ def watch(
             if not has_answered and headers and output in (ListFormat.TABLE, ListFormat.WIDE):
                 print_text(table.line(columns))
             for each in changes:
-                _print(each, table, output)
+                print_item(output, each.document, each.cells[0], table.line(each.cells))
             known, has_answered = {each.key: each.state for each in found}, True
         time.sleep(_POLL_INTERVAL_S)
-
-
-def _print(item: WatchedItem, table: GrowingTable, output: ListFormat) -> None:
-    if output is ListFormat.JSON:
-        print_text(json.dumps({"version": VERSION, **item.document}, ensure_ascii=False))
-    elif output is ListFormat.YAML:
-        print_text("---")
-        print_yaml({"version": VERSION, **item.document})
-    elif output is ListFormat.NAME:
-        print_text(item.cells[0])
-    else:
-        print_text(table.line(item.cells))

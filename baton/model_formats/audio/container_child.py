@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from baton.model_formats.audio.containers import REFUSED, Container
 from baton.model_formats.audio.mono import AudioLimits, MonoSamples, UnusableAudio
 from baton.processes.bounded_process import limit_memory, limit_powers
-from baton.processes.parent import die_with
+from baton.processes.ends import die_with
 
 _MEMORY_BYTES = 256 << 20
 """Memory for decoding beside the file, of which 25 minutes of AAC take 3 MiB: the index of the packets, above all."""

@@ -19,8 +19,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton.processes.ends import how_it_ended
 from baton.processes.fork_server import ForkedProcess, start_process
-from baton.processes.process_end import how_it_ended
 from baton.runner.ranks.group_files import GroupFiles, RankFiles
 from baton.runner.ranks.rank_spec import INTERVAL_S, LOADED, LOADING, RankSpec
 

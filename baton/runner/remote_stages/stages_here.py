@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from baton.errors import ConfigError
+from baton.processes.ends import how_it_ended
 from baton.processes.fork_server import start_process
-from baton.processes.process_end import how_it_ended
 from baton.runner.remote_stages.frames import StageLinks
 from baton.runner.remote_stages.stage_leader import StageLeader
 

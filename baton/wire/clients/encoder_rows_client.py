@@ -9,7 +9,7 @@ from baton.errors import BatonError
 from baton.messages.spans import RowsRequest
 from baton.v1 import encoder_rows_pb2_grpc
 from baton.wire import status
-from baton.wire.codec.encoder_rows import READ_ROWS
+from baton.wire.codec.node import READ_ROWS
 from baton.wire.credentials import Dialer
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from baton.errors import AdapterRefused, BatonError, Cancelled, NobodyListens, NodeLost, Unreachable
 from baton.messages.ids import AttemptKey
@@ -19,13 +20,13 @@ from baton.wire import status
 from baton.wire.codec.node import (
     ADAPTER_INFO,
     NODE_DESCRIPTION,
+    NODE_REPORT,
     TRACE_EVENT,
     TRACE_STEP,
     attempt_to_pb,
     role_to_pb,
     router_message_to_pb,
 )
-from baton.wire.codec.node_report import NODE_REPORT
 from baton.wire.codec.report_stream import ReportReader
 from baton.wire.credentials import PLAINTEXT_DIALER, Dialer
 from baton.wire.http2.client import Http2Client, rpc_error
@@ -198,42 +199,26 @@ class NodeClient:
 
     async def describe(self, timeout_s: float | None = None) -> NodeReport:
         """The node's description, load and hand-offs. Raises Unreachable or DeadlineExceeded."""
-        try:
-            response = await self._stub().Describe(node.DescribeRequest(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error, self.address) from error
-        return NODE_REPORT.from_pb(response)
+        return NODE_REPORT.from_pb(await self._call("Describe", node.DescribeRequest(), timeout_s))
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Ask the node to take no new work and to end its process when the running work is done."""
-        try:
-            await self._stub().Drain(node.DrainRequest(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error, self.address) from error
+        await self._call("Drain", node.DrainRequest(), timeout_s)
 
     async def set_role(self, role: Role, incarnation: str = "", timeout_s: float | None = None) -> None:
         """Ask the node to change its role when its running work is done. Raises ConfigError for another incarnation."""
-        request = node.SetRoleRequest(incarnation=incarnation, role=role_to_pb(role))
-        try:
-            await self._stub().SetRole(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error, self.address) from error
+        await self._call("SetRole", node.SetRoleRequest(incarnation=incarnation, role=role_to_pb(role)), timeout_s)
 
     async def reset_prefix_cache(self, incarnation: str = "", timeout_s: float | None = None) -> int:
         """Empty the node's prefix cache. Returns the number of blocks that it held.
 
         Raises CacheInUse, ConfigError for another incarnation, BatonError when its version has no such call.
         """
+        lacking = BatonError(
+            f"the version of {self.address} can't reset its prefix cache: restart the node to empty the cache"
+        )
         request = node.ResetPrefixCacheRequest(incarnation=incarnation)
-        try:
-            response = await self._stub().ResetPrefixCache(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise BatonError(
-                    f"the version of {self.address} can't reset its prefix cache: restart the node to empty the cache"
-                ) from error
-            raise status.from_rpc_error(error, self.address) from error
-        return int(response.num_blocks)
+        return int((await self._call("ResetPrefixCache", request, timeout_s, lacking)).num_blocks)
 
     async def inspect_adapter(
         self, directory: str, incarnation: str = "", timeout_s: float | None = None
@@ -242,43 +227,39 @@ class NodeClient:
 
         Raises AdapterRefused, ConfigError for another incarnation, Unreachable, DeadlineExceeded, Overloaded.
         """
+        lacking = AdapterRefused(f"the version of {self.address} knows no adapters: update the node")
         request = node.InspectAdapterRequest(incarnation=incarnation, directory=directory)
-        try:
-            response = await self._stub().InspectAdapter(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise AdapterRefused(f"the version of {self.address} knows no adapters: update the node") from error
-            raise status.from_rpc_error(error, self.address) from error
-        return ADAPTER_INFO.from_pb(response)
+        return ADAPTER_INFO.from_pb(await self._call("InspectAdapter", request, timeout_s, lacking))
 
     async def trace(self, after: int = 0) -> Sequence[TraceEvent]:
         """The node's latest events, the oldest first."""
-        try:
-            response = await self._stub().Trace(node.TraceRequest(after=after))
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error, self.address) from error
+        response = await self._call("Trace", node.TraceRequest(after=after))
         return [TRACE_EVENT.from_pb(event) for event in response.events]
 
     async def trace_steps(self, after: int, steps_after: int, timeout_s: float | None = None) -> NodeTrace:
         """The events and engine steps with larger numbers than these, and the node's clock at the answer."""
-        request = node.TraceRequest(after=after, steps_after=steps_after)
-        try:
-            response = await self._stub().Trace(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error, self.address) from error
+        response = await self._call("Trace", node.TraceRequest(after=after, steps_after=steps_after), timeout_s)
         return NodeTrace(
             response.monotonic_ns,
             [TRACE_EVENT.from_pb(event) for event in response.events],
             [TRACE_STEP.from_pb(step) for step in response.steps],
         )
 
+    async def _call(
+        self, rpc: str, request: Message, timeout_s: float | None = None, lacking: BatonError | None = None
+    ) -> Any:
+        """The response to a call without a stream. Raises BatonErrors; `lacking`: that of a node without the call."""
+        if self._channel is None:
+            # Most clients only open streams, which have connections of their own.
+            self._channel = self._dialer.channel(self.address)
+        try:
+            return await getattr(node_pb2_grpc.NodeStub(self._channel), rpc)(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            if lacking and isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise lacking from error
+            raise status.from_rpc_error(error, self.address) from error
+
     async def close(self) -> None:
         """Close the channel. Streams that were opened have connections of their own and stay open."""
         if self._channel is not None:
             await self._channel.close(None)
-
-    def _stub(self) -> node_pb2_grpc.NodeStub:
-        """The stub for unary calls. Its channel is opened at the first call, since most clients only open streams."""
-        if self._channel is None:
-            self._channel = self._dialer.channel(self.address)
-        return node_pb2_grpc.NodeStub(self._channel)

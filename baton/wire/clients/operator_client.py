@@ -1,11 +1,11 @@
-"""The blocking client side of the operator's gRPC service."""
+"""The blocking client of the operator's gRPC service, at a router's operator port."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from typing import Any
 
-import grpc
+from google.protobuf.message import Message
 
 from baton.messages.adapters import AdapterRow, LoadedAdapter
 from baton.messages.operator import (
@@ -17,7 +17,9 @@ from baton.messages.operator import (
     RoleSet,
     Timeline,
 )
-from baton.v1 import operator_pb2, operator_pb2_grpc
+from baton.security.access import Access, default_access
+from baton.v1 import operator_pb2 as operator
+from baton.v1 import operator_pb2_grpc
 from baton.wire import status
 from baton.wire.codec.operator import (
     ADAPTER_ROW,
@@ -29,95 +31,112 @@ from baton.wire.codec.operator import (
     REQUEST_ROW,
     TIMELINE,
 )
-from baton.wire.credentials import PLAINTEXT_DIALER, Dialer
+from baton.wire.credentials import Dialer
 
 
-class OperatorStub:
-    """Calls the operator's service with plain values, and raises BatonErrors."""
+class OperatorClient:
+    """The client of one router's operator port, at HOST:PORT. Every call raises Unreachable, beside what it says."""
 
-    def __init__(self, address: str, dialer: Dialer = PLAINTEXT_DIALER) -> None:
+    def __init__(self, address: str, access: Access | None = None, dialer: Dialer | None = None) -> None:
+        """`dialer`: how a process of the cluster calls, in place of an operator's `access`. Raises ConfigError."""
         self._address = address
-        self._channel = dialer.blocking_channel(address)
+        self._channel = (dialer or Dialer.to_operator(access or default_access.get())).blocking_channel(address)
         self._stub = operator_pb2_grpc.OperatorStub(self._channel)
 
-    def status(self, timeout_s: float) -> ClusterStatus:
-        with status.translated(self._address):
-            response = self._stub.GetStatus(operator_pb2.GetStatusRequest(), timeout=timeout_s)
-        return CLUSTER_STATUS.from_pb(response)
+    def status(self, timeout_s: float = 5.0) -> ClusterStatus:
+        """The cluster as the router sees it."""
+        return CLUSTER_STATUS.from_pb(self._call(self._stub.GetStatus, operator.GetStatusRequest(), timeout_s))
 
-    def explain(self, request_id: str, timeout_s: float) -> Sequence[PlacementDecision]:
-        """Raises RequestNotFound for a request that the router does not remember."""
-        with status.translated(self._address):
-            response = self._stub.Explain(operator_pb2.ExplainRequest(request_id=request_id), timeout=timeout_s)
+    def explain(self, request_id: str, timeout_s: float = 5.0) -> Sequence[PlacementDecision]:
+        """The placement decision of each attempt of a request. Raises RequestNotFound."""
+        response = self._call(self._stub.Explain, operator.ExplainRequest(request_id=request_id), timeout_s)
         return [PLACEMENT_DECISION.from_pb(decision) for decision in response.decisions]
 
-    def timeline(self, request_id: str, timeout_s: float) -> Timeline:
-        """Raises RequestNotFound for a request that the router does not remember, or that has not ended."""
-        with status.translated(self._address):
-            response = self._stub.GetTimeline(operator_pb2.GetTimelineRequest(request_id=request_id), timeout=timeout_s)
+    def timeline(self, request_id: str, timeout_s: float = 5.0) -> Timeline:
+        """The stages of a finished request with their durations. Raises RequestNotFound."""
+        response = self._call(self._stub.GetTimeline, operator.GetTimelineRequest(request_id=request_id), timeout_s)
         return TIMELINE.from_pb(response.timeline)
 
-    def requests(self, limit: int, request_id: str, timeout_s: float) -> Sequence[RequestRow]:
-        request = operator_pb2.ListRequestsRequest(limit=limit, request_id=request_id)
-        with status.translated(self._address):
-            response = self._stub.ListRequests(request, timeout=timeout_s)
-        return [REQUEST_ROW.from_pb(row) for row in response.requests]
+    def requests(self, limit: int = 100, request_id: str = "", timeout_s: float = 5.0) -> Sequence[RequestRow]:
+        """The latest running requests of this router and as many finished ones, up to `limit` each.
 
-    def cordon(self, names: Sequence[str], timeout_s: float) -> str:
-        with status.translated(self._address):
-            response = self._stub.CordonNodes(operator_pb2.CordonNodesRequest(nodes=names), timeout=timeout_s)
-        return str(response.warning)
+        `limit` 0: all running requests and no finished ones. `request_id`: this request alone, if the router knows it.
+        """
+        request = operator.ListRequestsRequest(limit=limit, request_id=request_id)
+        return [REQUEST_ROW.from_pb(row) for row in self._call(self._stub.ListRequests, request, timeout_s).requests]
 
-    def uncordon(self, names: Sequence[str], timeout_s: float) -> None:
-        with status.translated(self._address):
-            self._stub.UncordonNodes(operator_pb2.UncordonNodesRequest(nodes=names), timeout=timeout_s)
+    def cordon(self, names: Sequence[str], timeout_s: float = 5.0) -> str:
+        """Give these nodes no new requests; running ones continue. Returns a warning if the cluster now serves less.
 
-    def set_role(self, name: str, role: str, timeout_s: float) -> RoleSet:
-        with status.translated(self._address):
-            response = self._stub.SetNodeRole(operator_pb2.SetNodeRoleRequest(node=name, role=role), timeout=timeout_s)
+        Raises NodeNotFound, InvalidRequest, and Unreachable if the registry can't store it, when nothing changes.
+        """
+        return str(self._call(self._stub.CordonNodes, operator.CordonNodesRequest(nodes=names), timeout_s).warning)
+
+    def uncordon(self, names: Sequence[str], timeout_s: float = 5.0) -> None:
+        """Give these nodes requests again. Raises as `cordon`."""
+        self._call(self._stub.UncordonNodes, operator.UncordonNodesRequest(nodes=names), timeout_s)
+
+    def set_role(self, name: str, role: str, timeout_s: float = 5.0) -> RoleSet:
+        """Make the node a `prefill` or `decode` node as soon as its running work is done. Raises as `cordon`."""
+        response = self._call(self._stub.SetNodeRole, operator.SetNodeRoleRequest(node=name, role=role), timeout_s)
         return RoleSet(response.unchanged, response.warning)
 
-    def reset_cache(self, name: str, timeout_s: float) -> int:
-        with status.translated(self._address):
-            response = self._stub.ResetNodeCache(operator_pb2.ResetNodeCacheRequest(node=name), timeout=timeout_s)
-        return int(response.num_blocks)
+    def reset_cache(self, name: str, timeout_s: float = 6.0) -> int:
+        """Empty the prefix cache of a node. Returns the number of blocks that it held.
 
-    def load_adapter(self, name: str, directory: str, *, replaces: bool, timeout_s: float) -> LoadedAdapter:
-        request = operator_pb2.LoadAdapterRequest(name=name, directory=directory, replaces=replaces)
-        with status.translated(self._address):
-            response = self._stub.LoadAdapter(request, timeout=timeout_s)
-        return LOADED_ADAPTER.from_pb(response)
+        Raises CacheInUse while any block there is in use, NodeNotFound, InvalidRequest.
+        """
+        return int(
+            self._call(self._stub.ResetNodeCache, operator.ResetNodeCacheRequest(node=name), timeout_s).num_blocks
+        )
 
-    def unload_adapter(self, name: str, timeout_s: float) -> None:
-        with status.translated(self._address):
-            self._stub.UnloadAdapter(operator_pb2.UnloadAdapterRequest(name=name), timeout=timeout_s)
+    def load_adapter(
+        self, name: str, directory: str, *, replaces: bool = False, timeout_s: float = 90.0
+    ) -> LoadedAdapter:
+        """Give a name to the adapter in a directory of the nodes; `replaces`: it may have another adapter already.
 
-    def adapters(self, timeout_s: float) -> Sequence[AdapterRow]:
-        with status.translated(self._address):
-            response = self._stub.ListAdapters(operator_pb2.ListAdaptersRequest(), timeout=timeout_s)
+        Raises InvalidRequest for a bad or taken name, AdapterRefused if no node takes the adapter or nodes find
+        different ones, UnsupportedRequest, Overloaded.
+        """
+        request = operator.LoadAdapterRequest(name=name, directory=directory, replaces=replaces)
+        return LOADED_ADAPTER.from_pb(self._call(self._stub.LoadAdapter, request, timeout_s))
+
+    def unload_adapter(self, name: str, timeout_s: float = 5.0) -> None:
+        """Take an adapter's name away; running requests keep it. Raises UnknownModel."""
+        self._call(self._stub.UnloadAdapter, operator.UnloadAdapterRequest(name=name), timeout_s)
+
+    def adapters(self, timeout_s: float = 5.0) -> Sequence[AdapterRow]:
+        """All adapters by name, and what the router's nodes say of them."""
+        response = self._call(self._stub.ListAdapters, operator.ListAdaptersRequest(), timeout_s)
         return [ADAPTER_ROW.from_pb(row) for row in response.adapters]
 
-    def drain(self, name: str, *, stop: bool, timeout_s: float | None) -> Iterator[DrainProgress]:
-        call = self._stub.DrainNode(operator_pb2.DrainNodeRequest(node=name, stop=stop), timeout=timeout_s)
-        with self._cancelled_at_exit(call):
-            for response in call:
-                yield DRAIN_PROGRESS.from_pb(response)
+    def drain(self, name: str, *, stop: bool = False, timeout_s: float | None = None) -> Iterator[DrainProgress]:
+        """Cordon a node and report what still runs there until it is idle. `stop`: end its process then.
 
-    def events(self, after: int, *, follow: bool, timeout_s: float | None) -> Iterator[ClusterEvent]:
-        request = operator_pb2.WatchEventsRequest(after=after, follow=follow)
-        call = self._stub.WatchEvents(request, timeout=timeout_s)
-        with self._cancelled_at_exit(call):
-            for response in call:
-                yield CLUSTER_EVENT.from_pb(response.event)
+        Raises as `cordon`, and DeadlineExceeded after `timeout_s`, when the node stays cordoned.
+        """
+        request = operator.DrainNodeRequest(node=name, stop=stop)
+        for response in self._stream(self._stub.DrainNode, request, timeout_s):
+            yield DRAIN_PROGRESS.from_pb(response)
 
-    @contextmanager
-    def _cancelled_at_exit(self, call: grpc.Call) -> Iterator[None]:
-        """Translate errors, and cancel the call at the exit, in case its reader stops reading early."""
+    def events(self, after: int = 0, *, follow: bool = False, timeout_s: float | None = None) -> Iterator[ClusterEvent]:
+        """The cluster's events as this router saw them, the oldest first. `follow`: also those to come."""
+        request = operator.WatchEventsRequest(after=after, follow=follow)
+        for response in self._stream(self._stub.WatchEvents, request, timeout_s):
+            yield CLUSTER_EVENT.from_pb(response.event)
+
+    def _call(self, rpc: Any, request: Message, timeout_s: float) -> Any:
+        with status.translated(self._address):
+            return rpc(request, timeout=timeout_s)
+
+    def _stream(self, rpc: Any, request: Message, timeout_s: float | None) -> Iterator[Any]:
+        call = rpc(request, timeout=timeout_s)
         try:
             with status.translated(self._address):
-                yield
+                yield from call
         finally:
-            call.cancel()  # type: ignore[no-untyped-call]
+            # Its reader may stop reading early.
+            call.cancel()
 
     def close(self) -> None:
         self._channel.close()

@@ -1,9 +1,12 @@
-"""The codec of the public service: requests and events of a stream, to Protocol Buffers and back."""
+"""The codec of the public service: requests, events of a stream and calls for vectors, to Protocol Buffers and back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+from google.protobuf.message import Message
 
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.capabilities import in_order, known_capabilities
@@ -20,9 +23,10 @@ from baton.messages.generation import (
     SequenceFinished,
 )
 from baton.messages.node import FINISH_REASONS
+from baton.messages.pooling import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask, Pooling
 from baton.messages.speculation import DraftCounts
 from baton.v1 import generation_pb2 as generation
-from baton.wire.codec.derived import enum_numbers
+from baton.wire.codec.derived import Codec, enum_numbers
 from baton.wire.codec.sampling import REPETITION_DETECTION, logprobs_from_pb, logprobs_to_pb
 
 _OPTIONAL_FIELDS = tuple(
@@ -30,7 +34,9 @@ _OPTIONAL_FIELDS = tuple(
     for field in generation.SamplingParams.DESCRIPTOR.fields
     if field.has_presence and field.message_type is None
 )
-_LISTS = ("stop", "stop_token_ids", "choice", "allowed_token_ids", "bad_words")
+_PARAM_LISTS = ("stop", "stop_token_ids", "choice", "allowed_token_ids", "bad_words")
+_LISTS = frozenset((*_PARAM_LISTS, "images"))
+_REQUEST_FIELDS = ("request_id", "model", "priority", "cache_salt", "images", "audio")
 _SERVICE_LEVEL_FIELDS = {"ttft_slo_ms": "ttft_ms", "tpot_slo_ms": "tpot_ms"}
 """Fields of `GenerateRequest`, and their names in the message `ServiceLevel`."""
 _FINISH_NUMBERS = {
@@ -47,6 +53,21 @@ _PATH_KEYS = (
 )
 _CALL_NUMBER_KEY = "baton-call"
 _MAX_CALL_NUMBER_DIGITS = 9
+_TASKS = enum_numbers(EmbedTask, generation.EmbedTask.DESCRIPTOR)
+_TASK_OF = {number: task for task, number in _TASKS.items()} | {0: EmbedTask.EMBED}
+_KINDS = enum_numbers(Pooling, generation.Pooling.DESCRIPTOR)
+_KIND_OF: dict[int, Pooling | None] = {**{number: kind for kind, number in _KINDS.items()}, 0: None}
+_EMBED_FIELDS = (
+    "request_id",
+    "model",
+    "priority",
+    "cache_salt",
+    "normalize",
+    "dimensions",
+    "activate",
+    "truncate_prompt_tokens",
+)
+EMBED_RESPONSE = Codec(EmbedResponse, generation.EmbedResponse, nested=(Codec(EmbedResult, generation.EmbedResult),))
 
 
 def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
@@ -54,33 +75,18 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
     pb = generation.GenerateRequest()
     params = pb.sampling_params
     params.SetInParent()
-    for name in _OPTIONAL_FIELDS:
-        if (value := getattr(request, name)) is not None:
-            with _field_errors(name):
-                setattr(params, name, value)
-    for name in ("request_id", "model", "priority", "cache_salt"):
+    for name, part, field in _plain_fields(pb):
         with _field_errors(name):
-            setattr(pb, name, getattr(request, name))
-    for name, field in _SERVICE_LEVEL_FIELDS.items():
-        if (value := getattr(request, name)) is not None:
-            with _field_errors(name):
-                setattr(pb.service_level, field, value)
+            _write(part, field, getattr(request, name))
+    with _field_errors("logit_bias"):
+        params.logit_bias.update(request.logit_bias)
     if request.repetition_detection is not None:
         with _field_errors("repetition_detection"):
             params.repetition_detection.CopyFrom(REPETITION_DETECTION.to_pb(request.repetition_detection))
-    with _field_errors("logit_bias"):
-        params.logit_bias.update(request.logit_bias)
-    for name in _LISTS:
-        with _field_errors(name):
-            getattr(params, name).extend(getattr(request, name))
     with _field_errors("prompt_embeds"):
         pb.prompt_embeds.extend(
             generation.PromptEmbeds(safetensors=given.data, start=given.start) for given in request.prompt_embeds
         )
-    with _field_errors("images"):
-        pb.images.extend(request.images)
-    with _field_errors("audio"):
-        pb.audio = request.audio
     with _field_errors("prompt"):
         if isinstance(request.prompt, str):
             pb.text = request.prompt
@@ -88,6 +94,35 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
             pb.token_ids.ids.extend(request.prompt)
             pb.token_ids.SetInParent()
     return pb
+
+
+def _plain_fields(pb: generation.GenerateRequest) -> Iterator[tuple[str, Message, str]]:
+    """The fields of a request that are written as they are: name, part of the message, and name there."""
+    yield from ((name, pb.sampling_params, name) for name in (*_OPTIONAL_FIELDS, *_PARAM_LISTS))
+    yield from ((name, pb, name) for name in _REQUEST_FIELDS)
+    yield from ((name, pb.service_level, field) for name, field in _SERVICE_LEVEL_FIELDS.items())
+
+
+def _write(part: Message, field: str, value: Any) -> None:
+    """Set a field; None: it stays absent."""
+    if field in _LISTS:
+        getattr(part, field).extend(value)
+    elif value is not None:
+        setattr(part, field, value)
+
+
+def _read(part: Message, field: str) -> Any:
+    """The value of a field, a tuple for a list; None: it is absent."""
+    if part.DESCRIPTOR.fields_by_name[field].has_presence and not part.HasField(field):
+        return None
+    value = getattr(part, field)
+    return tuple(value) if field in _LISTS else value
+
+
+def _prompt_from_pb(pb: generation.GenerateRequest | generation.EmbedInput) -> str | list[int] | None:
+    if pb.HasField("text"):
+        return pb.text
+    return list(pb.token_ids.ids) if pb.HasField("token_ids") else None
 
 
 @contextmanager
@@ -103,39 +138,19 @@ def _field_errors(field: str) -> Iterator[None]:
 
 def request_from_pb(pb: generation.GenerateRequest, call: int = 0, traceparent: str = "") -> GenerateRequest:
     """The request in a message, unchecked. `call` and `traceparent` come with the call, beside the message."""
-    prompt: str | list[int] | None = None
-    if pb.HasField("text"):
-        prompt = pb.text
-    elif pb.HasField("token_ids"):
-        prompt = list(pb.token_ids.ids)
     params = pb.sampling_params
-    present = {name: getattr(params, name) for name in _OPTIONAL_FIELDS if params.HasField(name)}
-    present |= {name: tuple(getattr(params, name)) for name in _LISTS}
-    level = pb.service_level
-    present |= {name: getattr(level, field) for name, field in _SERVICE_LEVEL_FIELDS.items() if level.HasField(field)}
     return GenerateRequest(
-        prompt=prompt,
-        request_id=pb.request_id,
-        model=pb.model,
+        prompt=_prompt_from_pb(pb),
         logit_bias=dict(params.logit_bias),
-        priority=pb.priority,
-        cache_salt=pb.cache_salt,
         repetition_detection=(
             REPETITION_DETECTION.from_pb(params.repetition_detection)
             if params.HasField("repetition_detection")
             else None
         ),
-        prompt_embeds=tuple(
-            [
-                PromptEmbeds(given.safetensors, given.start if given.HasField("start") else None)
-                for given in pb.prompt_embeds
-            ]
-        ),
-        images=tuple(pb.images),
-        audio=pb.audio,
+        prompt_embeds=tuple([PromptEmbeds(embeds.safetensors, _read(embeds, "start")) for embeds in pb.prompt_embeds]),
         call=call,
         traceparent=traceparent,
-        **present,
+        **{name: _read(part, field) for name, part, field in _plain_fields(pb)},
     )
 
 
@@ -303,3 +318,40 @@ def finished_from_pb(pb: generation.Finished, metadata: Sequence[tuple[str, str 
         path=Path(prefill, decode, int(attempts or 1), reason),
         draft_counts=DraftCounts(pb.usage.draft_tokens, pb.usage.accepted_draft_tokens),
     )
+
+
+def embed_request_to_pb(request: EmbedRequest) -> generation.EmbedRequest:
+    """The message of a client's call. Raises InvalidRequest for a value that does not fit its field."""
+    try:
+        return generation.EmbedRequest(
+            inputs=[_input_to_pb(one) for one in request.inputs],
+            task=_TASKS[request.task],
+            pooling=generation.POOLING_UNSPECIFIED if request.pooling is None else _KINDS[request.pooling],
+            **{name: getattr(request, name) for name in _EMBED_FIELDS},
+        )
+    except (ValueError, TypeError) as error:  # UnicodeEncodeError is a ValueError
+        raise InvalidRequest("request", str(error)) from None
+
+
+def _input_to_pb(one: EmbedInput) -> generation.EmbedInput:
+    if one.prompt is None or isinstance(one.prompt, str):
+        return generation.EmbedInput(text=one.prompt, second_text=one.second_text)
+    return generation.EmbedInput(token_ids=generation.TokenIds(ids=one.prompt), second_text=one.second_text)
+
+
+def embed_request_from_pb(pb: generation.EmbedRequest) -> EmbedRequest:
+    """The call in a message, unchecked. Raises InvalidRequest for a task or a pooling that this version lacks."""
+    if pb.task not in _TASK_OF:
+        raise InvalidRequest("task", f"this version knows no task {pb.task}")
+    if pb.pooling not in _KIND_OF:
+        raise InvalidRequest("pooling", f"this version knows no pooling {pb.pooling}")
+    return EmbedRequest(
+        inputs=[_input_from_pb(one) for one in pb.inputs],
+        task=_TASK_OF[pb.task],
+        pooling=_KIND_OF[pb.pooling],
+        **{name: _read(pb, name) for name in _EMBED_FIELDS},
+    )
+
+
+def _input_from_pb(pb: generation.EmbedInput) -> EmbedInput:
+    return EmbedInput(_prompt_from_pb(pb), _read(pb, "second_text"))

@@ -1,4 +1,4 @@
-"""The codec of the messages between routers and nodes, to Protocol Buffers and back."""
+"""The codecs of the messages between routers and nodes and between nodes, to Protocol Buffers and back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from baton.errors import InvalidRequest, TransferCause
 from baton.messages.adapters import AdapterList, AdapterReport
 from baton.messages.capabilities import in_order, known_capabilities
 from baton.messages.ids import AttemptKey
+from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import (
     Abort,
     Adopt,
@@ -23,20 +24,105 @@ from baton.messages.node import (
     Submit,
     WatchKVCache,
 )
-from baton.messages.node_report import TraceEvent, TraceStep
+from baton.messages.node_report import (
+    FailedProbe,
+    HandoffReport,
+    HandoffSide,
+    NodeReport,
+    OpenHandoff,
+    ProbeFault,
+    TraceEvent,
+    TraceStep,
+)
+from baton.messages.spans import RowsRequest
 from baton.messages.speculation import DraftCounts
 from baton.model_formats.adapters import AdapterInfo
+from baton.v1 import encoder_rows_pb2 as pb
 from baton.v1 import node_pb2 as node
 from baton.wire.codec.derived import Codec, FieldConversion, OneOfCodec, enum_numbers
-from baton.wire.codec.kv_cache import kv_update_from_pb, kv_update_to_pb
 from baton.wire.codec.sampling import SAMPLING_PARAMS, logprobs_from_pb, logprobs_to_pb
 
+_TIERS: dict[Tier, node.KVCacheTier] = {
+    "device": node.KV_CACHE_TIER_DEVICE,
+    "host": node.KV_CACHE_TIER_HOST,
+    "encoder": node.KV_CACHE_TIER_ENCODER,
+}
+_TIER_NAMES: dict[int, Tier] = {number: tier for tier, number in _TIERS.items()}
 _ROLES: Mapping[Role, node.Role] = enum_numbers((Role.PREFILL, Role.DECODE), node.Role.DESCRIPTOR)
 _ROLE_NAMES = {value: role for role, value in _ROLES.items()}
 _OUTCOMES = {None: node.OUTCOME_UNSPECIFIED} | enum_numbers(Outcome, node.Outcome.DESCRIPTOR)
 _OUTCOME_NAMES = {value: outcome for outcome, value in _OUTCOMES.items()}
 _TRANSFER_CAUSES = {None: node.TRANSFER_CAUSE_UNSPECIFIED} | enum_numbers(TransferCause, node.TransferCause.DESCRIPTOR)
 _TRANSFER_CAUSE_NAMES = {value: cause for cause, value in _TRANSFER_CAUSES.items()}
+LOAD = Codec(LoadReport, node.LoadReport)
+STEP_FIGURES = Codec(StepFigures, node.StepFigures)
+TRACE_EVENT = Codec(TraceEvent, node.TraceEvent)
+TRACE_STEP = Codec(TraceStep, node.TraceStep)
+_TIMINGS = Codec(StageTimings, node.StageTimings)
+ADAPTER_INFO = Codec(AdapterInfo, node.InspectAdapterResponse)
+_ADAPTER_REPORT = Codec(AdapterReport, node.AdapterReport)
+_DRAFT_COUNTS = Codec(DraftCounts, node.DraftCounts)
+_SUBMIT = Codec(
+    Submit,
+    node.Submit,
+    FieldConversion("prompt_token_ids", read=list),
+    nested=(SAMPLING_PARAMS,),
+)
+_ROUTER_MESSAGES: OneOfCodec[RouterMessage, node.AttachRequest] = OneOfCodec(
+    node.AttachRequest,
+    _SUBMIT,
+    Codec(Abort, node.Abort),
+    Codec(Adopt, node.Adopt),
+    Codec(WatchKVCache, node.WatchKVCache),
+    Codec(AdapterList, node.AdapterList),
+)
+_SIDES = set(enum_numbers(HandoffSide, node.HandoffSide.DESCRIPTOR).values())
+_OPEN = Codec(OpenHandoff, node.OpenHandoff)
+_FAULTS = set(enum_numbers(ProbeFault, node.ProbeFault.DESCRIPTOR).values())
+_FAILED_PROBE = Codec(FailedProbe, node.FailedProbe)
+READ_ROWS = Codec(RowsRequest, pb.ReadRowsRequest)
+
+
+def kv_update_to_pb(update: KVCacheUpdate) -> node.KVCacheUpdate:
+    """The message of an update. It leaves out the token ids: routers look up prompts by their hashes."""
+    return node.KVCacheUpdate(
+        first_sequence=update.first_sequence,
+        next_sequence=update.next_sequence,
+        restart=update.restart,
+        events=[_event_to_pb(event) for event in update.events],
+    )
+
+
+def kv_update_from_pb(pb: node.KVCacheUpdate) -> KVCacheUpdate:
+    """The update in a message, without events of a kind or tier that this version does not know."""
+    events = [event for event in map(_event_from_pb, pb.events) if event is not None]
+    return KVCacheUpdate(pb.first_sequence, pb.next_sequence, events, pb.restart)
+
+
+def _event_to_pb(event: KVCacheEvent) -> node.KVCacheEvent:
+    match event:
+        case BlockStored(hashes, parent, _, group, tier):
+            stored = node.BlockStored(block_hashes=hashes, parent_block_hash=parent, group=group, tier=_TIERS[tier])
+            return node.KVCacheEvent(block_stored=stored)
+        case BlockRemoved(hashes, tier):
+            return node.KVCacheEvent(block_removed=node.BlockRemoved(block_hashes=hashes, tier=_TIERS[tier]))
+        case AllBlocksCleared():
+            return node.KVCacheEvent(all_blocks_cleared=node.AllBlocksCleared())
+
+
+def _event_from_pb(pb: node.KVCacheEvent) -> KVCacheEvent | None:
+    match pb.WhichOneof("event"):
+        case "block_stored" if pb.block_stored.tier in _TIER_NAMES:
+            stored = pb.block_stored
+            parent = stored.parent_block_hash if stored.HasField("parent_block_hash") else None
+            hashes = tuple(stored.block_hashes)
+            return BlockStored(hashes, parent, group=stored.group, tier=_TIER_NAMES[stored.tier])
+        case "block_removed" if pb.block_removed.tier in _TIER_NAMES:
+            removed = pb.block_removed
+            return BlockRemoved(tuple(removed.block_hashes), _TIER_NAMES[removed.tier])
+        case "all_blocks_cleared":
+            return AllBlocksCleared()
+    return None
 
 
 def role_to_pb(role: Role) -> node.Role:
@@ -73,28 +159,6 @@ NODE_DESCRIPTION = Codec(
     FieldConversion("role", role_to_pb, role_from_pb),
     FieldConversion("capabilities", in_order, known_capabilities),
     FieldConversion("on_transfer_failure", read=lambda policy: policy or "reroute"),
-)
-LOAD = Codec(LoadReport, node.LoadReport)
-STEP_FIGURES = Codec(StepFigures, node.StepFigures)
-TRACE_EVENT = Codec(TraceEvent, node.TraceEvent)
-TRACE_STEP = Codec(TraceStep, node.TraceStep)
-_TIMINGS = Codec(StageTimings, node.StageTimings)
-ADAPTER_INFO = Codec(AdapterInfo, node.InspectAdapterResponse)
-_ADAPTER_REPORT = Codec(AdapterReport, node.AdapterReport)
-_DRAFT_COUNTS = Codec(DraftCounts, node.DraftCounts)
-_SUBMIT = Codec(
-    Submit,
-    node.Submit,
-    FieldConversion("prompt_token_ids", read=list),
-    nested=(SAMPLING_PARAMS,),
-)
-_ROUTER_MESSAGES: OneOfCodec[RouterMessage, node.AttachRequest] = OneOfCodec(
-    node.AttachRequest,
-    _SUBMIT,
-    Codec(Abort, node.Abort),
-    Codec(Adopt, node.Adopt),
-    Codec(WatchKVCache, node.WatchKVCache),
-    Codec(AdapterList, node.AdapterList),
 )
 
 
@@ -184,3 +248,19 @@ def report_from_pb(pb: node.StepReport) -> StepReport:
     step = STEP_FIGURES.from_pb(pb.step) if pb.HasField("step") else None
     adapters = _ADAPTER_REPORT.from_pb(pb.adapters) if pb.HasField("adapters") else None
     return StepReport(deltas, LOAD.from_pb(pb.load), kv_cache, notice, step, adapters)
+
+
+_HANDOFF = Codec(
+    HandoffReport,
+    node.HandoffReport,
+    # Hand-offs with a side that only a newer version knows are left out.
+    FieldConversion("open", read=lambda pbs: tuple([_OPEN.from_pb(pb) for pb in pbs if pb.side in _SIDES])),
+    FieldConversion(
+        "failed_probes", read=lambda pbs: tuple([_FAILED_PROBE.from_pb(pb) for pb in pbs if pb.fault in _FAULTS])
+    ),
+)
+NODE_REPORT = Codec(
+    NodeReport,
+    node.DescribeResponse,
+    nested=(NODE_DESCRIPTION, _HANDOFF),
+)

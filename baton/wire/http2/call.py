@@ -1,4 +1,7 @@
-"""One gRPC call at the server (gRPC's PROTOCOL-HTTP2.md): its request, and the context with which it is answered."""
+"""One gRPC call at the server (gRPC's PROTOCOL-HTTP2.md): its request, and the context with which it is answered.
+
+The file is long because grpcio's interface of a context is: a third of it are short methods that grpcio prescribes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from urllib.parse import quote
 
 import grpc
 
-from baton.security.callers import Caller, current_caller
+from baton.security.matrix import Caller, current_caller
 from baton.wire.http2.header_blocks import Header, write_headers
 
 _log = logging.getLogger(__name__)

@@ -29,8 +29,7 @@ from baton.wire.http2.frames import (
     frame,
     header_frames,
 )
-from baton.wire.http2.header_blocks import Header
-from baton.wire.http2.header_fields import are_plain, content_length, is_request
+from baton.wire.http2.header_blocks import Header, are_plain, content_length, is_request
 
 _STREAM_WINDOW = 1 << 20
 MAX_STREAMS_OPEN = 10_000

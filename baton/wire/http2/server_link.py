@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from baton.errors import BatonError
+from baton.observe.listener import close_transport
 from baton.security.connection_limit import Place
-from baton.wire.closing import close_transport
 from baton.wire.http2.call import Call, CallHead, CallRefused, UnreadBytes, trailers_only
 from baton.wire.http2.flood_guard import FREE_RESETS, FREE_RESETS_UNAUTHENTICATED
 from baton.wire.http2.frames import ConnectionFault

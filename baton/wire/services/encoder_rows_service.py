@@ -14,7 +14,7 @@ from baton.messages.node import NodeDescription
 from baton.messages.spans import DECIDE_ROWS, RowsRequest
 from baton.v1 import encoder_rows_pb2 as pb
 from baton.v1 import encoder_rows_pb2_grpc
-from baton.wire.codec.encoder_rows import READ_ROWS
+from baton.wire.codec.node import READ_ROWS
 
 PART_BYTES = 1 << 18
 """Bytes of a message: the event loop does something else between two."""

@@ -41,10 +41,11 @@ from baton.messages.request_limits import (
 )
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
-from baton.wire.codec.embedding import EMBED_RESPONSE, embed_request_from_pb
 from baton.wire.codec.generation import (
+    EMBED_RESPONSE,
     call_number_from_metadata,
     chunk_to_pb,
+    embed_request_from_pb,
     event_to_pb,
     model_to_pb,
     path_to_metadata,

@@ -21,6 +21,7 @@ from baton.v1 import node_pb2_grpc
 from baton.wire.codec.node import (
     ADAPTER_INFO,
     NODE_DESCRIPTION,
+    NODE_REPORT,
     TRACE_EVENT,
     TRACE_STEP,
     attempt_from_pb,
@@ -28,7 +29,6 @@ from baton.wire.codec.node import (
     role_from_pb,
     router_message_from_pb,
 )
-from baton.wire.codec.node_report import NODE_REPORT
 from baton.wire.codec.report_stream import ReportWriter
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from baton.messages.operator import (
     RoleSet,
     Timeline,
 )
-from baton.v1 import operator_pb2, operator_pb2_grpc
+from baton.v1 import operator_pb2 as operator
+from baton.v1 import operator_pb2_grpc
 from baton.wire.codec.operator import (
     ADAPTER_ROW,
     CLUSTER_EVENT,
@@ -108,75 +109,71 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     def add_to_server(self, server: grpc.aio.Server) -> None:
         operator_pb2_grpc.add_OperatorServicer_to_server(self, server)
 
-    async def GetStatus(
-        self, request: operator_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> operator_pb2.GetStatusResponse:
+    async def GetStatus(self, request: operator.GetStatusRequest, context: _Context) -> operator.GetStatusResponse:
         return CLUSTER_STATUS.to_pb(self._handler.status())
 
-    async def Explain(
-        self, request: operator_pb2.ExplainRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> operator_pb2.ExplainResponse:
+    async def Explain(self, request: operator.ExplainRequest, context: _Context) -> operator.ExplainResponse:
         decisions = self._handler.explain(request.request_id)
-        return operator_pb2.ExplainResponse(decisions=[PLACEMENT_DECISION.to_pb(decision) for decision in decisions])
+        return operator.ExplainResponse(decisions=[PLACEMENT_DECISION.to_pb(decision) for decision in decisions])
 
     async def GetTimeline(
-        self, request: operator_pb2.GetTimelineRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> operator_pb2.GetTimelineResponse:
-        return operator_pb2.GetTimelineResponse(timeline=TIMELINE.to_pb(self._handler.timeline(request.request_id)))
+        self, request: operator.GetTimelineRequest, context: _Context
+    ) -> operator.GetTimelineResponse:
+        return operator.GetTimelineResponse(timeline=TIMELINE.to_pb(self._handler.timeline(request.request_id)))
 
     async def ListRequests(
-        self, request: operator_pb2.ListRequestsRequest, context: _Context
-    ) -> operator_pb2.ListRequestsResponse:
+        self, request: operator.ListRequestsRequest, context: _Context
+    ) -> operator.ListRequestsResponse:
         rows = self._handler.requests(request.limit, request.request_id)
-        return operator_pb2.ListRequestsResponse(requests=map(REQUEST_ROW.to_pb, rows))
+        return operator.ListRequestsResponse(requests=map(REQUEST_ROW.to_pb, rows))
 
     async def CordonNodes(
-        self, request: operator_pb2.CordonNodesRequest, context: _Context
-    ) -> operator_pb2.CordonNodesResponse:
-        return operator_pb2.CordonNodesResponse(warning=await self._steering.cordon(list(request.nodes)))
+        self, request: operator.CordonNodesRequest, context: _Context
+    ) -> operator.CordonNodesResponse:
+        return operator.CordonNodesResponse(warning=await self._steering.cordon(list(request.nodes)))
 
     async def UncordonNodes(
-        self, request: operator_pb2.UncordonNodesRequest, context: _Context
-    ) -> operator_pb2.UncordonNodesResponse:
+        self, request: operator.UncordonNodesRequest, context: _Context
+    ) -> operator.UncordonNodesResponse:
         await self._steering.uncordon(list(request.nodes))
-        return operator_pb2.UncordonNodesResponse()
+        return operator.UncordonNodesResponse()
 
     async def SetNodeRole(
-        self, request: operator_pb2.SetNodeRoleRequest, context: _Context
-    ) -> operator_pb2.SetNodeRoleResponse:
+        self, request: operator.SetNodeRoleRequest, context: _Context
+    ) -> operator.SetNodeRoleResponse:
         done = await self._steering.set_role(request.node, request.role)
-        return operator_pb2.SetNodeRoleResponse(unchanged=done.unchanged, warning=done.warning)
+        return operator.SetNodeRoleResponse(unchanged=done.unchanged, warning=done.warning)
 
     async def DrainNode(
-        self, request: operator_pb2.DrainNodeRequest, context: _Context
-    ) -> AsyncIterator[operator_pb2.DrainNodeResponse]:
+        self, request: operator.DrainNodeRequest, context: _Context
+    ) -> AsyncIterator[operator.DrainNodeResponse]:
         async for progress in self._steering.drain(request.node, request.stop):
             yield DRAIN_PROGRESS.to_pb(progress)
 
     async def ResetNodeCache(
-        self, request: operator_pb2.ResetNodeCacheRequest, context: _Context
-    ) -> operator_pb2.ResetNodeCacheResponse:
-        return operator_pb2.ResetNodeCacheResponse(num_blocks=await self._steering.reset_cache(request.node))
+        self, request: operator.ResetNodeCacheRequest, context: _Context
+    ) -> operator.ResetNodeCacheResponse:
+        return operator.ResetNodeCacheResponse(num_blocks=await self._steering.reset_cache(request.node))
 
     async def LoadAdapter(
-        self, request: operator_pb2.LoadAdapterRequest, context: _Context
-    ) -> operator_pb2.LoadAdapterResponse:
+        self, request: operator.LoadAdapterRequest, context: _Context
+    ) -> operator.LoadAdapterResponse:
         loaded = await self._adapters.load_adapter(request.name, request.directory, replaces=request.replaces)
         return LOADED_ADAPTER.to_pb(loaded)
 
     async def UnloadAdapter(
-        self, request: operator_pb2.UnloadAdapterRequest, context: _Context
-    ) -> operator_pb2.UnloadAdapterResponse:
+        self, request: operator.UnloadAdapterRequest, context: _Context
+    ) -> operator.UnloadAdapterResponse:
         await self._adapters.unload_adapter(request.name)
-        return operator_pb2.UnloadAdapterResponse()
+        return operator.UnloadAdapterResponse()
 
     async def ListAdapters(
-        self, request: operator_pb2.ListAdaptersRequest, context: _Context
-    ) -> operator_pb2.ListAdaptersResponse:
-        return operator_pb2.ListAdaptersResponse(adapters=map(ADAPTER_ROW.to_pb, self._adapters.list_adapters()))
+        self, request: operator.ListAdaptersRequest, context: _Context
+    ) -> operator.ListAdaptersResponse:
+        return operator.ListAdaptersResponse(adapters=map(ADAPTER_ROW.to_pb, self._adapters.list_adapters()))
 
     async def WatchEvents(
-        self, request: operator_pb2.WatchEventsRequest, context: _Context
-    ) -> AsyncIterator[operator_pb2.WatchEventsResponse]:
+        self, request: operator.WatchEventsRequest, context: _Context
+    ) -> AsyncIterator[operator.WatchEventsResponse]:
         async for event in self._steering.events(request.after, request.follow):
-            yield operator_pb2.WatchEventsResponse(event=CLUSTER_EVENT.to_pb(event))
+            yield operator.WatchEventsResponse(event=CLUSTER_EVENT.to_pb(event))

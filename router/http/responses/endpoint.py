@@ -18,7 +18,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.generation import Accepted, ModelCard
 from baton.messages.request_limits import MAX_MESSAGES, MAX_REQUEST_BYTES
-from baton.security.callers import current_caller
+from baton.security.matrix import current_caller
 from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected, in_turns, runs_of
 from router.http.bodies.fields import read_as

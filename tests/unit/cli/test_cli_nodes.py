@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.cli.ask_nodes import ask_nodes_async, can_be_asked
+from baton.cli.ask import ask_nodes_async, can_be_asked
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
 from baton.cli.commands.describe import find_node
 from baton.cli.commands.get import _COLUMNS, _WIDE, watched_item
 from baton.cli.output import fine_duration, print_json, print_yaml
 from baton.cli.views.cluster_view import view_cluster
-from baton.cli.views.lease_rows import lease_json, lease_row, oldest_first
 from baton.cli.views.node_page import node_json, node_lines
+from baton.cli.views.rows import lease_json, lease_row, oldest_first
 from baton.errors import DeadlineExceeded, NodeNotFound
 from baton.messages.capabilities import Capability
 from baton.messages.ids import AttemptKey

@@ -29,8 +29,8 @@ from baton.cli.output import (
     print_yaml,
     size,
 )
-from baton.cli.steering import ProgressLine
 from baton.cli.views.cluster_view import combine
+from baton.cli.waiting import ProgressLine
 from baton.cli.yaml_text import yaml_text
 from baton.errors import BatonError
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, Path, SequenceFinished

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.cli.commands.trace import to_json, waterfall
+from baton.cli.commands.explain import to_json, waterfall
 from baton.messages.operator import Timeline, TimelineStage
 
 FOUND = Timeline(

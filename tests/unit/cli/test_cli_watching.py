@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cli.commands import get, leases, requests
+from baton.cli.commands import describe, get
 from baton.cli.main import main
 from baton.cli.views.watching import GrowingTable, changed_items
 from baton.messages.ids import AttemptKey
@@ -31,21 +31,21 @@ def test_a_node_changes(change: dict[str, object], in_table: int, by_load: int) 
 
 
 def test_a_request_changes_with_its_state() -> None:
-    before = requests.watched_item(ROW, wide=False)
-    older = requests.watched_item(replace(ROW, age_s=9.0, output_tokens=70), wide=False)
-    over = requests.watched_item(replace(ROW, state="Finished", total_ms=9.0), wide=False)
-    other = requests.watched_item(replace(ROW, request_id="b"), wide=False)
+    before = describe.watched_item(ROW, wide=False)
+    older = describe.watched_item(replace(ROW, age_s=9.0, output_tokens=70), wide=False)
+    over = describe.watched_item(replace(ROW, state="Finished", total_ms=9.0), wide=False)
+    other = describe.watched_item(replace(ROW, request_id="b"), wide=False)
     assert changed_items({before.key: before.state}, [older, over, other]) == [over, other]
 
 
 def test_a_lease_changes_and_ends() -> None:
-    ends = leases.EndTracker()
+    ends = get.EndTracker()
     known: dict[str, object] = {}
 
     def changes(*handoffs: OpenHandoff) -> list[tuple[str, str]]:
         report = NodeReport(prefill(), LoadReport(), {}, HandoffReport("", list(handoffs), [], []))
         nonlocal known
-        found = [leases.watched_item(*each, wide=False) for each in ends.with_ends([report])]
+        found = [get.watched_lease(*each, wide=False) for each in ends.with_ends([report])]
         news = changed_items(known, found)
         known = {each.key: each.state for each in found}
         return [(str(each.cells[1]), str(each.cells[4])) for each in news]
@@ -55,8 +55,8 @@ def test_a_lease_changes_and_ends() -> None:
     assert changes(lease, other) == [("a", "GRANTED"), ("b", "GRANTED")]
     assert changes(replace(lease, age_s=2.0), replace(other, state="READING")) == [("b", "READING")]
     assert ends.with_ends([]) == [], "leases of a node that does not answer have not ended"
-    assert changes(lease) == [("b", leases.OVER)]
-    assert changes() == [("a", leases.OVER)]
+    assert changes(lease) == [("b", get.OVER)]
+    assert changes() == [("a", get.OVER)]
     assert changes() == []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.cli.views.doctor_checks import Facts, Finding, Level, ModelFacts, run_checks, worst_level
 from baton.messages.node import NodeShape
-from baton.registry.server_memory import ServerMemory
+from baton.registry.connection import ServerMemory
 
 FASTEST = [("products", "C kernels, avx512_bf16", ""), ("decoder", "Baton's loop over the layers", "")]
 HEALTHY_MODEL = ModelFacts("m", "", "bfloat16", "kernels-1/torch-2", True, "", 1 << 30, FASTEST)

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from baton.cli.cluster.emit import Emission
 from baton.cli.cluster.emit.compose import compose_files
-from baton.cli.cluster.emit.emission import Emission
 from baton.cli.cluster.emit.helm import helm_files
 from baton.cli.cluster.emit.processes import EmittedProcess, emitted_processes
 from baton.cli.cluster.emit.slurm import slurm_files

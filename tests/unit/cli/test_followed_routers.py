@@ -9,8 +9,7 @@ from typing import cast
 
 import pytest
 
-from baton.cli.views.followed_routers import follow_events
-from baton.cli.views.merged_events import SAME_S, EventMerger
+from baton.cli.views.followed_routers import SAME_S, EventMerger, follow_events
 from baton.errors import Unreachable
 from baton.messages.operator import ClusterEvent
 from baton.wire.server.fault_barrier import FaultBarrier

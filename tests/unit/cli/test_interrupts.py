@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from baton.cli.interrupts import interrupts_deferred
+from baton.cli.waiting import interrupts_deferred
 
 
 @pytest.mark.parametrize("numbers", [(), (signal.SIGINT, signal.SIGTERM)])

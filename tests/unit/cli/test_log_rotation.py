@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from baton.cli.cluster.log_files import LogFile
-from baton.cli.cluster.log_rotation import LogRotation, older_parts
+from baton.cli.cluster.log_files import LogFile, LogRotation, older_parts
 from baton.cli.cluster.run_dir import RunDir
 
 MAX_BYTES = 1000

@@ -9,10 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cli.commands.drain import remaining_work
-from baton.cli.commands.events import event_row
-from baton.cli.commands.set_role import OtherWishes
-from baton.cli.commands.wait import nodes_by_name, parse_condition
+from baton.cli.commands.change_nodes import OtherWishes, nodes_by_name, parse_condition, remaining_work
+from baton.cli.commands.status import event_row
 from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, NodeNotFound, Unreachable, UsageError
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription, Role

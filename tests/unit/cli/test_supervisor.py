@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.cluster.log_rotation import MAX_LOG_BYTES, older_parts
+from baton.cli.cluster.log_files import MAX_LOG_BYTES, older_parts
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
 from baton.cli.cluster.supervisor.cluster import ClusterPlan, ClusterSupervisor, StartFailed
@@ -131,7 +131,7 @@ async def test_a_process_that_dies_is_restarted_with_a_new_incarnation(bench: Be
     first = await bench.wait_for_state(lambda s: s.phase == "ready")
     os.kill(process(first, "decode-0").pid, signal.SIGKILL)
     second = await bench.wait_for_state(lambda s: process(s, "decode-0").restarts == 1 and all_ready(s))
-    assert process(second, "decode-0").last_exit == "SIGKILL"
+    assert process(second, "decode-0").last_exit == "was ended by SIGKILL"
     assert process(second, "decode-0").incarnation != process(first, "decode-0").incarnation
     assert process(second, "router-0") == process(first, "router-0")
     bench.stop()
@@ -203,7 +203,7 @@ async def test_a_crash_loop_is_shown_and_the_other_processes_go_on(bench: Bench)
         await asyncio.to_thread(bench.fifo.write_bytes, b"x")
         state = await bench.wait_for_state(lambda s: process(s, "decode-0").pid == 0)
     assert process(state, "decode-0").status == "CrashLoop"
-    assert process(state, "decode-0").last_exit == "exit 9"
+    assert process(state, "decode-0").last_exit == "has ended with exit code 9"
     assert process(state, "router-0").status == "Ready"
     bench.stop()
     await running
@@ -253,7 +253,8 @@ async def test_a_second_signal_kills_all_processes(bench: Bench) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     async with asyncio.timeout(BOUND_S):
         await running
-    assert (await bench.wait_for_state(lambda s: process(s, "decode-0").pid == 0)).processes[0].last_exit == "SIGKILL"
+    stopped = await bench.wait_for_state(lambda s: process(s, "decode-0").pid == 0)
+    assert stopped.processes[0].last_exit == "was ended by SIGKILL"
 
 
 SUPERVISOR = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.cli.cluster.supervisor.restart import (
+from baton.cli.cluster.supervisor.child import (
     CHILD_TABLE,
     FIRST_DELAY_S,
     LONGEST_DELAY_S,

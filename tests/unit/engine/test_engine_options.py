@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from baton.cli.cluster.emit.helm import helm_files
-from baton.cli.cluster.emit.processes import emitted_processes, words
+from baton.cli.cluster.emit.processes import emitted_processes
 from baton.cli.cluster.emit.slurm import slurm_files
 from baton.cli.cluster.emit.systemd import systemd_files
 from baton.cli.cluster.supervisor.plan import command_and_flags, flag_words, plan_nodes
@@ -74,7 +74,7 @@ def test_emitted_files_contain_the_flag(option: str) -> None:
     processes = emitted_processes(config, None)
     for process in processes:
         if process.command == "node":
-            own = ["--registry", "r", *words(process.flags)]
+            own = ["--registry", "r", *flag_words(process.flags)]
             assert getattr(config_from_flags(NodeConfig, own).config, option) == value
     flag = flags[0].removeprefix("--")
     assert yaml.safe_load(helm_files(config, processes, "")["values.yaml"])["decode"]["flags"][flag] in (

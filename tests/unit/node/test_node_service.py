@@ -50,7 +50,7 @@ from baton.node.driver import StepNews
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.node.reports.logs import StepLog
 from baton.node.router_streams import LOAD_EVERY_S, MAX_QUEUED_REPORTS, Port
-from baton.wire.channel import MAX_MESSAGE_BYTES
+from baton.wire.credentials import MAX_MESSAGE_BYTES
 from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_runner import expected_beams, expected_embedding, expected_tokens
 from tests.support.node_rig import (

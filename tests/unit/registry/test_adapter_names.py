@@ -7,8 +7,15 @@ import json
 import pytest
 
 from baton.messages.adapters import MAX_ADAPTERS, MAX_LISTED, AdapterSource
-from baton.registry.adapter_names import NamedAdapter, named_adapters
-from baton.registry.desired import DesiredChange, DesiredMemory, DesiredState, forget_adapter, name_adapter
+from baton.registry.desired import (
+    DesiredChange,
+    DesiredMemory,
+    DesiredState,
+    NamedAdapter,
+    forget_adapter,
+    name_adapter,
+    named_adapters,
+)
 
 A, B = "a" * 64, "b" * 64
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.registry.outage import OutageGrace
-from baton.registry.records import BadRecord, NodeRecord, read_records
+from baton.registry.records import BadRecord, NodeRecord, OutageGrace, read_records
 
 ROUTER = NodeRecord(
     name="router-0",

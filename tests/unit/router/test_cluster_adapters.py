@@ -23,7 +23,7 @@ from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.node import Leg, NodeDescription, Outcome, RequestDelta, Submit
 from baton.model_formats.adapters import AdapterInfo
 from baton.registry import DesiredChange, DesiredState
-from baton.registry.adapter_names import NamedAdapter
+from baton.registry.desired import NamedAdapter
 from router.flight.attempt_budget import MAX_REFUSALS
 from router.operations.adapters import ACKNOWLEDGE_S, CHECK_EVERY_S, MAX_LOADING, ClusterAdapters
 from router.operations.event_ring import EventRing

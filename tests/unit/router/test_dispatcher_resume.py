@@ -30,7 +30,7 @@ from baton.messages.generation import (
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Adopt, Leg, NodeDescription, Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
-from baton.registry.flights import ENDED_S
+from baton.registry.base import ENDED_S
 from router.admission.request import ValidRequest
 from router.flight.flight_journal import READS_PER_TURN
 from router.placement.placement import Placement

@@ -15,8 +15,7 @@ import pytest
 
 from baton.errors import InvalidRequest, QueueFull, UnknownModel
 from baton.messages.generation import ModelCard
-from baton.security.callers import Caller, current_caller
-from baton.security.matrix import CallerRole
+from baton.security.matrix import Caller, CallerRole, current_caller
 from baton.text.detokenizer import TextCodec
 from router.dispatcher import Dispatcher
 from router.front import GenerationHandler

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cli.commands.requests import request_lines
+from baton.cli.commands.describe import request_lines
 from baton.messages.node import Leg, Outcome, StageTimings
 from baton.messages.operator import RequestRow
 from baton.wire.codec.operator import REQUEST_ROW

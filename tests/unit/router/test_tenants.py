@@ -13,8 +13,7 @@ from baton.errors import DuplicateRequest, InvalidRequest, QuotaExceeded, Reques
 from baton.messages.generation import Accepted, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import SCOPED_ID_PATTERN, scoped, unscoped
 from baton.messages.node import Outcome
-from baton.security.callers import Caller, current_caller
-from baton.security.matrix import CallerRole
+from baton.security.matrix import Caller, CallerRole, current_caller
 from router.admission.tenants import MAX_LABELS, OTHERS, Tenants
 from router.front import GenerationHandler
 from router.limits import DispatchLimits

@@ -52,10 +52,8 @@ from baton.messages.sampling import RepetitionDetection, SamplingParams, TokenLo
 from baton.messages.spans import ContentKind, EncoderContent, Span
 from baton.messages.speculation import DraftCounts
 from baton.v1 import generation_pb2, node_pb2
-from baton.wire.codec import embedding as codec_embedding
 from baton.wire.codec import generation as codec_generation
 from baton.wire.codec import node as codec_node
-from baton.wire.codec import node_report as codec_node_report
 from baton.wire.codec import sampling as codec_sampling
 
 KEY = AttemptKey("req-1", 2, 2**63 + 5)
@@ -144,8 +142,8 @@ def test_router_messages_are_decoded_with_every_field(message: RouterMessage) ->
     ],
 )
 def test_calls_for_vectors_are_decoded_with_every_field(request_: EmbedRequest) -> None:
-    pb = codec_embedding.embed_request_to_pb(request_)
-    assert codec_embedding.embed_request_from_pb(type(pb).FromString(pb.SerializeToString())) == request_
+    pb = codec_generation.embed_request_to_pb(request_)
+    assert codec_generation.embed_request_from_pb(type(pb).FromString(pb.SerializeToString())) == request_
 
 
 def test_unknown_tasks_and_values_that_do_not_fit_are_refused_by_name() -> None:
@@ -154,10 +152,10 @@ def test_unknown_tasks_and_values_that_do_not_fit_are_refused_by_name() -> None:
         (generation_pb2.EmbedRequest(pooling=9), "pooling"),  # type: ignore[arg-type]
     ):
         with pytest.raises(InvalidRequest, match=f"{field}: this version knows no"):
-            codec_embedding.embed_request_from_pb(pb)
+            codec_generation.embed_request_from_pb(pb)
     for wrong in (EmbedRequest([EmbedInput([-1])]), EmbedRequest([], dimensions=-1)):
         with pytest.raises(InvalidRequest):
-            codec_embedding.embed_request_to_pb(wrong)
+            codec_generation.embed_request_to_pb(wrong)
 
 
 def test_an_unknown_router_message_is_refused_by_name() -> None:
@@ -256,12 +254,12 @@ def test_node_reports_are_decoded_with_every_field() -> None:
         (ComputePath("decoder", "transformers' loop", "it has no part model"), ComputePath("products", "C kernels")),
         (RankReport(0, 7, True, 2**40, 2**30, 1.5, 3), RankReport(1, 8, False)),
     )
-    pb = codec_node_report.NODE_REPORT.to_pb(report)
-    assert codec_node_report.NODE_REPORT.from_pb(pb) == report
+    pb = codec_node.NODE_REPORT.to_pb(report)
+    assert codec_node.NODE_REPORT.from_pb(pb) == report
     pb.handoff.open[0].side = 99  # type: ignore[assignment]
-    assert codec_node_report.NODE_REPORT.from_pb(pb).handoff.open == handoffs[1:]
+    assert codec_node.NODE_REPORT.from_pb(pb).handoff.open == handoffs[1:]
     pb.handoff.failed_probes[0].fault = 99  # type: ignore[assignment]
-    assert codec_node_report.NODE_REPORT.from_pb(pb).handoff.failed_probes == failed[1:]
+    assert codec_node.NODE_REPORT.from_pb(pb).handoff.failed_probes == failed[1:]
 
 
 @pytest.mark.parametrize("notice", [None, "", "p2 [a], d0 [b]"])

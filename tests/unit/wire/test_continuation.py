@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.client.continuation import Call, CallKind, Continuation, with_id_and_seed
-from baton.client.endpoint_rotation import AVOID_S, EndpointRotation
+from baton.client.continuation import AVOID_S, Call, CallKind, Continuation, EndpointRotation, with_id_and_seed
 from baton.errors import (
     BatonError,
     ContinuedElsewhere,

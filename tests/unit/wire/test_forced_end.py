@@ -7,14 +7,14 @@ import sys
 
 _HANGS = """
 import threading
-from baton.wire.forced_end import end_within
+from baton.processes.ends import end_within
 
 end_within(0.01)
 lock = threading.Lock()
 lock.acquire()
 lock.acquire()
 """
-_ENDS = "from baton.wire.forced_end import end_within; end_within(3600.0)"
+_ENDS = "from baton.processes.ends import end_within; end_within(3600.0)"
 _LEAVES_CYCLES = """
 import sys
 from baton.cli.commands.processes import _run_process

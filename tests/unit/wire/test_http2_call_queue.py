@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, cast
 
 from baton.wire.http2.call import Call
-from baton.wire.http2.call_queue import BEGIN_AT_ONCE, BEGIN_BYTES, END_AT_ONCE, CallQueue
+from baton.wire.http2.server import BEGIN_AT_ONCE, BEGIN_BYTES, END_AT_ONCE, CallQueue
 
 
 class Waiting:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from baton.errors import PermissionDenied, Unauthenticated
-from baton.security.callers import current_caller
 from baton.security.keys import ApiKey, KeyRing, new_key, write_keys
 from baton.security.matrix import (
     CERTIFICATE_ROLES,
@@ -20,6 +19,7 @@ from baton.security.matrix import (
     callers_of_rpc,
     certificate_name,
     certificate_role,
+    current_caller,
 )
 from baton.security.pages import PageAuthenticator
 from baton.wire.authenticator import Authenticator

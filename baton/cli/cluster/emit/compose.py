@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from baton.cli.cluster.emit.processes import EmittedProcess, words
-from baton.cli.cluster.supervisor.plan import REGISTRY
+from baton.cli.cluster.emit.processes import EmittedProcess
+from baton.cli.cluster.supervisor.plan import REGISTRY, flag_words
 from baton.cli.yaml_text import yaml_text
 from baton.config import MODELS, UpConfig
 from baton.config.router import RouterSettings
@@ -55,7 +55,7 @@ def _redis() -> dict[str, Any]:
 
 def _service(config: UpConfig, process: EmittedProcess, index: int) -> dict[str, Any]:
     flags, mounts = _mounted(config, process)
-    command = [process.command, *words({**_own_flags(config, process), **flags})]
+    command = [process.command, *flag_words({**_own_flags(config, process), **flags})]
     service: dict[str, Any] = {
         "image": "${BATON_IMAGE:-baton:latest}",
         "user": "${BATON_USER:-10001:10001}",

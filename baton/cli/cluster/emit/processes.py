@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from baton.cli.cluster.supervisor.plan import REGISTRY, command_and_flags, flag_words, plan_nodes
+from baton.cli.cluster.supervisor.plan import REGISTRY, command_and_flags, plan_nodes
 from baton.config import MODELS, UpConfig
 from baton.config.setting import settings_of
 
@@ -48,11 +48,6 @@ def emitted_processes(config: UpConfig, file: Path | None, cores: int | None = N
         flags = _without_defaults(kept, MODELS[command])
         processes.append(EmittedProcess(child.name, child.role, command, flags, environment))
     return processes
-
-
-def words(flags: Mapping[str, str]) -> list[str]:
-    """The flags as words of a command line."""
-    return flag_words(flags)
 
 
 def shared_flags(processes: Sequence[EmittedProcess]) -> dict[str, str]:

@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
-from baton.cli.cluster.emit.processes import EmittedProcess, shared_flags, words
+from baton.cli.cluster.emit.processes import EmittedProcess, shared_flags
+from baton.cli.cluster.supervisor.plan import flag_words
 from baton.config import UpConfig
 
 FILE = "baton.sbatch"
@@ -33,10 +34,10 @@ def slurm_files(config: UpConfig, processes: Sequence[EmittedProcess], baton: st
                 "DECODE": str(config.decode),
                 "PREFILL_HOSTS": str(config.prefill_hosts),
                 "DECODE_HOSTS": str(config.decode_hosts),
-                "NODE_FLAGS": shlex.join(words(node_flags | drain)),
-                "PREFILL_FLAGS": shlex.join(words(_role_flags(nodes, "prefill"))),
-                "DECODE_FLAGS": shlex.join(words(_role_flags(nodes, "decode"))),
-                "ROUTER_FLAGS": shlex.join(words(_ports(config) | shared_flags([router]) | drain)),
+                "NODE_FLAGS": shlex.join(flag_words(node_flags | drain)),
+                "PREFILL_FLAGS": shlex.join(flag_words(_role_flags(nodes, "prefill"))),
+                "DECODE_FLAGS": shlex.join(flag_words(_role_flags(nodes, "decode"))),
+                "ROUTER_FLAGS": shlex.join(flag_words(_ports(config) | shared_flags([router]) | drain)),
                 "CLUSTER": shlex.quote(config.cluster),
                 "REGISTRY": shlex.quote(config.registry) if config.registry else "",
                 "INSECURE": "\nexport BATON_INSECURE=true" if config.insecure else "",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from baton.cli.cluster.emit.processes import EmittedProcess, words
-from baton.cli.cluster.supervisor.plan import REGISTRY
+from baton.cli.cluster.emit.processes import EmittedProcess
+from baton.cli.cluster.supervisor.plan import REGISTRY, flag_words
 from baton.config import UpConfig
 from baton.security.access import DEFAULT_CLUSTER
 from baton.security.redaction import has_password
@@ -61,7 +61,7 @@ def systemd_files(
         from_file = f"EnvironmentFile={SECRETS}/{prefix}.env\n"
         secret = {f"{prefix}.env": _secret_file(prefix, registry)}
     for process in processes:
-        command = [baton, process.command, *words({**own, **process.flags})]
+        command = [baton, process.command, *flag_words({**own, **process.flags})]
         after = f" {prefix}-redis.service" if redis else ""
         units[f"{prefix}-{process.name}.service"] = _unit(
             prefix, process, command, from_file + _environment(process.environment), after, user, config.drain_s

@@ -1,4 +1,4 @@
-"""Writes the files of `baton up --emit`."""
+"""Writes a cluster as files for another system that runs processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from baton.cli.cluster.emit import Emission
 from baton.cli.cluster.emit.compose import compose_files
-from baton.cli.cluster.emit.emission import Emission
 from baton.cli.cluster.emit.helm import helm_files
 from baton.cli.cluster.emit.processes import emitted_processes
 from baton.cli.cluster.emit.slurm import slurm_files

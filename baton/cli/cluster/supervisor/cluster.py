@@ -17,16 +17,16 @@ from pathlib import Path
 
 import structlog
 
-from baton.cli.cluster.log_rotation import CHECK_INTERVAL_S, LogRotation
+from baton.cli.cluster.log_files import CHECK_INTERVAL_S, LogRotation
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
-from baton.cli.cluster.supervisor.child import ChildRun, describe_exit
+from baton.cli.cluster.supervisor.child import ChildLife, ChildRun, ChildState, RetryIn
 from baton.cli.cluster.supervisor.plan import ChildSpec, with_flags
-from baton.cli.cluster.supervisor.restart import ChildLife, ChildState, RetryIn
 from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, ExitCode
 from baton.observe.ready import Failed, Ready
 from baton.processes.death_pipe import DeathPipe
+from baton.processes.ends import how_it_ended
 from baton.processes.fork_server import ForkServer, own_fork_server
 
 _log = structlog.get_logger(__name__)
@@ -299,7 +299,7 @@ class ClusterSupervisor:
 
     def _on_exit(self, child: _Child, code: int) -> None:
         child.exit_code = code
-        child.last_exit = describe_exit(code) if child.refusal is None else child.refusal.error
+        child.last_exit = how_it_ended(code) if child.refusal is None else child.refusal.error
         effect = child.life.exited(self._clock.monotonic())
         # A death before the cluster has served ends its start, so no process is to be started again.
         if isinstance(effect, RetryIn) and self._has_served:

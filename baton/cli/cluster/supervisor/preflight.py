@@ -13,7 +13,8 @@ from baton.config import UpConfig
 from baton.errors import ConfigError
 from baton.model_formats.encoder_decoders import read_encoder_decoder
 from baton.model_formats.images import IMAGE_FAMILIES, image_family
-from baton.registry.registry import require_registry, with_authority
+from baton.registry.connection import with_authority
+from baton.registry.registry import require_registry
 from baton.runner.backends.cpu import kernel_file
 from baton.runner.model.checkpoint import check_model_dir
 from baton.runner.model.pooling_files import is_classifier, is_encoder, read_pooling

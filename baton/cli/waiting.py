@@ -1,10 +1,13 @@
-"""Shared parts of the commands that change a cluster or wait for a change: options, deadline and progress line."""
+"""What commands share that wait or change a cluster: options, deadline, progress line, and the end by Ctrl-C."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -14,6 +17,7 @@ from baton.observe.terminal_text import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
+
 
 T = TypeVar("T")
 
@@ -94,3 +98,37 @@ def print_warning(text: str) -> None:
     """Print a warning about a change that was made, if there is one."""
     if text:
         print_note(f"baton: warning: {text}")
+
+
+@contextmanager
+def closing_line(what_became: str) -> Iterator[None]:
+    """If the block is interrupted, say so and `what_became` of its work in one line on stderr, and raise it on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        # A terminal has written ^C into the current line.
+        print_note(f"{chr(10) if sys.stderr.isatty() else ''}baton: interrupted: {what_became}")
+        raise
+
+
+@contextmanager
+def interrupts_deferred(*numbers: signal.Signals) -> Iterator[None]:
+    """Defer these signals, by default SIGINT: one that arrives meanwhile is raised as KeyboardInterrupt at the end.
+
+    Signals that are ignored stay ignored. Must be called on the main thread.
+    """
+    arrived = False
+
+    def defer(*_: object) -> None:
+        nonlocal arrived
+        arrived = True
+
+    deferred = [number for number in numbers or (signal.SIGINT,) if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = [(number, signal.signal(number, defer)) for number in deferred]
+    try:
+        yield
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+    if arrived:
+        raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Renders leases and transfers of a node as rows of a table and as JSON."""
+"""Rows of leases and requests, as lists and pages show them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 from baton.cli.output import fine_duration
 from baton.messages.node_report import NodeReport, OpenHandoff
+
+ENDED_STATES = frozenset({"Finished", "Failed", "Cancelled"})
 
 
 def oldest_first(report: NodeReport) -> list[OpenHandoff]:
@@ -45,3 +47,8 @@ def lease_row(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> list[s
     ]
     more = [report.node.incarnation, handoff.peer_incarnation or "-", f"{attempt.flight:x}"]
     return row + (more if wide else [])
+
+
+def brief_ms(milliseconds: float) -> str:
+    """Milliseconds as short text: `31ms`, `12s`."""
+    return f"{milliseconds:.0f}ms" if milliseconds < 9950 else fine_duration(milliseconds / 1e3)

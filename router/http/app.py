@@ -88,7 +88,7 @@ class HttpFront:
                 *stored_routes(store),
                 Route("/v1/audio/transcriptions", speech_endpoint(translates=False), methods=["POST"]),
                 Route("/v1/audio/translations", speech_endpoint(translates=True), methods=["POST"]),
-                Route("/v1/embeddings", Embeddings(handler, model), methods=["POST"]),
+                Route("/v1/embeddings", Embeddings(handler, model, clock), methods=["POST"]),
                 *(Route(path, score, methods=["POST"]) for path in ("/v1/score", "/score")),
                 *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
                 Route("/classify", Classify(handler, model, clock), methods=["POST"]),

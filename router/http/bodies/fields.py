@@ -6,7 +6,7 @@ The first wrong field is refused by its name. Fields without effect are named in
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -86,6 +86,12 @@ class Strict(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    core_names: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """For fields that the core knows by other names than this body: the body's names, for refusals.
+
+    A refusal names the first one of them that the client sent, or else the last one. If the body has no field with the
+    core's name, but a client may have sent one, that name is in the list, too, and comes first. Headers are among them.
+    """
     _names: ClassVar[frozenset[str]] = frozenset()
     """The names of all fields, as clients write them."""
     _ignored: ClassVar[frozenset[str]] = frozenset()
@@ -97,6 +103,12 @@ class Strict(BaseModel):
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         cls._names = frozenset(fields)
         cls._ignored = frozenset(name for name, field in fields.items() if Treatment.IGNORED in field.metadata)
+
+    @classmethod
+    def own_name(cls, field: str, sent: Collection[str]) -> str:
+        """The name that a field of the core has in a body of which these fields were sent."""
+        names = cls.core_names.get(field, (field,))
+        return next((name for name in names if name in sent), names[-1])
 
     @model_validator(mode="before")
     @classmethod

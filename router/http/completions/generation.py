@@ -166,6 +166,13 @@ class RepetitionBody(Strict):
 class GenerationBody(Strict):
     """The fields that completions and chats have in common."""
 
+    core_names = {  # noqa: RUF012
+        "request_id": ("request_id", "x-request-id"),
+        "next_token_index": ("last-event-id",),
+        "beam_width": ("beam_width", "use_beam_search"),
+        "prompt_logprobs": ("prompt_logprobs", "logprobs"),
+    }
+
     model: str | None = None
     n: int | None = None
     stream: bool | None = None

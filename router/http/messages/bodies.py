@@ -137,6 +137,13 @@ class OutputConfig(Strict):
 class CountBody(Strict):
     """POST /v1/messages/count_tokens: the fields that make the prompt."""
 
+    core_names = {  # noqa: RUF012
+        "request_id": ("request_id", "x-request-id"),
+        "prompt": ("prompt", "messages"),
+        "images": ("images", "messages"),
+        "stop": ("stop", "stop_sequences"),
+    }
+
     model: str
     messages: Annotated[list[Turn], Field(min_length=1), Bounded(MAX_MESSAGES, "messages")]
     system: TextContent = ()

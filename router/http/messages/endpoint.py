@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from baton.errors import InvalidRequest
-from baton.messages.generation import Accepted, ModelCard
-from router.admission.validation import check_model, longest_answer
+from baton.messages.generation import Accepted
+from router.admission.validation import longest_answer
 from router.http.answers import Collected, in_turns
 from router.http.bodies.fields import read_as
 from router.http.bodies.tools import ToolBody
 from router.http.chat_plan import ChatPlan, plan_offer
 from router.http.client import Client
-from router.http.endpoint import (
-    Endpoint,
-    EndpointRequest,
-    Handler,
-    has_images,
-    in_thread_if_large,
-    render_chat,
-    with_client_names,
-)
+from router.http.endpoint import JSON, BodyEndpoint, HttpCall
 from router.http.errors import Headers
-from router.http.json_body import MAX_BODY_BYTES, LargeBodies, LargeBody, base64_bytes, parse_json, read_body
+from router.http.generating import EndpointRequest, GeneratingEndpoint
 from router.http.messages.bodies import CountBody, MessagesBody
 from router.http.messages.events import PING, MessageLabel, MessageWriter, WholeContent, usage_of
 from router.http.model import ServedModel
@@ -39,12 +31,6 @@ VERSIONS = (b"2023-06-01", b"2026-10-21")
 Answers are the same in both. The later one has no temperature, top_p and top_k; here they are taken in both, since the
 models that are served need them.
 """
-_NAMES: Mapping[str, Sequence[str]] = {
-    "request_id": ("request_id", "x-request-id"),
-    "prompt": ("prompt", "messages"),
-    "images": ("images", "messages"),
-    "stop": ("stop", "stop_sequences"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +44,21 @@ class MessagesRequest(EndpointRequest):
     """Whether the answer has the text of its reasoning."""
 
 
-class MessagesEndpoint(Endpoint[MessagesRequest]):
+class MessagesEndpoint(GeneratingEndpoint[MessagesRequest]):
     """POST /v1/messages"""
 
-    names = _NAMES
+    body = MessagesBody
     takes_images = True
     keep_alive = PING
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _parser_for(self, scope: Scope) -> Callable[[bytes], dict[str, Any]]:
         _check_version(scope)
-        await super().__call__(scope, receive, send)
+        return super()._parser_for(scope)
 
-    def _parse(
-        self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
-    ) -> MessagesRequest:
-        body = read_as(MessagesBody, found)
-        plan = _planned(self._model, body, card)
+    def _parse(self, call: HttpCall, timeout_s: float | None) -> MessagesRequest:
+        request_id, card = call.request_id, call.card
+        body = read_as(MessagesBody, call.found)
+        plan = _planned(self._model, body, call)
         # A client that has to send max_tokens can't know what its prompt leaves, so more is no error.
         left = longest_answer(card, len(plan.prompt))
         request = body.request(plan.prompt, request_id, min(body.max_tokens, left))
@@ -101,33 +86,24 @@ class MessagesEndpoint(Endpoint[MessagesRequest]):
         return id_headers(request_id)
 
 
-class CountTokens:
-    """POST /v1/messages/count_tokens: an ASGI application, whose exceptions the front turns into answers."""
+class CountTokens(BodyEndpoint):
+    """POST /v1/messages/count_tokens"""
 
-    def __init__(self, handler: Handler, model: ServedModel) -> None:
-        self._handler = handler
-        self._model = model
-        self._large_bodies = LargeBodies()
+    body = CountBody
+    takes_images = True
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._large_bodies.place() as place:
-            await self._answer(scope, receive, send, place)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, place: LargeBody) -> None:
+    def _parser_for(self, scope: Scope) -> Callable[[bytes], dict[str, Any]]:
         _check_version(scope)
-        content = await read_body(scope, receive, MAX_BODY_BYTES + base64_bytes(self._model.most_image_bytes), place)
-        found = await in_thread_if_large(self._handler, content, parse_json, content)
-        async with Client(receive, send) as client:
-            with with_client_names(_NAMES, found):
-                if self._model.image_fetcher is not None:
-                    await self._model.image_fetcher.put_images_in(found, place)
-                more_bytes = MAX_BODY_BYTES if has_images(found) else 0
-                count = await render_chat(self._handler, content, found, self._count, found, more_bytes=more_bytes)
-            headers = [(b"content-type", b"application/json"), *id_headers(scope["state"]["request_id"])]
-            await client.answer(200, headers, json.dumps({"input_tokens": count}).encode())
+        return super()._parser_for(scope)
 
-    def _count(self, found: Mapping[str, Any]) -> int:
-        return len(_planned(self._model, read_as(CountBody, found), self._model.card).prompt)
+    async def _answer(self, client: Client, call: HttpCall) -> None:
+        await call.fetch_images(self._model)
+        count = await call.rendered(self._count, call, more_bytes=call.image_bytes)
+        headers = [JSON, *id_headers(call.request_id)]
+        await client.answer(200, headers, json.dumps({"input_tokens": count}).encode())
+
+    def _count(self, call: HttpCall) -> int:
+        return len(_planned(self._model, read_as(CountBody, call.found), call).prompt)
 
 
 def id_headers(request_id: str) -> Headers:
@@ -142,9 +118,9 @@ def _check_version(scope: Scope) -> None:
         raise InvalidRequest("anthropic-version", f"must be {known}, not {version[:32].decode('latin-1')!r}")
 
 
-def _planned(model: ServedModel, body: CountBody, card: ModelCard) -> ChatPlan:
+def _planned(model: ServedModel, body: CountBody, call: HttpCall) -> ChatPlan:
     """The plan of a conversation; raises InvalidRequest or UnknownModel."""
-    check_model(body.model, card)
+    call.check_model(body.model)
     body.check_thinking(reasons=model.answer_parsers.reasons)
     messages, is_prefilled = body.conversation(), body.is_prefilled
 
@@ -158,4 +134,4 @@ def _planned(model: ServedModel, body: CountBody, card: ModelCard) -> ChatPlan:
             images=body.images,
         )
 
-    return plan_offer(body.offer(), text_with, model, card)
+    return plan_offer(body.offer(), text_with, model, call.card)

@@ -199,6 +199,15 @@ class ReasoningConfig(Strict):
 class ResponsesBody(Strict):
     """POST /v1/responses"""
 
+    core_names = {  # noqa: RUF012
+        "request_id": ("request_id", "x-request-id"),
+        "prompt": ("prompt", "input"),
+        "messages": ("messages", "input"),
+        "images": ("images", "input"),
+        "logprobs": ("logprobs", "top_logprobs"),
+        "max_tokens": ("max_tokens", "max_output_tokens"),
+    }
+
     input: Annotated[Sequence[Item], PlainValidator(read_input, json_schema_input_type=str | list[dict[str, Any]])]
     model: str | None = None
     instructions: str | None = None

@@ -26,9 +26,9 @@ from router.http.bodies.fields import HEADER, collect_ignored
 from router.http.completions.endpoints import ChatCompletions, Completions
 from router.http.completions.tokens import Detokenize, Tokenize
 from router.http.endpoint import Handler, request_id_of
-from router.http.errors import Headers, HttpError, Kind, error_body, error_headers, error_object, kind_of, status_of
+from router.http.errors import HttpError, Kind, error_headers, form_of
 from router.http.json_body import CLOSE, ClientGone, check_headers, is_unread
-from router.http.messages.endpoint import CountTokens, MessagesEndpoint, id_headers
+from router.http.messages.endpoint import CountTokens, MessagesEndpoint
 from router.http.model import ServedModel
 from router.http.pages.html import html_pages
 from router.http.pages.status import status_routes
@@ -140,24 +140,18 @@ class HttpFront:
         return HttpError(kind, message, [(b"allow", ", ".join(methods).encode())])
 
     async def _refuse(self, scope: Scope, send: Send, error: BatonError, request_id: str) -> None:
-        status, body, named = _refusal(scope["path"], error, request_id or new_request_id(self._rng))
+        form, request_id = form_of(scope["path"]), request_id or new_request_id(self._rng)
+        body = form.body(error, request_id)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
-            *named,
+            *form.id_headers(request_id),
             *error_headers(error),
         ]
         if is_unread(scope) and CLOSE not in headers:
             headers.append(CLOSE)
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.start", "status": form.status(error), "headers": headers})
         await send({"type": "http.response.body", "body": body})
-
-
-def _refusal(path: str, error: BatonError, request_id: str) -> tuple[int, bytes, Headers]:
-    """The status and the body of a refusal, and headers that name the request, in the format of the path's API."""
-    if path == _MESSAGES or path.startswith(f"{_MESSAGES}/"):
-        return status_of(error), error_object(error, request_id), id_headers(request_id)
-    return kind_of(error).status, error_body(error), [(b"x-request-id", request_id.encode())]
 
 
 def _naming(ignored: Collection[str], send: Send) -> Send:

@@ -17,6 +17,7 @@ from router.admission.validation import check_model
 from router.http.bodies.content_parts import message_parts
 from router.http.bodies.fields import Strict
 from router.http.client import COMMENT, Client
+from router.http.errors import OPENAI
 from router.http.json_body import (
     MAX_BODY_BYTES,
     LargeBodies,
@@ -27,6 +28,7 @@ from router.http.json_body import (
     read_body,
 )
 from router.http.model import ServedModel
+from router.pooling import PoolingHandler
 
 T = TypeVar("T")
 JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
@@ -36,16 +38,12 @@ _IMAGE_TYPES = ("image", "image_url", "input_image")
 """The parts that are images, in all APIs."""
 
 
-class Handler(Protocol):
-    """The router's core as the HTTP front uses it; `router.front.GenerationHandler` is the real one."""
+class Handler(PoolingHandler, Protocol):
+    """The router's core as the HTTP front uses it; `router.front.GenerationHandler` is the real one.
 
-    def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
-        """Accepted, Chunks, Finished. Closing the generator cancels the request."""
-        ...
-
-    def most_at_once(self) -> int | None:
-        """How many requests the caller may have running at once; None: any number."""
-        ...
+    `generate` yields Accepted, Chunks, Finished; closing the generator cancels the request. `in_thread` is for long
+    work, and raises Overloaded if too much of it waits.
+    """
 
     def resume(
         self,
@@ -59,14 +57,6 @@ class Handler(Protocol):
 
         `repeat`: the request itself, which a client of HTTP sends again with each call.
         """
-        ...
-
-    def embedding_size(self) -> int:
-        """Numbers in an embedding of the model, as nodes have reported it; 0: none has."""
-        ...
-
-    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Do long work in a thread, so that the event loop is free; raises Overloaded if too much of it waits."""
         ...
 
     async def in_waiting_thread(self, work: Callable[..., T], *args: object) -> T:
@@ -171,6 +161,7 @@ class HttpCall:
 class BodyEndpoint:
     """An ASGI application that answers requests with a body, and whose exceptions the front turns into answers."""
 
+    error_form = OPENAI
     body: type[Strict] = Strict
     """The body, whose names of fields refusals have."""
     max_body_bytes = MAX_BODY_BYTES

@@ -27,7 +27,6 @@ from router.http.answers import (
 )
 from router.http.client import Client
 from router.http.endpoint import JSON, BodyEndpoint, Handler, HttpCall
-from router.http.errors import Headers
 from router.http.model import ServedModel
 
 P = TypeVar("P", bound="EndpointRequest")
@@ -90,10 +89,6 @@ class GeneratingEndpoint(BodyEndpoint, Generic[P]):
         """The answer as one JSON object in pieces, from the answers of all prompts."""
         raise NotImplementedError
 
-    def _id_headers(self, request_id: str) -> Headers:
-        """The headers of an answer that name its request."""
-        return [(b"x-request-id", request_id.encode())]
-
     async def _stream(self, client: Client, parsed: P) -> None:
         delivery: Delivery = "stream" if self.can_resume else self.delivery
         requests = [replace(request, delivery=delivery) for request in parsed.requests]
@@ -120,7 +115,7 @@ class GeneratingEndpoint(BodyEndpoint, Generic[P]):
         """Send a stream. `positions`: where a stream that was begun before continues; None: at its beginning."""
         async with aclosing(events):
             accepted = await accepted_of(events)
-            client.will_stream([*self._id_headers(accepted.request_id), *seed_headers(accepted)])
+            client.will_stream([*self.error_form.id_headers(accepted.request_id), *seed_headers(accepted)])
             num_sequences = parsed.num_sequences * len(parsed.requests)
             writer = self._writer(parsed, accepted, [0] * num_sequences if positions is None else positions)
             await stream(client, events, writer, writer.opening() if positions is None else b"")
@@ -131,7 +126,7 @@ class GeneratingEndpoint(BodyEndpoint, Generic[P]):
             answers = await gather_all([self._collect(request, parsed, unread) for request in parsed.requests])
             headers = [
                 JSON,
-                *self._id_headers(parsed.request_id),
+                *self.error_form.id_headers(parsed.request_id),
                 *seed_headers(answers[0].accepted),
                 *path_headers(answers[0].finished),
             ]

@@ -18,6 +18,7 @@ from baton.text.tool_calls.formats import FORMATS
 from baton.text.tool_calls.tools_in_text import tools_in_text
 from router.admission.images import ImageRules, check_takes_images
 from router.admission.validation import check_text
+from router.flight.text_stream import TextCodec
 from router.http.bodies.tools import ToolBody
 from router.http.image_urls import ImageFetcher
 from router.http.parsed_text import AnswerParsers, as_token_id
@@ -30,28 +31,14 @@ NO_TOOLS = (
 _NOT_TRUSTED = "is not taken from requests here; an operator allows it with --trust-request-chat-template on"
 
 
-class Vocabulary(Protocol):
+class Vocabulary(TextCodec, Protocol):
     """The tokenizer as the HTTP front uses it; `baton.text.tokenizer.Tokenizer` is the real one."""
 
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_rendered(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
     def spelling(self, token_id: int) -> bytes: ...
-
-    def detokenizer(self, shown_tokens: Sequence[int] = (), context: Sequence[int] = ()) -> Detokenizer: ...
 
     def special_ids(self, texts: Iterable[str]) -> list[int]: ...
 
     def added_id(self, text: str) -> int | None: ...
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def num_special_tokens(self, *, pair: bool) -> int: ...
-
-    def with_special_tokens(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], int]: ...
 
 
 class ServedModel:

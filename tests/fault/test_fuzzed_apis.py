@@ -156,27 +156,43 @@ def error_of(path: str, exchange: Exchange) -> tuple[str, str]:
     return message.partition(":")[0], message
 
 
+def posted(run: Run, path: str, body: dict[str, Any]) -> Exchange:
+    return run(lambda cluster: post(cluster, path, json.dumps(body).encode(), {}))
+
+
+def check_refusal(run: Run, path: str, body: dict[str, Any], spoilt: str) -> None:
+    """The body is refused by the name of the one field that is wrong in it."""
+    exchange = posted(run, path, body)
+    is_unknown = spoilt in ("model", "previous_response_id") and isinstance(body[spoilt], str)
+    assert exchange.status == (404 if is_unknown else 400), (spoilt, body[spoilt], exchange.body)
+    named, message = error_of(path, exchange)
+    assert len(message) < 20_000
+    assert named.partition(".")[0].partition("[")[0] == spoilt, (spoilt, message)
+
+
+@pytest.mark.parametrize("path", sorted(FIELDS))
+def test_each_wrong_value_is_refused_by_the_name_of_its_field(run: Run, path: str) -> None:
+    for name, (_, wrong) in FIELDS[path].items():
+        for value in wrong:
+            check_refusal(run, path, {**NEEDED[path], name: value}, name)
+
+
 @fuzzed
 @given(data=st.data())
 def test_good_bodies_are_served_and_one_wrong_field_is_named(run: Run, data: st.DataObject) -> None:
     path = data.draw(PATHS)
     body = data.draw(valid_bodies(path))
     spoilt = data.draw(st.sampled_from([None, *sorted(FIELDS[path])]))
+    event(f"{path} {'refused' if spoilt else 'served'}")
     if spoilt is not None:
         body[spoilt] = data.draw(st.sampled_from(FIELDS[path][spoilt][1]))
-    exchange = run(lambda cluster: post(cluster, path, json.dumps(body).encode(), {}))
-    event(f"{path} {exchange.status}")
-    if spoilt is None:
-        assert exchange.status == 200, exchange.body
-        if body.get("stream"):
-            last = {"message_stop", "response.completed", "response.incomplete"}
-            assert exchange.events[-1].name in last, exchange.body
+        check_refusal(run, path, body, spoilt)
         return
-    named, message = error_of(path, exchange)
-    is_unknown = spoilt in ("model", "previous_response_id") and isinstance(body[spoilt], str)
-    assert exchange.status == (404 if is_unknown else 400), exchange.body
-    assert len(message) < 20_000
-    assert named.partition(".")[0].partition("[")[0] == spoilt, (spoilt, message)
+    exchange = posted(run, path, body)
+    assert exchange.status == 200, exchange.body
+    if body.get("stream"):
+        last = {"message_stop", "response.completed", "response.incomplete"}
+        assert exchange.events[-1].name in last, exchange.body
 
 
 @st.composite

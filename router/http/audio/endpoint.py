@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -12,14 +11,14 @@ from typing import Any
 
 from starlette.types import Scope
 
-from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, QueueFull
+from baton.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from baton.messages.capabilities import Capability
 from baton.model_formats.audio import AudioLimits, Recording, UnusableAudio, decode_audio, divided
 from baton.model_formats.limits import AUDIO_RATE
 from baton.text.speech_prompts import SpeechPrompts
 from router.admission.capable import check_can
 from router.admission.validation import check_model
-from router.http.answers import path_headers
+from router.http.answers import ending_with_errors, path_headers
 from router.http.audio.formats import SEGMENTS, Segment, Transcript, event, token_usage, words_of, written
 from router.http.audio.forms import MORE_BYTES, SpeechBody, boundary_of, check_origin, read_form
 from router.http.audio.transcription import PartEnd, SpeechCall, Transcription
@@ -29,8 +28,6 @@ from router.http.endpoint import BodyEndpoint, Handler, HttpCall
 from router.http.errors import Headers, error_event
 from router.http.json_body import LargeBodies
 from router.http.model import ServedModel
-
-_log = logging.getLogger(__name__)
 
 _MOST_HELD = 8
 """Recordings of the greatest length whose samples a router holds at once, or more that are shorter."""
@@ -141,16 +138,16 @@ class SpeechEndpoint(BodyEndpoint):
         with self._bodies.holding(len(recording.samples)):
             transcription = Transcription(wanted, recording, rules.prompts, self._handler, card)
             await transcription.find_language()
-            id_header = (b"x-request-id", call.request_id.encode())
+            id_headers = self.error_form.id_headers(call.request_id)
             if is_stream:
-                client.will_stream([id_header])
+                client.will_stream(id_headers)
                 await _stream(client, transcription)
                 return
             segments, answer_headers = await _segments_of(transcription, self._model)
             task = "translate" if self._translates else "transcribe"
             transcript = Transcript(task, transcription.language, wanted.temperature, segments, granularities)
             kind, answer = written(transcript, response_format)
-            await client.answer(200, [(b"content-type", kind), id_header, *answer_headers], answer)
+            await client.answer(200, [(b"content-type", kind), *id_headers, *answer_headers], answer)
 
     def _rules_of_model(self) -> SpeechRules:
         """The rules of a model for speech. Raises UnsupportedRequest for another, before anything is read."""
@@ -241,30 +238,20 @@ async def _segments_of(transcription: Transcription, model: ServedModel) -> tupl
 
 
 async def _stream(client: Client, transcription: Transcription) -> None:
-    """Send the text as it comes. An error before anything was sent is raised; a later one becomes the last event."""
+    """Send the text as it comes."""
     text = ""
     num_prompt = num_written = 0
-    try:
-        async with aclosing(transcription.events()) as events:
-            async for found in events:
-                if isinstance(found, PartEnd):
-                    if found.finished is not None:
-                        num_prompt += found.finished.prompt_tokens
-                        num_written += found.finished.completion_tokens
-                    continue
-                # The text of an answer begins without a space.
-                delta = found.text if text else found.text.lstrip()
-                text += delta
-                if delta:
-                    await client.write(event({"type": "transcript.text.delta", "delta": delta}))
+    async with ending_with_errors(client, error_event), aclosing(transcription.events()) as events:
+        async for found in events:
+            if isinstance(found, PartEnd):
+                if found.finished is not None:
+                    num_prompt += found.finished.prompt_tokens
+                    num_written += found.finished.completion_tokens
+                continue
+            # The text of an answer begins without a space.
+            delta = found.text if text else found.text.lstrip()
+            text += delta
+            if delta:
+                await client.write(event({"type": "transcript.text.delta", "delta": delta}))
         done = {"type": "transcript.text.done", "text": text.rstrip(), "usage": token_usage(num_prompt, num_written)}
         await client.write(event(done), more=False)
-    except BatonError as error:
-        if not client.has_begun:
-            raise
-        await client.write(error_event(error), more=False)
-    except Exception:
-        if not client.has_begun:
-            raise
-        _log.exception("a stream failed")
-        await client.write(error_event(BatonError("internal error; the log of the server has it")), more=False)

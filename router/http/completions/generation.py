@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -321,17 +320,12 @@ class GenerationBody(Strict):
         )
 
 
-_AS_THEY_CAME = frozenset(one.name for one in fields(GenerateRequest)) & GenerationBody.model_fields.keys() - {
-    "best_of",
-    "beam_width",
-    "cache_salt",
-    "logit_bias",
-    "model",
-    "priority",
-    "prompt_logprobs",
-    "repetition_detection",
-    "request_id",
-}
+_AS_THEY_CAME = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "top_n_sigma", "seed", "max_tokens", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "speculation"),
+    *("length_penalty", "early_stopping", "ttft_slo_ms", "tpot_slo_ms"),
+)
 """Fields that the request to the core has under the same name and with the same value."""
 
 

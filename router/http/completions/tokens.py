@@ -42,7 +42,7 @@ class _TokenEndpoint(BodyEndpoint):
     async def _answer(self, client: Client, call: HttpCall) -> None:
         renders = call.found.get("messages") is not None
         answer = await (call.rendered if renders else call.in_thread)(self._json, call)
-        await client.answer(200, [JSON, (b"x-request-id", call.request_id.encode())], answer)
+        await client.answer(200, [JSON, *self.error_form.id_headers(call.request_id)], answer)
 
     def _json(self, call: HttpCall) -> bytes:
         """The answer; raises InvalidRequest. May be called in a thread."""

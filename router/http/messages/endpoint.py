@@ -18,7 +18,7 @@ from router.http.bodies.tools import ToolBody
 from router.http.chat_plan import ChatPlan, plan_offer
 from router.http.client import Client
 from router.http.endpoint import JSON, BodyEndpoint, HttpCall
-from router.http.errors import Headers
+from router.http.errors import ANTHROPIC
 from router.http.generating import EndpointRequest, GeneratingEndpoint
 from router.http.messages.bodies import CountBody, MessagesBody
 from router.http.messages.events import PING, MessageLabel, MessageWriter, WholeContent, usage_of
@@ -44,16 +44,25 @@ class MessagesRequest(EndpointRequest):
     """Whether the answer has the text of its reasoning."""
 
 
-class MessagesEndpoint(GeneratingEndpoint[MessagesRequest]):
+class _AnthropicEndpoint(BodyEndpoint):
+    """The common part of both endpoints."""
+
+    error_form = ANTHROPIC
+    takes_images = True
+
+    def _parser_for(self, scope: Scope) -> Callable[[bytes], dict[str, Any]]:
+        version = dict(scope["headers"]).get(b"anthropic-version", VERSIONS[0])
+        if version not in VERSIONS:
+            known = " or ".join(known.decode() for known in VERSIONS)
+            raise InvalidRequest("anthropic-version", f"must be {known}, not {version[:32].decode('latin-1')!r}")
+        return super()._parser_for(scope)
+
+
+class MessagesEndpoint(_AnthropicEndpoint, GeneratingEndpoint[MessagesRequest]):
     """POST /v1/messages"""
 
     body = MessagesBody
-    takes_images = True
     keep_alive = PING
-
-    def _parser_for(self, scope: Scope) -> Callable[[bytes], dict[str, Any]]:
-        _check_version(scope)
-        return super()._parser_for(scope)
 
     def _parse(self, call: HttpCall, timeout_s: float | None) -> MessagesRequest:
         request_id, card = call.request_id, call.card
@@ -82,40 +91,20 @@ class MessagesEndpoint(GeneratingEndpoint[MessagesRequest]):
         blocks = content.blocks(shows_thinking=parsed.shows_thinking)
         yield parsed.label.message(blocks, usage_of(answer.finished), stop)
 
-    def _id_headers(self, request_id: str) -> Headers:
-        return id_headers(request_id)
 
-
-class CountTokens(BodyEndpoint):
+class CountTokens(_AnthropicEndpoint):
     """POST /v1/messages/count_tokens"""
 
     body = CountBody
-    takes_images = True
-
-    def _parser_for(self, scope: Scope) -> Callable[[bytes], dict[str, Any]]:
-        _check_version(scope)
-        return super()._parser_for(scope)
 
     async def _answer(self, client: Client, call: HttpCall) -> None:
         await call.fetch_images(self._model)
         count = await call.rendered(self._count, call, more_bytes=call.image_bytes)
-        headers = [JSON, *id_headers(call.request_id)]
+        headers = [JSON, *self.error_form.id_headers(call.request_id)]
         await client.answer(200, headers, json.dumps({"input_tokens": count}).encode())
 
     def _count(self, call: HttpCall) -> int:
         return len(_planned(self._model, read_as(CountBody, call.found), call).prompt)
-
-
-def id_headers(request_id: str) -> Headers:
-    """The headers of an answer that name its request: Anthropic's and the one of all APIs."""
-    return [(b"request-id", request_id.encode()), (b"x-request-id", request_id.encode())]
-
-
-def _check_version(scope: Scope) -> None:
-    version = dict(scope["headers"]).get(b"anthropic-version", VERSIONS[0])
-    if version not in VERSIONS:
-        known = " or ".join(known.decode() for known in VERSIONS)
-        raise InvalidRequest("anthropic-version", f"must be {known}, not {version[:32].decode('latin-1')!r}")
 
 
 def _planned(model: ServedModel, body: CountBody, call: HttpCall) -> ChatPlan:

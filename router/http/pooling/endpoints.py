@@ -46,7 +46,7 @@ class PoolingEndpoint(BodyEndpoint, Generic[B]):
         call.check_request_id(body.request_id)
         call.release()
         answer, first = await self._respond(body, body.call(call.request_id, call.traceparent), timeout_s)
-        headers = [JSON, (b"x-request-id", call.request_id.encode()), *path_headers(first)]
+        headers = [JSON, *self.error_form.id_headers(call.request_id), *path_headers(first)]
         await client.answer(200, headers, answer)
 
     async def _respond(self, body: B, call: PoolingCall, timeout_s: float | None) -> Response:

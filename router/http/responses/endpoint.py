@@ -33,7 +33,7 @@ from router.http.parsed_text import TextParsing
 from router.http.responses.bodies import IMAGE_URLS, ResponsesBody
 from router.http.responses.events import ResponseWriter
 from router.http.responses.items import Item, template_messages
-from router.http.responses.output import EndedResponse, Output, ResponseDraft, ResponseInProgress, as_text
+from router.http.responses.output import EndedResponse, ResponseDraft, ResponseInProgress, as_text
 from router.http.responses.store import ResponseStore, StoredResponse
 
 
@@ -54,7 +54,7 @@ class ResponsesRequest(EndpointRequest):
 
     def begun(self) -> ResponseInProgress:
         """The response, which has no items yet."""
-        return ResponseInProgress(self.draft, self.parsing.sequence(self.name, 0), Output(self.name, self.num_added))
+        return ResponseInProgress(self.draft, self.parsing.sequence(self.name, 0), self.name, self.num_added)
 
 
 class ResponsesEndpoint(GeneratingEndpoint[ResponsesRequest]):
@@ -147,7 +147,7 @@ class InputTokens(ResponsesEndpoint):
 
     async def _whole(self, client: Client, parsed: ResponsesRequest) -> None:
         count = len(parsed.requests[0].prompt or ())
-        headers = [JSON, *self._id_headers(parsed.request_id)]
+        headers = [JSON, *self.error_form.id_headers(parsed.request_id)]
         answer = {"object": "response.input_tokens", "input_tokens": count}
         await client.answer(200, headers, json.dumps(answer).encode())
 

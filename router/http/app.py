@@ -40,7 +40,6 @@ _log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
 """A stream on which nothing was sent for so long gets a comment, or a ping."""
-_MESSAGES = "/v1/messages"
 
 
 class HttpFront:
@@ -81,8 +80,8 @@ class HttpFront:
             [
                 Route("/v1/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", chats, methods=["POST"]),
-                Route(_MESSAGES, MessagesEndpoint(handler, model, clock, keep_alive_s), methods=["POST"]),
-                Route(f"{_MESSAGES}/count_tokens", CountTokens(handler, model), methods=["POST"]),
+                Route("/v1/messages", MessagesEndpoint(handler, model, clock, keep_alive_s), methods=["POST"]),
+                Route("/v1/messages/count_tokens", CountTokens(handler, model), methods=["POST"]),
                 Route("/v1/responses", responses, methods=["POST"]),
                 Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
                 *stored_routes(store),

@@ -13,20 +13,11 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
 from baton.text.chat_template import FIELD as TEMPLATE_FIELD
-from router.admission.validation import check_model
 from router.http.bodies.content_parts import message_parts
 from router.http.bodies.fields import Strict
 from router.http.client import COMMENT, Client
 from router.http.errors import OPENAI
-from router.http.json_body import (
-    MAX_BODY_BYTES,
-    LargeBodies,
-    LargeBody,
-    base64_bytes,
-    is_small,
-    parse_json,
-    read_body,
-)
+from router.http.json_body import MAX_BODY_BYTES, LargeBodies, LargeBody, base64_bytes, is_small, parse_json, read_body
 from router.http.model import ServedModel
 from router.pooling import PoolingHandler
 
@@ -117,11 +108,6 @@ class HttpCall:
         if not (len(header) <= 12 and header.isdigit() and 0 < int(header) <= _MAX_TIMEOUT_MS):
             raise InvalidRequest("x-request-timeout-ms", f"must be 1 to {_MAX_TIMEOUT_MS}")
         return int(header) / 1e3
-
-    def check_model(self, name: str) -> None:
-        """Raises UnknownModel. A stream that goes on keeps its adapter, whose name may be unloaded by now."""
-        if self.last_event_id is None:
-            check_model(name, self.card)
 
     def check_request_id(self, in_body: str | None) -> None:
         """Raises InvalidRequest if the body has another request id than the header."""

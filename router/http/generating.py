@@ -59,6 +59,8 @@ class GeneratingEndpoint(BodyEndpoint, Generic[P]):
 
     async def _answer(self, client: Client, call: HttpCall) -> None:
         timeout_s = call.timeout_s
+        if call.last_event_id is not None and not self.can_resume:
+            raise InvalidRequest("last-event-id", "is not for this API: its streams can't be continued")
         if self.takes_images:
             await call.fetch_images(self._model)
         parsed = await self._parsed(call, timeout_s)
@@ -97,8 +99,6 @@ class GeneratingEndpoint(BodyEndpoint, Generic[P]):
         await self._send_events(client, parsed, events, None)
 
     async def _resume(self, client: Client, parsed: P, last_event_id: bytes, *, has_request_id: bool) -> None:
-        if not self.can_resume:
-            raise InvalidRequest("last-event-id", "is not for this API: its streams can't be continued")
         if not has_request_id:
             raise InvalidRequest("x-request-id", "is required with last-event-id: it names the stream that goes on")
         if not parsed.is_stream:

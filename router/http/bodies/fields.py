@@ -218,26 +218,24 @@ def _allowed_token_ids(value: Any) -> Sequence[int]:
     return _token_ids(value)
 
 
-def _bad_words(value: Any) -> Sequence[str]:
-    if value is None:
-        return ()
-    if isinstance(value, list) and len(value) > MAX_BAD_WORDS:
-        raise ValueError(f"has {len(value)} texts; at most {MAX_BAD_WORDS} are taken")
+def texts(value: Any, most: int, what: str = "texts", must: str = "must be a list of strings") -> Sequence[str]:
+    """A list of at most so many texts; raises ValueError."""
+    if isinstance(value, list) and len(value) > most:
+        raise ValueError(f"has {len(value)} {what}; at most {most} are taken")
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError("must be a list of strings")
+        raise ValueError(must)
     return tuple(value)
+
+
+def _bad_words(value: Any) -> Sequence[str]:
+    return () if value is None else texts(value, MAX_BAD_WORDS)
 
 
 def _stop(value: Any) -> Sequence[str]:
     if value is None:
         return ()
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, list) and len(value) > MAX_STOP_STRINGS:
-        raise ValueError(f"has {len(value)} strings; at most {MAX_STOP_STRINGS} are taken")
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError("must be a string or a list of strings")
-    return tuple(value)
+    must = "must be a string or a list of strings"
+    return (value,) if isinstance(value, str) else texts(value, MAX_STOP_STRINGS, "strings", must)
 
 
 def _logit_bias(value: Any) -> Mapping[int, float]:

@@ -12,15 +12,13 @@ from baton.messages.generation import Accepted, GenerateRequest, ModelCard
 from baton.messages.request_limits import MAX_CALL_PROMPT_LOGPROB_VALUES, MAX_CALL_SEQUENCES, MAX_SEQUENCES
 from router.admission.validation import (
     DEFAULT_MAX_TOKENS,
+    check_model,
     check_output_size,
     check_prompt_logprobs,
     check_token_ids,
     longest_answer,
 )
-from router.http.answers import (
-    Collected,
-    StreamWriter,
-)
+from router.http.answers import Collected, StreamWriter
 from router.http.completions.answers import EchoedPrompt, whole_answer
 from router.http.completions.bodies import ChatBody, CompletionBody, plan_chat
 from router.http.completions.events import AnswerOptions, EventWriter, Label, ParsedEventWriter
@@ -28,11 +26,7 @@ from router.http.completions.generation import GenerationBody, read_generation
 from router.http.completions.logprobs import CHAT, COMPLETION, AnswerFormat, TokenTexts
 from router.http.endpoint import Handler, HttpCall
 from router.http.generating import EndpointRequest, GeneratingEndpoint
-from router.http.json_body import (
-    MAX_BODY_BYTES,
-    base64_bytes,
-    quote,
-)
+from router.http.json_body import MAX_BODY_BYTES, base64_bytes, quote
 from router.http.model import ServedModel
 from router.http.parsed_text import TextParsing, as_token_id
 from router.pooling import part_ids
@@ -189,7 +183,9 @@ class ChatCompletions(_OpenAiEndpoint):
         card = call.card
         body = read_generation(ChatBody, call.found)
         call.check_request_id(body.request_id)
-        call.check_model(body.model or "")
+        if call.last_event_id is None:
+            # A stream that goes on keeps its adapter, whose name may be unloaded by now.
+            check_model(body.model or "", card)
         body.check_prompt_logprobs()
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         plan = plan_chat(body, self._model, card)

@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted
-from router.admission.validation import longest_answer
+from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected, in_turns
 from router.http.bodies.fields import read_as
 from router.http.bodies.tools import ToolBody
@@ -21,7 +21,7 @@ from router.http.endpoint import JSON, BodyEndpoint, HttpCall
 from router.http.errors import ANTHROPIC
 from router.http.generating import EndpointRequest, GeneratingEndpoint
 from router.http.messages.bodies import CountBody, MessagesBody
-from router.http.messages.events import PING, MessageLabel, MessageWriter, WholeContent, usage_of
+from router.http.messages.events import PING, MessageInProgress, MessageLabel, MessageWriter
 from router.http.model import ServedModel
 from router.http.parsed_text import TextParsing
 
@@ -42,6 +42,11 @@ class MessagesRequest(EndpointRequest):
     """How the text of the answer is parsed."""
     shows_thinking: bool
     """Whether the answer has the text of its reasoning."""
+
+    def begun(self) -> MessageInProgress:
+        """The message, which has no blocks yet."""
+        sequence = self.parsing.sequence(self.request_id, 0)
+        return MessageInProgress(self.label, sequence, shows_thinking=self.shows_thinking)
 
 
 class _AnthropicEndpoint(BodyEndpoint):
@@ -77,19 +82,15 @@ class MessagesEndpoint(_AnthropicEndpoint, GeneratingEndpoint[MessagesRequest]):
         return MessagesRequest(request_id, [request], is_stream, 1, timeout_s, label, plan.parsing, shows_thinking)
 
     def _writer(self, parsed: MessagesRequest, accepted: Accepted, positions: Sequence[int]) -> MessageWriter:
-        sequence = parsed.parsing.sequence(parsed.request_id, 0)
-        return MessageWriter(parsed.label, accepted.prompt_tokens, sequence, shows_thinking=parsed.shows_thinking)
+        return MessageWriter(parsed.begun(), accepted.prompt_tokens)
 
     async def _whole_answer(self, parsed: MessagesRequest, answers: Sequence[Collected]) -> AsyncGenerator[bytes, None]:
         (answer,) = answers
-        sequence, content = parsed.parsing.sequence(parsed.request_id, 0), WholeContent()
+        message = parsed.begun()
         async for chunk in in_turns(answer.chunks[0]):
-            content.add(sequence.parts(chunk.text))
-        finish_reason, stop_reason = answer.ends[0]
-        content.finish(sequence.last_parts(), is_complete=finish_reason != "length")
-        stop = parsed.label.stop(sequence.finish_reason(finish_reason), stop_reason)
-        blocks = content.blocks(shows_thinking=parsed.shows_thinking)
-        yield parsed.label.message(blocks, usage_of(answer.finished), stop)
+            message.keep(message.take(chunk))
+        message.keep(message.finish(*answer.ends[0]))
+        yield message.whole(answer.finished)
 
 
 class CountTokens(_AnthropicEndpoint):
@@ -109,7 +110,7 @@ class CountTokens(_AnthropicEndpoint):
 
 def _planned(model: ServedModel, body: CountBody, call: HttpCall) -> ChatPlan:
     """The plan of a conversation; raises InvalidRequest or UnknownModel."""
-    call.check_model(body.model)
+    check_model(body.model, call.card)
     body.check_thinking(reasons=model.answer_parsers.reasons)
     messages, is_prefilled = body.conversation(), body.is_prefilled
 

@@ -18,7 +18,7 @@ from baton.errors import BatonError, InvalidRequest
 from baton.messages.generation import Accepted
 from baton.messages.request_limits import MAX_MESSAGES, MAX_REQUEST_BYTES
 from baton.security.callers import current_caller
-from router.admission.validation import longest_answer
+from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected, in_turns, runs_of
 from router.http.bodies.fields import read_as
 from router.http.chat_plan import plan_offer, reasoning_variables
@@ -90,7 +90,7 @@ class ResponsesEndpoint(GeneratingEndpoint[ResponsesRequest]):
         _check_combination(body, self._store)
         if body.previous_response_id is not None and previous is None:
             raise _no_previous(body.previous_response_id)
-        call.check_model(body.model or "")
+        check_model(body.model or "", card)
         earlier = previous.items if previous is not None else ()
         added = [replace(item, id=f"{item.prefix}_{name}_{place}") for place, item in enumerate(body.input)]
         items = (*earlier, *added)

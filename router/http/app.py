@@ -66,33 +66,32 @@ class HttpFront:
         """
         self._authenticator = authenticator or PageAuthenticator()
         self._rng = rng
-        completions = Completions(handler, model, clock, keep_alive_s, prompt_embeds_bytes)
-        chats = ChatCompletions(handler, model, clock, keep_alive_s)
-        responses = ResponsesEndpoint(handler, model, clock, keep_alive_s, rng, store)
-        input_tokens = InputTokens(handler, model, clock, keep_alive_s, rng, store)
         audio = AudioBodies(speech)
 
         def speech_endpoint(*, translates: bool) -> SpeechEndpoint:
             return SpeechEndpoint(handler, model, keep_alive_s, speech, audio, translates=translates)
 
         score, rerank = Score(handler, model, clock), Rerank(handler, model, clock)
+        endpoints: Mapping[str, ASGIApp] = {
+            "/v1/completions": Completions(handler, model, clock, keep_alive_s, prompt_embeds_bytes),
+            "/v1/chat/completions": ChatCompletions(handler, model, clock, keep_alive_s),
+            "/v1/messages": MessagesEndpoint(handler, model, clock, keep_alive_s),
+            "/v1/messages/count_tokens": CountTokens(handler, model),
+            "/v1/responses": ResponsesEndpoint(handler, model, clock, keep_alive_s, rng, store),
+            "/v1/responses/input_tokens": InputTokens(handler, model, clock, keep_alive_s, rng, store),
+            "/v1/audio/transcriptions": speech_endpoint(translates=False),
+            "/v1/audio/translations": speech_endpoint(translates=True),
+            "/v1/embeddings": Embeddings(handler, model, clock),
+            **dict.fromkeys(("/v1/score", "/score"), score),
+            **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), rerank),
+            "/classify": Classify(handler, model, clock),
+            "/tokenize": Tokenize(handler, model),
+            "/detokenize": Detokenize(handler, model),
+        }
         self._routes = Router(
             [
-                Route("/v1/completions", completions, methods=["POST"]),
-                Route("/v1/chat/completions", chats, methods=["POST"]),
-                Route("/v1/messages", MessagesEndpoint(handler, model, clock, keep_alive_s), methods=["POST"]),
-                Route("/v1/messages/count_tokens", CountTokens(handler, model), methods=["POST"]),
-                Route("/v1/responses", responses, methods=["POST"]),
-                Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
+                *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
                 *stored_routes(store),
-                Route("/v1/audio/transcriptions", speech_endpoint(translates=False), methods=["POST"]),
-                Route("/v1/audio/translations", speech_endpoint(translates=True), methods=["POST"]),
-                Route("/v1/embeddings", Embeddings(handler, model, clock), methods=["POST"]),
-                *(Route(path, score, methods=["POST"]) for path in ("/v1/score", "/score")),
-                *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
-                Route("/classify", Classify(handler, model, clock), methods=["POST"]),
-                Route("/tokenize", Tokenize(handler, model), methods=["POST"]),
-                Route("/detokenize", Detokenize(handler, model), methods=["POST"]),
                 *html_pages(),
                 *status_routes(model, clock.wall(), why_not_ready, figures),
                 *more_routes,

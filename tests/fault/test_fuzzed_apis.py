@@ -157,7 +157,8 @@ def error_of(path: str, exchange: Exchange) -> tuple[str, str]:
 
 
 def posted(run: Run, path: str, body: dict[str, Any]) -> Exchange:
-    return run(lambda cluster: post(cluster, path, json.dumps(body).encode(), {}))
+    exchange: Exchange = run(lambda cluster: post(cluster, path, json.dumps(body).encode(), {}))
+    return exchange
 
 
 def check_refusal(run: Run, path: str, body: dict[str, Any], spoilt: str) -> None:

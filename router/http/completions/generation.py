@@ -272,23 +272,18 @@ class GenerationBody(Strict):
 
         Raises InvalidRequest for several.
         """
+        objects: Mapping[str, ResponseFormat | StructuredOutputs | None] = {
+            "response_format": self.response_format,
+            "structured_outputs": self.structured_outputs,
+        }
         found: dict[str, Constrained] = {
-            "response_format": (
-                self.response_format.as_constraint() if self.response_format is not None else ("json_schema", None)
-            ),
-            "structured_outputs": (
-                self.structured_outputs.as_constraint()
-                if self.structured_outputs is not None
-                else ("json_schema", None)
-            ),
+            **{name: value.as_constraint() for name, value in objects.items() if value is not None},
             "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),
             "guided_choice": ("choice", self.guided_choice),
             "guided_grammar": ("grammar", self.guided_grammar),
         }
-        given: dict[str, Constrained] = {
-            name: (kind, value) for name, (kind, value) in found.items() if value not in (None, ())
-        }
+        given = {name: (kind, value) for name, (kind, value) in found.items() if value not in (None, ())}
         if len(given) > 1:
             raise InvalidRequest(
                 list(given)[1], f"does not go with {next(iter(given))}: one of them says what is wanted"

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from baton.background import gather_all
 from baton.errors import BatonError
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, PromptLogprobs, SequenceFinished, joined
 from baton.messages.sampling import TokenLogprobs
+from baton.messages.speculation import DraftCounts
 from baton.wire.codec.generation import path_to_metadata
 from router.flight.event_queue import LONG_TEXT
 from router.http.client import Client

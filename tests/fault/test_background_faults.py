@@ -22,7 +22,6 @@ from baton.config import RouterConfig
 from baton.errors import BackgroundFault
 from baton.registry.records import NodeRecord
 from baton.registry.registry import RedisLease, Registry
-from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from router.app import run_router
 from router.http.client import Client
 from router.http.server import _Server
@@ -32,6 +31,7 @@ from router.operations.steering import Steering
 from router.process import RouterAddresses, RouterProcess
 from router.timers import LoopTimers
 from router.waiting_room import WaitingRoom
+from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
 from tests.support.redis_server import RedisProcess
 from tests.support.router_parts import decode, record_of
 from tests.support.router_rig import router_rig

@@ -10,9 +10,8 @@ import pytest
 
 from baton.errors import InvalidRequest, UnsupportedRequest
 from baton.messages.capabilities import GENERATES, Capability
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import ModelCard
-from baton.messages.spans import PLACEHOLDER
+from baton.messages.spans import PLACEHOLDER, EncoderContent
 from baton.model_formats.images import ImageLimits
 from baton.text.image_prompts import ImagePrompts
 from router.admission.images import ImageRules, check_takes_images

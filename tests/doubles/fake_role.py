@@ -10,7 +10,7 @@ from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.role import Servicer
 from baton.observe.metrics import Figure
-from baton.testing.fake_connector import FakeConnector
+from tests.doubles.fake_connector import FakeConnector
 
 
 class FakeRole:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from baton.messages.cluster import ClusterStatus
-from baton.messages.embedding import EmbedRequest, EmbedResponse, EmbedResult
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -17,6 +15,8 @@ from baton.messages.generation import (
     Path,
     TakeChunk,
 )
+from baton.messages.operator import ClusterStatus
+from baton.messages.pooling import EmbedRequest, EmbedResponse, EmbedResult
 
 FINISHED = Finished("length", None, 3, 2, 0, 1.0, 2.0, 3.0, 4.0, 5.0, 6, Path("p", "d", 1, "least loaded pair"))
 

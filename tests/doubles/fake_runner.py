@@ -24,10 +24,9 @@ from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry,
 from baton.engine.sequences.beams import BeamSearch
 from baton.errors import AdapterRefused, InvalidRequest
 from baton.messages.capabilities import Capability
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.pooling import NO_POOLING_FILES, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 from baton.model_formats.adapters import AdapterInfo, open_adapter
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.pooling import embedding_of_number

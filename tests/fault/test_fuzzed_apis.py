@@ -84,7 +84,7 @@ FIELDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         **OF_PROMPTS,
         "max_tokens": ([1, 5, 10**400], [*(bad for bad in NO_NUMBERS if bad != 10**400), None, 0, -1, 1.5]),
         "temperature": ([0, 0.5, 1, None], [*NO_NUMBERS, -0.1, 1.1]),
-        "top_k": ([-1, 1], [*NO_NUMBERS, 0, -2, SPEC.vocab_size + 1, 1.5]),
+        "top_k": ([-1, 0, 1], [*NO_NUMBERS, -2, SPEC.vocab_size + 1, 1.5]),
         "stop_sequences": (["x", [], ["ab", "é"]], [1, [1], ["x"] * 17, [""], "x" * 257, "a\0", "\udc80"]),
         "metadata": ([{}, {"user_id": "me"}], [1, "x", {"user_id": 1}, {"a": "b"}]),
         "output_config": (

@@ -5,21 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from baton.background import gather_all
 from baton.errors import BatonError
-from baton.messages.generation import (
-    Accepted,
-    Chunk,
-    Finished,
-    GenerateEvent,
-    PromptLogprobs,
-    SequenceFinished,
-    joined,
-)
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, PromptLogprobs, SequenceFinished, joined
 from baton.messages.sampling import TokenLogprobs
 from baton.messages.speculation import DraftCounts
 from baton.wire.codec.generation import path_to_metadata
@@ -68,13 +60,28 @@ class StreamWriter(Protocol):
         ...
 
 
-async def stream(client: Client, events: Events, writer: StreamWriter, opening: bytes) -> None:
-    """Send events as they come. An error before anything was sent is raised; a later one becomes the last event.
+@asynccontextmanager
+async def ending_with_errors(client: Client, last_events: Callable[[BatonError], bytes]) -> AsyncGenerator[None, None]:
+    """A stream is sent meanwhile. An error before anything was sent is raised; a later one ends the stream with
+    `last_events`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not client.has_begun:
+            raise
+        if not isinstance(error, BatonError):
+            _log.exception("a stream failed")
+            error = BatonError("internal error; the log of the server has it")
+        await client.write(last_events(error), more=False)
 
-    `opening` is sent with the first tokens, so that a failure before them is answered with its own status.
+
+async def stream(client: Client, events: Events, writer: StreamWriter, opening: bytes) -> None:
+    """Send events as they come. `opening` is sent with the first tokens, so that a failure before them is answered with
+    its own status.
     """
     pending = opening
-    try:
+    async with ending_with_errors(client, lambda error: pending + writer.error(error)):
         async for event in events:
             if isinstance(event, Chunk):
                 pending += writer.chunk(event)
@@ -91,15 +98,6 @@ async def stream(client: Client, events: Events, writer: StreamWriter, opening: 
                 data, pending = pending, b""
                 await client.write(data)
         raise BatonError("the stream ended before its request did")
-    except BatonError as error:
-        if not client.has_begun:
-            raise
-        await client.write(pending + writer.error(error), more=False)
-    except Exception:
-        if not client.has_begun:
-            raise
-        _log.exception("a stream failed")
-        await client.write(writer.error(BatonError("internal error; the log of the server has it")), more=False)
 
 
 async def accepted_of(events: Events) -> Accepted:

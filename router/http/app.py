@@ -25,9 +25,9 @@ from router.http.bodies.fields import HEADER, collect_ignored
 from router.http.completions.endpoints import ChatCompletions, Completions
 from router.http.completions.tokens import Detokenize, Tokenize
 from router.http.endpoint import Handler, request_id_of
-from router.http.errors import Headers, HttpError, Kind, error_body, error_headers, error_object, kind_of, status_of
+from router.http.errors import HttpError, Kind, error_headers, form_of
 from router.http.json_body import CLOSE, ClientGone, check_headers, is_unread
-from router.http.messages.endpoint import CountTokens, MessagesEndpoint, id_headers
+from router.http.messages.endpoint import CountTokens, MessagesEndpoint
 from router.http.model import ServedModel
 from router.http.pages.html import html_pages
 from router.http.pages.status import status_routes
@@ -39,7 +39,6 @@ _log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
 """A stream on which nothing was sent for so long gets a comment, or a ping."""
-_MESSAGES = "/v1/messages"
 
 
 class HttpFront:
@@ -66,33 +65,32 @@ class HttpFront:
         """
         self._authenticator = authenticator or PageAuthenticator()
         self._rng = rng
-        completions = Completions(handler, model, clock, keep_alive_s, prompt_embeds_bytes)
-        chats = ChatCompletions(handler, model, clock, keep_alive_s)
-        responses = ResponsesEndpoint(handler, model, clock, keep_alive_s, rng, store)
-        input_tokens = InputTokens(handler, model, clock, keep_alive_s, rng, store)
         audio = AudioBodies(speech)
 
         def speech_endpoint(*, translates: bool) -> SpeechEndpoint:
             return SpeechEndpoint(handler, model, keep_alive_s, speech, audio, translates=translates)
 
         score, rerank = Score(handler, model, clock), Rerank(handler, model, clock)
+        endpoints: Mapping[str, ASGIApp] = {
+            "/v1/completions": Completions(handler, model, clock, keep_alive_s, prompt_embeds_bytes),
+            "/v1/chat/completions": ChatCompletions(handler, model, clock, keep_alive_s),
+            "/v1/messages": MessagesEndpoint(handler, model, clock, keep_alive_s),
+            "/v1/messages/count_tokens": CountTokens(handler, model),
+            "/v1/responses": ResponsesEndpoint(handler, model, clock, keep_alive_s, rng, store),
+            "/v1/responses/input_tokens": InputTokens(handler, model, clock, keep_alive_s, rng, store),
+            "/v1/audio/transcriptions": speech_endpoint(translates=False),
+            "/v1/audio/translations": speech_endpoint(translates=True),
+            "/v1/embeddings": Embeddings(handler, model, clock),
+            **dict.fromkeys(("/v1/score", "/score"), score),
+            **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), rerank),
+            "/classify": Classify(handler, model, clock),
+            "/tokenize": Tokenize(handler, model),
+            "/detokenize": Detokenize(handler, model),
+        }
         self._routes = Router(
             [
-                Route("/v1/completions", completions, methods=["POST"]),
-                Route("/v1/chat/completions", chats, methods=["POST"]),
-                Route(_MESSAGES, MessagesEndpoint(handler, model, clock, keep_alive_s), methods=["POST"]),
-                Route(f"{_MESSAGES}/count_tokens", CountTokens(handler, model), methods=["POST"]),
-                Route("/v1/responses", responses, methods=["POST"]),
-                Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
+                *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
                 *stored_routes(store),
-                Route("/v1/audio/transcriptions", speech_endpoint(translates=False), methods=["POST"]),
-                Route("/v1/audio/translations", speech_endpoint(translates=True), methods=["POST"]),
-                Route("/v1/embeddings", Embeddings(handler, model), methods=["POST"]),
-                *(Route(path, score, methods=["POST"]) for path in ("/v1/score", "/score")),
-                *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
-                Route("/classify", Classify(handler, model, clock), methods=["POST"]),
-                Route("/tokenize", Tokenize(handler, model), methods=["POST"]),
-                Route("/detokenize", Detokenize(handler, model), methods=["POST"]),
                 *html_pages(),
                 *status_routes(model, clock.wall(), why_not_ready, figures),
                 *more_routes,
@@ -139,24 +137,18 @@ class HttpFront:
         return HttpError(kind, message, [(b"allow", ", ".join(methods).encode())])
 
     async def _refuse(self, scope: Scope, send: Send, error: BatonError, request_id: str) -> None:
-        status, body, named = _refusal(scope["path"], error, request_id or new_request_id(self._rng))
+        form, request_id = form_of(scope["path"]), request_id or new_request_id(self._rng)
+        body = form.body(error, request_id)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
-            *named,
+            *form.id_headers(request_id),
             *error_headers(error),
         ]
         if is_unread(scope) and CLOSE not in headers:
             headers.append(CLOSE)
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.start", "status": form.status(error), "headers": headers})
         await send({"type": "http.response.body", "body": body})
-
-
-def _refusal(path: str, error: BatonError, request_id: str) -> tuple[int, bytes, Headers]:
-    """The status and the body of a refusal, and headers that name the request, in the format of the path's API."""
-    if path == _MESSAGES or path.startswith(f"{_MESSAGES}/"):
-        return status_of(error), error_object(error, request_id), id_headers(request_id)
-    return kind_of(error).status, error_body(error), [(b"x-request-id", request_id.encode())]
 
 
 def _naming(ignored: Collection[str], send: Send) -> Send:

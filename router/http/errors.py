@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from baton.errors import (
     VersionGone,
 )
 
-_DEFAULT_RETRY_AFTER_S = 1.0
+_RETRY_AFTER_S = 1.0
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -61,6 +61,24 @@ _BY_TYPE: dict[type[BatonError], Kind] = {
     ContinuedElsewhere: Kind(503, "server_error", "continued_elsewhere"),
     VersionGone: Kind(503, "server_error", "version_gone"),
 }
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    499: "api_error",
+    500: "api_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""Anthropic's types of errors, by its statuses; all other errors are invalid_request_error."""
+_OVERLOADED = 529
+"""Anthropic's status for an overloaded service; the same error is 503 in OpenAI's API."""
 
 
 class HttpError(BatonError):
@@ -129,32 +147,7 @@ def error_headers(error: BatonError) -> Headers:
 
 
 def _retry_after_s(error: BatonError) -> float:
-    return error.retry_after_s if isinstance(error, Overloaded) else _DEFAULT_RETRY_AFTER_S
-
-
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    409: "conflict_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    499: "api_error",
-    500: "api_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
-_OVERLOADED = 529
-"""Anthropic's status for an overloaded service; the same error is 503 in OpenAI's API."""
-
-
-def status_of(error: BatonError) -> int:
-    """The HTTP status of an error."""
-    kind = kind_of(error)
-    if kind.type == "overloaded_error":
-        return _OVERLOADED
-    return kind.status if kind.status < 500 or kind.status in _TYPES else 500
+    return error.retry_after_s if isinstance(error, Overloaded) else _RETRY_AFTER_S
 
 
 def error_object(error: BatonError, request_id: str) -> bytes:
@@ -170,9 +163,41 @@ def error_object(error: BatonError, request_id: str) -> bytes:
                 "decrease input length or `max_tokens` and try again"
             )
         message = f"{words} ({message})"
-    found: dict[str, Any] = {"type": _TYPES.get(status_of(error), "invalid_request_error"), "message": message}
+    kind = _ANTHROPIC_TYPES.get(_anthropic_status(error), "invalid_request_error")
+    found: dict[str, Any] = {"type": kind, "message": message}
     if isinstance(error, InvalidRequest) and error.field == "thread":
         # With this Anthropic's client, whose tool_runner tries threads first, goes on without them.
         found["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     # ASCII, since a message may quote text that is not valid Unicode.
     return json.dumps({"type": "error", "error": found, "request_id": request_id}).encode()
+
+
+def _anthropic_status(error: BatonError) -> int:
+    kind = kind_of(error)
+    if kind.type == "overloaded_error":
+        return _OVERLOADED
+    return kind.status if kind.status < 500 or kind.status in _ANTHROPIC_TYPES else 500
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """How one API tells its clients of an error, and of which request."""
+
+    status: Callable[[BatonError], int]
+    body: Callable[[BatonError, str], bytes]
+    """Makes the error object as JSON, of the error and the request's id."""
+    id_names: tuple[bytes, ...]
+    """The headers that have the request's id."""
+
+    def id_headers(self, request_id: str) -> Headers:
+        """The headers of an answer that name its request."""
+        return [(name, request_id.encode()) for name in self.id_names]
+
+
+OPENAI = ErrorForm(lambda error: kind_of(error).status, lambda error, _: error_body(error), (b"x-request-id",))
+ANTHROPIC = ErrorForm(_anthropic_status, error_object, (b"request-id", b"x-request-id"))
+
+
+def form_of(path: str) -> ErrorForm:
+    """The form of errors below a path."""
+    return ANTHROPIC if f"{path}/".startswith("/v1/messages/") else OPENAI

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import httpx2
@@ -82,23 +81,23 @@ class ImageFetcher:
         # Loading the system's authorities takes 35 ms.
         self._tls = ssl.create_default_context()
 
-    async def put_images_in(self, found: Mapping[str, Any], large: LargeBody) -> None:
-        """Replace the URLs in a body's messages by the images; others than those on the list are left there.
+    async def with_images(self, found: dict[str, Any], large: LargeBody) -> dict[str, Any]:
+        """A body with images in place of the URLs in its messages; others than those on the list are left there.
 
         `large`: the body's place among the large ones, which it takes by the bytes of its images, too, so that URLs
         from which nothing comes keep nobody else from sending images. Raises InvalidRequest, and QueueFull if too many
         requests fetch images, or if this one waited too long while others needed its place.
         """
-        places = [(url, put) for part in message_parts(found) if (place := _place_of(part)) for url, put in [place]]
-        wanted = {text: url for text, _ in places if (url := self._allowed(text)) is not None}
+        texts = [text for part in message_parts(found) if (text := _url_of(part)) is not None]
+        wanted = {text: url for text in texts if (url := self._allowed(text)) is not None}
         if not wanted:
-            return
-        if len(places) > self._most_images:
-            raise InvalidRequest("images", f"are {len(places)}; at most {self._most_images} are taken")
+            return found
+        if len(texts) > self._most_images:
+            raise InvalidRequest("images", f"are {len(texts)}; at most {self._most_images} are taken")
         with self._fetches.place() as fetch:
             fetch.take()
             fetched = dict(zip(wanted, await self._fetch_all(list(wanted.values()), [fetch, large]), strict=True))
-        await asyncio.to_thread(_put_all, [(put, fetched[text]) for text, put in places if text in fetched])
+        return await asyncio.to_thread(_with_images, found, fetched)
 
     async def _fetch_all(self, urls: Sequence[httpx2.URL], places: Sequence[LargeBody]) -> Sequence[_Image]:
         budget, turns = _Budget(self._most_bytes, places), asyncio.Semaphore(_MOST_AT_ONCE)
@@ -166,27 +165,36 @@ def _with_slash(prefix: httpx2.URL) -> httpx2.URL:
     return prefix if prefix.path.endswith("/") else prefix.copy_with(path=f"{prefix.path}/")
 
 
-def _place_of(part: dict[str, Any]) -> tuple[str, Callable[[_Image], None]] | None:
-    """The URL that a part has, if any, and what puts an image in its place. The part may be anything."""
+def _url_of(part: dict[str, Any]) -> str | None:
+    """The URL that a part has, if any. The part may be anything."""
     match part:
-        case {"type": "image_url", "image_url": {"url": str() as url} as holder}:
-            return url, partial(_put_url, holder, "url")
+        case {"type": "image_url", "image_url": {"url": str() as url}}:
+            return url
         case {"type": "image_url" | "input_image", "image_url": str() as url}:
-            return url, partial(_put_url, part, "image_url")
-        case {"type": "image", "source": {"type": "url", "url": str() as url} as source} if len(source) == 2:
-            return url, partial(_put_source, source)
+            return url
+        case {"type": "image", "source": {"type": "url", "url": str() as url, **more}} if not more:
+            return url
     return None
 
 
-def _put_all(images: Sequence[tuple[Callable[[_Image], None], _Image]]) -> None:
-    for put, image in images:
-        put(image)
+def _with_images(found: dict[str, Any], images: Mapping[str, _Image]) -> dict[str, Any]:
+    """The body with these images in place of their URLs. It may be anything."""
+
+    def message_with(message: Any) -> Any:
+        if not (isinstance(message, dict) and isinstance(content := message.get("content"), list)):
+            return message
+        return {**message, "content": [_with_image(part, images) for part in content]}
+
+    lists = {name: value for name in ("messages", "input") if isinstance(value := found.get(name), list)}
+    return {**found, **{name: list(map(message_with, messages)) for name, messages in lists.items()}}
 
 
-def _put_url(holder: dict[str, Any], name: str, image: _Image) -> None:
-    holder[name] = f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
-
-
-def _put_source(source: dict[str, Any], image: _Image) -> None:
-    source.clear()
-    source.update(type="base64", media_type=image.media_type, data=base64.b64encode(image.data).decode())
+def _with_image(part: Any, images: Mapping[str, _Image]) -> Any:
+    image = images.get(_url_of(part) or "") if isinstance(part, dict) else None
+    if image is None:
+        return part
+    media_type, data = image.media_type, base64.b64encode(image.data).decode()
+    if part["type"] == "image":
+        return {**part, "source": {"type": "base64", "media_type": media_type, "data": data}}
+    holder, as_url = part["image_url"], f"data:{media_type};base64,{data}"
+    return {**part, "image_url": as_url if isinstance(holder, str) else {**holder, "url": as_url}}

@@ -84,7 +84,7 @@ FIELDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         **OF_PROMPTS,
         "max_tokens": ([1, 5, 10**400], [*(bad for bad in NO_NUMBERS if bad != 10**400), None, 0, -1, 1.5]),
         "temperature": ([0, 0.5, 1, None], [*NO_NUMBERS, -0.1, 1.1]),
-        "top_k": ([-1, 1], [*NO_NUMBERS, 0, -2, SPEC.vocab_size + 1, 1.5]),
+        "top_k": ([-1, 0, 1], [*NO_NUMBERS, -2, SPEC.vocab_size + 1, 1.5]),
         "stop_sequences": (["x", [], ["ab", "é"]], [1, [1], ["x"] * 17, [""], "x" * 257, "a\0", "\udc80"]),
         "metadata": ([{}, {"user_id": "me"}], [1, "x", {"user_id": 1}, {"a": "b"}]),
         "output_config": (
@@ -120,12 +120,12 @@ FIELDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "store": ([True, False], [1, "true"]),
         "previous_response_id": ([None], [*NO_TEXTS, "resp_x", "\ud800", "x" * 100_000]),
         "text": (
-            [{}, {"format": {"type": "text"}}],
-            [1, {"format": {}}, {"format": {"type": "json_schema"}}, {"verbosity": "low"}],
+            [{}, {"format": {"type": "text"}}, {"verbosity": "low"}],
+            [1, {"format": {}}, {"format": {"type": "json_schema"}}],
         ),
         "truncation": (["disabled"], ["auto", 1]),
         "background": ([False], [True, 1]),
-        "reasoning": ([None, {}, {"effort": "low"}], [{"effort": "max"}, {"summary": "detailed"}, 1]),
+        "reasoning": ([None, {}, {"effort": "low"}, {"summary": "detailed"}], [{"effort": "max"}, 1]),
         "tool_choice": (["none", "auto", None], ["required", {"type": "function", "name": "f"}, {"type": "x"}, 1, {}]),
         "parallel_tool_calls": ([True, False], [1, "x", {}]),
         "user": (["\udfff"], NO_TEXTS),
@@ -156,27 +156,44 @@ def error_of(path: str, exchange: Exchange) -> tuple[str, str]:
     return message.partition(":")[0], message
 
 
+def posted(run: Run, path: str, body: dict[str, Any]) -> Exchange:
+    exchange: Exchange = run(lambda cluster: post(cluster, path, json.dumps(body).encode(), {}))
+    return exchange
+
+
+def check_refusal(run: Run, path: str, body: dict[str, Any], spoilt: str) -> None:
+    """The body is refused by the name of the one field that is wrong in it."""
+    exchange = posted(run, path, body)
+    is_unknown = spoilt in ("model", "previous_response_id") and isinstance(body[spoilt], str)
+    assert exchange.status == (404 if is_unknown else 400), (spoilt, body[spoilt], exchange.body)
+    named, message = error_of(path, exchange)
+    assert len(message) < 20_000
+    assert named.partition(".")[0].partition("[")[0] == spoilt, (spoilt, message)
+
+
+@pytest.mark.parametrize("path", sorted(FIELDS))
+def test_each_wrong_value_is_refused_by_the_name_of_its_field(run: Run, path: str) -> None:
+    for name, (_, wrong) in FIELDS[path].items():
+        for value in wrong:
+            check_refusal(run, path, {**NEEDED[path], name: value}, name)
+
+
 @fuzzed
 @given(data=st.data())
 def test_good_bodies_are_served_and_one_wrong_field_is_named(run: Run, data: st.DataObject) -> None:
     path = data.draw(PATHS)
     body = data.draw(valid_bodies(path))
     spoilt = data.draw(st.sampled_from([None, *sorted(FIELDS[path])]))
+    event(f"{path} {'refused' if spoilt else 'served'}")
     if spoilt is not None:
         body[spoilt] = data.draw(st.sampled_from(FIELDS[path][spoilt][1]))
-    exchange = run(lambda cluster: post(cluster, path, json.dumps(body).encode(), {}))
-    event(f"{path} {exchange.status}")
-    if spoilt is None:
-        assert exchange.status == 200, exchange.body
-        if body.get("stream"):
-            last = {"message_stop", "response.completed", "response.incomplete"}
-            assert exchange.events[-1].name in last, exchange.body
+        check_refusal(run, path, body, spoilt)
         return
-    named, message = error_of(path, exchange)
-    is_unknown = spoilt in ("model", "previous_response_id") and isinstance(body[spoilt], str)
-    assert exchange.status == (404 if is_unknown else 400), exchange.body
-    assert len(message) < 20_000
-    assert named.partition(".")[0].partition("[")[0] == spoilt, (spoilt, message)
+    exchange = posted(run, path, body)
+    assert exchange.status == 200, exchange.body
+    if body.get("stream"):
+        last = {"message_stop", "response.completed", "response.incomplete"}
+        assert exchange.events[-1].name in last, exchange.body
 
 
 @st.composite

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
-from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, QueueFull
+from baton.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from baton.messages.capabilities import Capability
 from baton.model_formats.audio import AudioLimits, Recording, UnusableAudio, decode_audio, divided
 from baton.model_formats.limits import AUDIO_RATE
 from baton.text.prompts import SpeechPrompts
 from router.admission.capable import check_can
 from router.admission.validation import check_model
-from router.http.answers import path_headers
+from router.http.answers import ending_with_errors, path_headers
 from router.http.audio.formats import SEGMENTS, Segment, Transcript, event, token_usage, words_of, written
 from router.http.audio.forms import MORE_BYTES, SpeechBody, boundary_of, check_origin, read_form
 from router.http.audio.transcription import PartEnd, SpeechCall, Transcription
 from router.http.bodies.fields import read_as
 from router.http.client import Client
-from router.http.endpoint import Handler, in_thread_if_large, timeout_of, with_client_names
+from router.http.endpoint import BodyEndpoint, Handler, HttpCall
 from router.http.errors import Headers, error_event
-from router.http.json_body import LargeBodies, LargeBody, read_body
+from router.http.json_body import LargeBodies
 from router.http.model import ServedModel
-
-_log = logging.getLogger(__name__)
 
 _MOST_HELD = 8
 """Recordings of the greatest length whose samples a router holds at once, or more that are shorter."""
@@ -96,9 +95,11 @@ class AudioBodies:
             self._num_samples -= num_samples
 
 
-class SpeechEndpoint:
-    """POST /v1/audio/transcriptions and /v1/audio/translations: an ASGI application, whose exceptions the front turns
-    into answers."""
+class SpeechEndpoint(BodyEndpoint):
+    """POST /v1/audio/transcriptions and /v1/audio/translations"""
+
+    body = SpeechBody
+    takes_json = False
 
     def __init__(
         self,
@@ -111,49 +112,42 @@ class SpeechEndpoint:
         translates: bool,
     ) -> None:
         """`rules`: None: no audio is taken. `bodies`: of all these endpoints. `translates`: the text is English."""
-        self._handler = handler
-        self._model = model
-        self._keep_alive_s = keep_alive_s
+        super().__init__(handler, model, keep_alive_s)
         self._rules = rules
         self._bodies = bodies
         self._translates = translates
+        self._large_bodies = bodies.large
+        if rules is not None:
+            self.max_body_bytes = rules.limits.most_bytes + MORE_BYTES
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._bodies.large.place() as place:
-            await self._answer(scope, receive, send, place)
+    def _parser_for(self, scope: Scope) -> Callable[[bytes], dict[str, Any]]:
+        check_origin(scope, self._rules_of_model().origins)
+        return partial(read_form, boundary_of(dict(scope["headers"]).get(b"content-type", b"")))
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, place: LargeBody) -> None:
-        rules = self._rules_of_model()
-        check_origin(scope, rules.origins)
-        headers, request_id = dict(scope["headers"]), scope["state"]["request_id"]
-        timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
-        boundary = boundary_of(headers.get(b"content-type", b""))
-        content = await read_body(scope, receive, rules.limits.most_bytes + MORE_BYTES, place, is_json=False)
-        found = await in_thread_if_large(self._handler, content, read_form, boundary, content)
-        del content
-        body = read_as(SpeechBody, found)
-        call = self._call_of(body, rules, request_id, headers.get(b"traceparent", b"").decode("latin-1"), timeout_s)
-        async with Client(receive, send, self._keep_alive_s) as client:
-            file, response_format, is_stream = body.file, body.response_format, body.stream
-            granularities = body.timestamp_granularities or SEGMENTS
-            del body, found
-            recording = await self._decoded(file, rules, call.due)
-            del file
-            place.release()
-            with self._bodies.holding(len(recording.samples)), with_client_names({"audio": ("file",)}, {}):
-                card = self._model.card
-                transcription = Transcription(call, recording, rules.prompts, self._handler, card)
-                await transcription.find_language()
-                id_header = (b"x-request-id", request_id.encode())
-                if is_stream:
-                    client.will_stream([id_header])
-                    await _stream(client, transcription)
-                    return
-                segments, answer_headers = await _segments_of(transcription, self._model)
-                task = "translate" if self._translates else "transcribe"
-                transcript = Transcript(task, transcription.language, call.temperature, segments, granularities)
-                kind, answer = written(transcript, response_format)
-                await client.answer(200, [(b"content-type", kind), id_header, *answer_headers], answer)
+    async def _answer(self, client: Client, call: HttpCall) -> None:
+        rules, card = self._rules_of_model(), call.card
+        body = read_as(SpeechBody, call.found)
+        wanted = self._call_of(body, rules, call)
+        file, response_format, is_stream = body.file, body.response_format, body.stream
+        granularities = body.timestamp_granularities or SEGMENTS
+        del body
+        call.found = {}
+        recording = await self._decoded(file, rules, wanted.due)
+        del file
+        call.release()
+        with self._bodies.holding(len(recording.samples)):
+            transcription = Transcription(wanted, recording, rules.prompts, self._handler, card)
+            await transcription.find_language()
+            id_headers = self.error_form.id_headers(call.request_id)
+            if is_stream:
+                client.will_stream(id_headers)
+                await _stream(client, transcription)
+                return
+            segments, answer_headers = await _segments_of(transcription, self._model)
+            task = "translate" if self._translates else "transcribe"
+            transcript = Transcript(task, transcription.language, wanted.temperature, segments, granularities)
+            kind, answer = written(transcript, response_format)
+            await client.answer(200, [(b"content-type", kind), *id_headers, *answer_headers], answer)
 
     def _rules_of_model(self) -> SpeechRules:
         """The rules of a model for speech. Raises UnsupportedRequest for another, before anything is read."""
@@ -161,10 +155,9 @@ class SpeechEndpoint:
         assert self._rules is not None
         return self._rules
 
-    def _call_of(
-        self, body: SpeechBody, rules: SpeechRules, request_id: str, traceparent: str, timeout_s: float | None
-    ) -> SpeechCall:
-        check_model(body.model or "", self._model.card)
+    def _call_of(self, body: SpeechBody, rules: SpeechRules, call: HttpCall) -> SpeechCall:
+        timeout_s = call.timeout_s
+        check_model(body.model or "", call.card)
         if body.stream and body.response_format not in ("json", "text"):
             raise InvalidRequest("stream", f"does not go with response_format {body.response_format}")
         prompts, language = rules.prompts, (body.language or "").lower()
@@ -179,7 +172,7 @@ class SpeechEndpoint:
         if body.prompt and body.prompt.strip():
             before = self._model.encode(" " + body.prompt.strip(), special=False)
         return SpeechCall(
-            request_id=request_id,
+            request_id=call.request_id,
             model=body.model or "",
             language=language,
             translates=self._translates,
@@ -188,7 +181,7 @@ class SpeechEndpoint:
             with_times="word" in body.timestamp_granularities,
             is_stream=body.stream,
             before=before,
-            traceparent=traceparent,
+            traceparent=call.traceparent,
             due=None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s,
         )
 
@@ -245,30 +238,20 @@ async def _segments_of(transcription: Transcription, model: ServedModel) -> tupl
 
 
 async def _stream(client: Client, transcription: Transcription) -> None:
-    """Send the text as it comes. An error before anything was sent is raised; a later one becomes the last event."""
+    """Send the text as it comes."""
     text = ""
     num_prompt = num_written = 0
-    try:
-        async with aclosing(transcription.events()) as events:
-            async for found in events:
-                if isinstance(found, PartEnd):
-                    if found.finished is not None:
-                        num_prompt += found.finished.prompt_tokens
-                        num_written += found.finished.completion_tokens
-                    continue
-                # The text of an answer begins without a space.
-                delta = found.text if text else found.text.lstrip()
-                text += delta
-                if delta:
-                    await client.write(event({"type": "transcript.text.delta", "delta": delta}))
+    async with ending_with_errors(client, error_event), aclosing(transcription.events()) as events:
+        async for found in events:
+            if isinstance(found, PartEnd):
+                if found.finished is not None:
+                    num_prompt += found.finished.prompt_tokens
+                    num_written += found.finished.completion_tokens
+                continue
+            # The text of an answer begins without a space.
+            delta = found.text if text else found.text.lstrip()
+            text += delta
+            if delta:
+                await client.write(event({"type": "transcript.text.delta", "delta": delta}))
         done = {"type": "transcript.text.done", "text": text.rstrip(), "usage": token_usage(num_prompt, num_written)}
         await client.write(event(done), more=False)
-    except BatonError as error:
-        if not client.has_begun:
-            raise
-        await client.write(error_event(error), more=False)
-    except Exception:
-        if not client.has_begun:
-            raise
-        _log.exception("a stream failed")
-        await client.write(error_event(BatonError("internal error; the log of the server has it")), more=False)

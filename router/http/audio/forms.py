@@ -52,6 +52,8 @@ def _granularities(value: Any) -> frozenset[Granularity]:
 class SpeechBody(Strict):
     """The fields of OpenAI's API for speech to text."""
 
+    core_names = {"audio": ("file",)}  # noqa: RUF012
+
     file: Annotated[bytes, PlainValidator(_audio_file), WithJsonSchema({"type": "string", "format": "binary"})]
     model: str | None = None
     language: str | None = None

@@ -6,7 +6,7 @@ The first wrong field is refused by its name. Fields without effect are named in
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -86,6 +86,12 @@ class Strict(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    core_names: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """For fields that the core knows by other names than this body: the body's names, for refusals.
+
+    A refusal names the first one of them that the client sent, or else the last one. If the body has no field with the
+    core's name, but a client may have sent one, that name is in the list, too, and comes first. Headers are among them.
+    """
     _names: ClassVar[frozenset[str]] = frozenset()
     """The names of all fields, as clients write them."""
     _ignored: ClassVar[frozenset[str]] = frozenset()
@@ -97,6 +103,12 @@ class Strict(BaseModel):
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         cls._names = frozenset(fields)
         cls._ignored = frozenset(name for name, field in fields.items() if Treatment.IGNORED in field.metadata)
+
+    @classmethod
+    def own_name(cls, field: str, sent: Collection[str]) -> str:
+        """The name that a field of the core has in a body of which these fields were sent."""
+        names = cls.core_names.get(field, (field,))
+        return next((name for name in names if name in sent), names[-1])
 
     @model_validator(mode="before")
     @classmethod
@@ -206,26 +218,24 @@ def _allowed_token_ids(value: Any) -> Sequence[int]:
     return _token_ids(value)
 
 
-def _bad_words(value: Any) -> Sequence[str]:
-    if value is None:
-        return ()
-    if isinstance(value, list) and len(value) > MAX_BAD_WORDS:
-        raise ValueError(f"has {len(value)} texts; at most {MAX_BAD_WORDS} are taken")
+def texts(value: Any, most: int, what: str = "texts", must: str = "must be a list of strings") -> Sequence[str]:
+    """A list of at most so many texts; raises ValueError."""
+    if isinstance(value, list) and len(value) > most:
+        raise ValueError(f"has {len(value)} {what}; at most {most} are taken")
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError("must be a list of strings")
+        raise ValueError(must)
     return tuple(value)
+
+
+def _bad_words(value: Any) -> Sequence[str]:
+    return () if value is None else texts(value, MAX_BAD_WORDS)
 
 
 def _stop(value: Any) -> Sequence[str]:
     if value is None:
         return ()
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, list) and len(value) > MAX_STOP_STRINGS:
-        raise ValueError(f"has {len(value)} strings; at most {MAX_STOP_STRINGS} are taken")
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError("must be a string or a list of strings")
-    return tuple(value)
+    must = "must be a string or a list of strings"
+    return (value,) if isinstance(value, str) else texts(value, MAX_STOP_STRINGS, "strings", must)
 
 
 def _logit_bias(value: Any) -> Mapping[int, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import AfterValidator, PlainValidator
@@ -130,27 +131,23 @@ _CHOICES: Mapping[str, type[NamedTool | AllowedTools]] = {"function": NamedTool,
 _WORDS = ("none", "auto", "required")
 
 
-def read_choice(value: Any, kind: type[Strict] | None, objects: str) -> Any:
-    """The choice among tools: a word, None, or an object that is read as this kind; raises ValueError.
-
-    `objects`: what objects there may be, for the refusal of a value that is none of them (`kind` None).
-    """
+def read_choice(value: Any, kinds: Mapping[str, type[Strict]]) -> Any:
+    """The choice among tools: a word, None, or an object of one of these types; raises ValueError."""
     if value is None or value in _WORDS:
         return value
-    if kind is None:
-        raise ValueError(f"must be {', '.join(_WORDS)}{objects}")
-    return read_part(kind, value)
-
-
-def _choice(value: Any) -> Any:
     name = value.get("type") if isinstance(value, dict) else None
-    kind = _CHOICES.get(name) if isinstance(name, str) else None
-    return read_choice(value, kind, ", or an object of the type function or allowed_tools")
+    if not isinstance(name, str) or name not in kinds:
+        raise ValueError(f"must be {', '.join(_WORDS)}, or an object of the type {' or '.join(kinds)}")
+    return read_part(kinds[name], value)
 
 
+_choice = partial(read_choice, kinds=_CHOICES)
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
-    PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | AllowedTools),
+    PlainValidator(
+        _choice,
+        json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | AllowedTools,
+    ),
 ]
 Tools = Annotated[Annotated[list[ToolBody], Bounded(MAX_TOOLS)] | None, Distinct]
 Calls = Annotated[list[CallBody], Bounded(MAX_TOOLS)] | None

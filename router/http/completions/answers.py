@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from baton.messages.generation import (
-    Chunk,
-)
+from baton.messages.generation import Chunk
 from baton.messages.sampling import TokenLogprobs
 from router.http.answers import Collected, in_runs, in_turns, runs_of
 from router.http.completions.events import AnswerOptions, Label, final_usage

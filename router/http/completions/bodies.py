@@ -136,6 +136,14 @@ class ChatPrompt(Strict):
 class ChatBody(ChatPrompt, GenerationBody):
     """POST /v1/chat/completions"""
 
+    core_names = {  # noqa: RUF012
+        **GenerationBody.core_names,
+        "prompt": ("messages",),
+        "images": ("messages",),
+        "logprobs": ("top_logprobs", "logprobs"),
+        "max_tokens": ("max_completion_tokens", "max_tokens"),
+    }
+
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

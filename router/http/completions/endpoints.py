@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest
@@ -19,21 +18,15 @@ from router.admission.validation import (
     check_token_ids,
     longest_answer,
 )
-from router.http.answers import (
-    Collected,
-    StreamWriter,
-)
+from router.http.answers import Collected, StreamWriter
 from router.http.completions.answers import EchoedPrompt, whole_answer
 from router.http.completions.bodies import ChatBody, CompletionBody, plan_chat
 from router.http.completions.events import AnswerOptions, EventWriter, Label, ParsedEventWriter
 from router.http.completions.generation import GenerationBody, read_generation
 from router.http.completions.logprobs import CHAT, COMPLETION, AnswerFormat, TokenTexts
-from router.http.endpoint import Endpoint, EndpointRequest, Handler, check_request_id
-from router.http.json_body import (
-    MAX_BODY_BYTES,
-    base64_bytes,
-    quote,
-)
+from router.http.endpoint import Handler, HttpCall
+from router.http.generating import EndpointRequest, GeneratingEndpoint
+from router.http.json_body import MAX_BODY_BYTES, base64_bytes, quote
 from router.http.model import ServedModel
 from router.http.parsed_text import TextParsing, as_token_id
 from router.pooling import part_ids
@@ -62,7 +55,7 @@ class OptionsRequest(EndpointRequest):
         ]
 
 
-class _OpenAiEndpoint(Endpoint[OptionsRequest]):
+class _OpenAiEndpoint(GeneratingEndpoint[OptionsRequest]):
     """The common part of completions and chats."""
 
     answer_format: AnswerFormat
@@ -125,13 +118,7 @@ class Completions(_OpenAiEndpoint):
     """POST /v1/completions"""
 
     answer_format = COMPLETION
-    renders_chats = False
-    names = {  # noqa: RUF012
-        "request_id": ("request_id", "x-request-id"),
-        "next_token_index": ("last-event-id",),
-        "beam_width": ("beam_width", "use_beam_search"),
-        "prompt_logprobs": ("prompt_logprobs", "logprobs"),
-    }
+    body = CompletionBody
 
     def __init__(
         self, handler: Handler, model: ServedModel, clock: Clock, keep_alive_s: float, prompt_embeds_bytes: int = 0
@@ -141,11 +128,13 @@ class Completions(_OpenAiEndpoint):
         self._prompt_embeds_bytes = prompt_embeds_bytes
         self.max_body_bytes = MAX_BODY_BYTES + base64_bytes(prompt_embeds_bytes)
 
-    def _parse(
-        self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
-    ) -> OptionsRequest:
-        body = read_generation(CompletionBody, found)
-        check_request_id(body.request_id, request_id)
+    async def _parsed(self, call: HttpCall, timeout_s: float | None) -> OptionsRequest:
+        return await call.in_thread(self._parse, call, timeout_s)
+
+    def _parse(self, call: HttpCall, timeout_s: float | None) -> OptionsRequest:
+        request_id, card = call.request_id, call.card
+        body = read_generation(CompletionBody, call.found)
+        call.check_request_id(body.request_id)
         body.check_suffix()
         body.check_echo()
         if body.prompt_embeds is not None:
@@ -153,9 +142,6 @@ class Completions(_OpenAiEndpoint):
             _check_call_size(body, 1)
             request = body.request(body.prompts[0] if body.prompts else "", request_id, body.logprobs)
             request = replace(request, prompt=request.prompt or None, prompt_embeds=(embeds,))
-            # What the client sent is kept for its names, and this text is larger than the rows.
-            if isinstance(found, dict):
-                found["prompt_embeds"] = ""
             return _with_options(body, request_id, [request], timeout_s, logprobs=body.logprobs is not None)
         if not body.prompts:
             raise InvalidRequest("prompt", "is required")
@@ -191,29 +177,24 @@ class ChatCompletions(_OpenAiEndpoint):
 
     answer_format = CHAT
     takes_images = True
-    names = {  # noqa: RUF012
-        **Completions.names,
-        "prompt": ("messages",),
-        "images": ("messages",),
-        "logprobs": ("top_logprobs", "logprobs"),
-        "max_tokens": ("max_completion_tokens", "max_tokens"),
-    }
+    body = ChatBody
 
-    def _parse(
-        self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
-    ) -> OptionsRequest:
-        body = read_generation(ChatBody, found)
-        check_request_id(body.request_id, request_id)
-        check_model(body.model or "", card)
+    def _parse(self, call: HttpCall, timeout_s: float | None) -> OptionsRequest:
+        card = call.card
+        body = read_generation(ChatBody, call.found)
+        call.check_request_id(body.request_id)
+        if call.last_event_id is None:
+            # A stream that goes on keeps its adapter, whose name may be unloaded by now.
+            check_model(body.model or "", card)
         body.check_prompt_logprobs()
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         plan = plan_chat(body, self._model, card)
         prompt = truncated(plan.prompt, body.truncate_prompt_tokens, _longest(card, max_tokens))
         if max_tokens is None:
             max_tokens = longest_answer(card, len(prompt), body.num_generated, body.num_logprobs)
-        request = body.request(prompt, request_id, body.num_logprobs)
+        request = body.request(prompt, call.request_id, body.num_logprobs)
         request = plan.applied(replace(request, max_tokens=max_tokens, images=body.images))
-        parsed = _with_options(body, request_id, [request], timeout_s, logprobs=bool(body.logprobs))
+        parsed = _with_options(body, call.request_id, [request], timeout_s, logprobs=bool(body.logprobs))
         return replace(parsed, parsing=plan.parsing)
 
 

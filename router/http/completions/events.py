@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, Finished, KnownText
 from router.http.completions.logprobs import CHAT, AnswerFormat, TokenTexts
-from router.http.endpoint import event_id
 from router.http.errors import error_event
+from router.http.generating import event_id
 from router.http.json_body import quote
 from router.http.parsed_text import Delta, ParsedSequence
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -166,6 +165,13 @@ class RepetitionBody(Strict):
 class GenerationBody(Strict):
     """The fields that completions and chats have in common."""
 
+    core_names = {  # noqa: RUF012
+        "request_id": ("request_id", "x-request-id"),
+        "next_token_index": ("last-event-id",),
+        "beam_width": ("beam_width", "use_beam_search"),
+        "prompt_logprobs": ("prompt_logprobs", "logprobs"),
+    }
+
     model: str | None = None
     n: int | None = None
     stream: bool | None = None
@@ -266,23 +272,18 @@ class GenerationBody(Strict):
 
         Raises InvalidRequest for several.
         """
+        objects: Mapping[str, ResponseFormat | StructuredOutputs | None] = {
+            "response_format": self.response_format,
+            "structured_outputs": self.structured_outputs,
+        }
         found: dict[str, Constrained] = {
-            "response_format": (
-                self.response_format.as_constraint() if self.response_format is not None else ("json_schema", None)
-            ),
-            "structured_outputs": (
-                self.structured_outputs.as_constraint()
-                if self.structured_outputs is not None
-                else ("json_schema", None)
-            ),
+            **{name: value.as_constraint() for name, value in objects.items() if value is not None},
             "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),
             "guided_choice": ("choice", self.guided_choice),
             "guided_grammar": ("grammar", self.guided_grammar),
         }
-        given: dict[str, Constrained] = {
-            name: (kind, value) for name, (kind, value) in found.items() if value not in (None, ())
-        }
+        given = {name: (kind, value) for name, (kind, value) in found.items() if value not in (None, ())}
         if len(given) > 1:
             raise InvalidRequest(
                 list(given)[1], f"does not go with {next(iter(given))}: one of them says what is wanted"
@@ -314,17 +315,12 @@ class GenerationBody(Strict):
         )
 
 
-_AS_THEY_CAME = frozenset(one.name for one in fields(GenerateRequest)) & GenerationBody.model_fields.keys() - {
-    "best_of",
-    "beam_width",
-    "cache_salt",
-    "logit_bias",
-    "model",
-    "priority",
-    "prompt_logprobs",
-    "repetition_detection",
-    "request_id",
-}
+_AS_THEY_CAME = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "top_n_sigma", "seed", "max_tokens", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "speculation"),
+    *("length_penalty", "early_stopping", "ttft_slo_ms", "tpot_slo_ms"),
+)
 """Fields that the request to the core has under the same name and with the same value."""
 
 

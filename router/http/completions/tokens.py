@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
-
-from starlette.types import Receive, Scope, Send
 
 from baton.errors import InvalidRequest
-from baton.messages.generation import ModelCard
 from baton.messages.request_limits import MAX_TOKEN_IDS
 from router.admission.validation import check_model, check_token_ids
 from router.http.bodies.fields import Strict, TokenIds, read_as
 from router.http.client import Client
 from router.http.completions.bodies import ChatPrompt, chat_prompt
-from router.http.endpoint import Handler, in_thread_if_large, render_chat
-from router.http.json_body import parse_json, read_body
-from router.http.model import ServedModel
+from router.http.endpoint import JSON, BodyEndpoint, HttpCall
 
 
 class TokenizeText(Strict):
@@ -44,37 +36,24 @@ class DetokenizeBody(Strict):
     model: str | None = None
 
 
-class _TokenEndpoint:
-    """The common part of both endpoints: an ASGI application, whose exceptions the front turns into answers.
+class _TokenEndpoint(BodyEndpoint):
+    """The common part of both endpoints: all of the work on a parsed body is done at once."""
 
-    The body is parsed, and then all of the work is done at once, each in a thread if it may take long.
-    """
+    async def _answer(self, client: Client, call: HttpCall) -> None:
+        renders = call.found.get("messages") is not None
+        answer = await (call.rendered if renders else call.in_thread)(self._json, call)
+        await client.answer(200, [JSON, *self.error_form.id_headers(call.request_id)], answer)
 
-    def __init__(self, handler: Handler, model: ServedModel) -> None:
-        self._handler = handler
-        self._model = model
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        content = await read_body(scope, receive)
-        async with Client(receive, send) as client:
-            found = await in_thread_if_large(self._handler, content, parse_json, content)
-            work = partial(self._answer, found, self._model.card)
-            if found.get("messages") is None:
-                answer = await in_thread_if_large(self._handler, content, work)
-            else:
-                answer = await render_chat(self._handler, content, found, work)
-            name = scope["state"]["request_id"].encode()
-            await client.answer(200, [(b"content-type", b"application/json"), (b"x-request-id", name)], answer)
-
-    def _answer(self, found: Mapping[str, Any], card: ModelCard) -> bytes:
-        """The JSON of the answer to the JSON of a request; raises InvalidRequest. May be called in a thread."""
+    def _json(self, call: HttpCall) -> bytes:
+        """The answer; raises InvalidRequest. May be called in a thread."""
         raise NotImplementedError
 
 
 class Tokenize(_TokenEndpoint):
     """POST /tokenize"""
 
-    def _answer(self, found: Mapping[str, Any], card: ModelCard) -> bytes:
+    def _json(self, call: HttpCall) -> bytes:
+        found, card = call.found, call.card
         if (found.get("prompt") is None) == (found.get("messages") is None):
             raise InvalidRequest("prompt", "or messages is required, and not both")
         if found.get("messages") is None:
@@ -103,8 +82,8 @@ class Tokenize(_TokenEndpoint):
 class Detokenize(_TokenEndpoint):
     """POST /detokenize"""
 
-    def _answer(self, found: Mapping[str, Any], card: ModelCard) -> bytes:
-        body = read_as(DetokenizeBody, found)
+    def _json(self, call: HttpCall) -> bytes:
+        body, card = read_as(DetokenizeBody, call.found), call.card
         check_model(body.model or "", card)
         if len(body.tokens) > card.max_model_len:
             message = f"has {len(body.tokens)} token ids; at most {card.max_model_len} are taken, as many as it reads"

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
@@ -134,8 +134,24 @@ class OutputConfig(Strict):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
+class Metadata(Strict):
+    """What the client knows of its request: who has sent it."""
+
+    user_id: str | None = None
+
+
+_METADATA = {"type": "object", "properties": {"user_id": {"type": "string"}}}
+
+
 class CountBody(Strict):
     """POST /v1/messages/count_tokens: the fields that make the prompt."""
+
+    core_names = {  # noqa: RUF012
+        "request_id": ("request_id", "x-request-id"),
+        "prompt": ("prompt", "messages"),
+        "images": ("images", "messages"),
+        "stop": ("stop", "stop_sequences"),
+    }
 
     model: str
     messages: Annotated[list[Turn], Field(min_length=1), Bounded(MAX_MESSAGES, "messages")]
@@ -232,7 +248,7 @@ class MessagesBody(CountBody):
     cache_salt: str | None = None
 
     service_tier: Ignored = None
-    metadata: Ignored = None
+    metadata: Annotated[Metadata | None, WithJsonSchema(_METADATA), Treatment.IGNORED] = None
 
     container: NotServed = None
     diagnostics: NotServed = None

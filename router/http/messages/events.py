@@ -12,7 +12,7 @@ from baton.messages.generation import Chunk, Finished
 from router.http.answer_items import AnswerItems, Begun, Ended, Grown, ItemChange, ItemKind
 from router.http.errors import error_object
 from router.http.json_body import quote
-from router.http.parsed_text import AnswerPart, NamedCall, ParsedSequence
+from router.http.parsed_text import NamedCall, ParsedSequence
 
 SIGNATURE = "unsigned"
 """The signature of thinking, which clients send back: it proves nothing, and nothing is checked."""
@@ -64,34 +64,6 @@ class ContentBlock:
         return text_block(text) if self.kind == "text" else thinking_block(text if shows_thinking else "", SIGNATURE)
 
 
-class WholeContent:
-    """The content of a whole message, made of the parts of its text."""
-
-    def __init__(self) -> None:
-        self._blocks = AnswerItems(ContentBlock)
-
-    def add(self, parts: Iterable[AnswerPart]) -> None:
-        """Add the next parts."""
-        self._keep(self._blocks.take(parts))
-
-    def finish(self, parts: Iterable[AnswerPart], *, is_complete: bool) -> None:
-        """Add the last parts. `is_complete`: whether the answer ended by itself."""
-        self.add(parts)
-        self._keep(self._blocks.finish(is_complete=is_complete))
-
-    def _keep(self, changes: Iterable[ItemChange[ContentBlock]]) -> None:
-        for change in changes:
-            match change:
-                case Grown(block, text):
-                    block.texts.append(text)
-                case Ended(block, is_complete):
-                    block.is_complete = is_complete
-
-    def blocks(self, *, shows_thinking: bool) -> Sequence[str]:
-        """The blocks as JSON."""
-        return [block.as_json(shows_thinking=shows_thinking) for block in self._blocks.items]
-
-
 @dataclass(frozen=True, slots=True)
 class MessageLabel:
     """What is known of a message before its text."""
@@ -136,20 +108,52 @@ PING = event("ping")
 _NO_STOP: Mapping[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
 
+class MessageInProgress:
+    """One message, whose client gets it as a stream or as a whole."""
+
+    def __init__(self, label: MessageLabel, sequence: ParsedSequence, *, shows_thinking: bool) -> None:
+        """`sequence` parses the text. `shows_thinking`: whether the client gets the text of the reasoning."""
+        self.label = label
+        self.shows_thinking = shows_thinking
+        self.stop = _NO_STOP
+        """Why the message ended."""
+        self._sequence = sequence
+        self._blocks = AnswerItems(ContentBlock)
+
+    def take(self, chunk: Chunk) -> list[ItemChange[ContentBlock]]:
+        """Take tokens; nothing changes while a character, or what may become a call, is incomplete."""
+        return self._blocks.take(self._sequence.parts(chunk.text))
+
+    def finish(self, finish_reason: str, stop_reason: int | str | None) -> list[ItemChange[ContentBlock]]:
+        """Take the end of the text, which ends the last block."""
+        changes = self._blocks.take(self._sequence.last_parts())
+        changes += self._blocks.finish(is_complete=finish_reason != "length")
+        self.stop = self.label.stop(self._sequence.finish_reason(finish_reason), stop_reason)
+        return changes
+
+    def keep(self, changes: Iterable[ItemChange[ContentBlock]]) -> None:
+        """Keep what the changes say for `whole`."""
+        for change in changes:
+            match change:
+                case Grown(block, text):
+                    block.texts.append(text)
+                case Ended(block, is_complete):
+                    block.is_complete = is_complete
+
+    def whole(self, finished: Finished) -> bytes:
+        """The message object as JSON, if all changes were kept."""
+        blocks = [block.as_json(shows_thinking=self.shows_thinking) for block in self._blocks.items]
+        return self.label.message(blocks, usage_of(finished), self.stop)
+
+
 class MessageWriter:
     """Writes one stream."""
 
     num_sequences = 1
 
-    def __init__(
-        self, label: MessageLabel, prompt_tokens: int, sequence: ParsedSequence, *, shows_thinking: bool
-    ) -> None:
-        self._label = label
+    def __init__(self, message: MessageInProgress, prompt_tokens: int) -> None:
+        self._message = message
         self._prompt_tokens = prompt_tokens
-        self._sequence = sequence
-        self._shows_thinking = shows_thinking
-        self._stop = _NO_STOP
-        self._blocks = AnswerItems(ContentBlock)
 
     def opening(self) -> bytes:
         """The events before all text. It is not known yet how much of the prompt is in a cache."""
@@ -159,30 +163,25 @@ class MessageWriter:
             "cache_read_input_tokens": None,
             "output_tokens": 0,
         }
-        message = self._label.message((), usage, _NO_STOP).decode()
+        message = self._message.label.message((), usage, _NO_STOP).decode()
         return event("message_start", f'"message":{message}') + PING
 
     def chunk(self, chunk: Chunk) -> bytes:
-        """The events for the text of tokens; none while a character, or what may become a call, is incomplete."""
-        return self._changes(self._blocks.take(self._sequence.parts(chunk.text)))
+        """The events for the text of tokens."""
+        return self._changes(self._message.take(chunk))
 
     def end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
         """The events for what was held, and for the end of the last block."""
-        changes = [
-            *self._blocks.take(self._sequence.last_parts()),
-            *self._blocks.finish(is_complete=finish_reason != "length"),
-        ]
-        self._stop = self._label.stop(self._sequence.finish_reason(finish_reason), stop_reason)
-        return self._changes(changes)
+        return self._changes(self._message.finish(finish_reason, stop_reason))
 
     def finish(self, finished: Finished) -> bytes:
         """The last events of a request that ended well: why it ended, and its usage."""
-        delta: dict[str, Any] = {"delta": self._stop, "usage": usage_of(finished)}
+        delta: dict[str, Any] = {"delta": self._message.stop, "usage": usage_of(finished)}
         return event("message_delta", json.dumps(delta, ensure_ascii=False)[1:-1]) + event("message_stop")
 
     def error(self, error: BatonError) -> bytes:
         """The last event of a request that failed."""
-        return b"event: error\ndata: " + error_object(error, self._label.request_id) + b"\n\n"
+        return b"event: error\ndata: " + error_object(error, self._message.label.request_id) + b"\n\n"
 
     def _changes(self, changes: Iterable[ItemChange[ContentBlock]]) -> bytes:
         return b"".join(map(self._change, changes))
@@ -201,7 +200,7 @@ class MessageWriter:
     def _grown(self, block: ContentBlock, text: str) -> bytes:
         match block.kind:
             case "reasoning":
-                return _delta(block, "thinking_delta", "thinking", text) if self._shows_thinking else b""
+                return _delta(block, "thinking_delta", "thinking", text) if self._message.shows_thinking else b""
             case "text":
                 return _delta(block, "text_delta", "text", text)
             case "call":

@@ -24,6 +24,11 @@ from router.scoring import TextPair
 class PoolingBody(Strict):
     """What a call for vectors has beside its inputs."""
 
+    core_names = {  # noqa: RUF012
+        "request_id": ("request_id", "x-request-id"),
+        "activate": ("use_activation", "activation"),
+    }
+
     model: str | None = None
     truncate_prompt_tokens: Truncation = None
     priority: int | None = None

@@ -7,16 +7,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from starlette.types import Receive, Scope, Send
-
 from baton.clock import Clock
 from baton.messages.generation import Finished
 from baton.messages.request_limits import MAX_POOLING_BODY_BYTES
 from router.http.answers import path_headers
 from router.http.bodies.fields import read_as
 from router.http.client import Client
-from router.http.endpoint import Handler, check_request_id, in_thread_if_large, timeout_of, with_client_names
-from router.http.json_body import LargeBodies, LargeBody, parse_json, read_body
+from router.http.endpoint import JSON, BodyEndpoint, Handler, HttpCall
 from router.http.model import ServedModel
 from router.http.pooling.bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody, ScoringBody
 from router.pooling import SMALL_VECTORS, PoolingCall, numbers_of, pool_all
@@ -33,60 +30,36 @@ class Response(NamedTuple):
     """The end of the first request to the core, for headers."""
 
 
-_NAMES: Mapping[str, Sequence[str]] = {
-    "request_id": ("request_id", "x-request-id"),
-    "activate": ("use_activation", "activation"),
-}
-
-
-class PoolingEndpoint(Generic[B]):
-    """An ASGI application, whose exceptions the front turns into answers."""
+class PoolingEndpoint(BodyEndpoint, Generic[B]):
+    """The common part of these endpoints."""
 
     body: type[B]
+    max_body_bytes = MAX_POOLING_BODY_BYTES
 
-    def __init__(self, handler: Handler, model: ServedModel) -> None:
-        self._handler = handler
-        self._model = model
-        self._large_bodies = LargeBodies()
+    def __init__(self, handler: Handler, model: ServedModel, clock: Clock) -> None:
+        super().__init__(handler, model)
+        self._clock = clock
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._large_bodies.place() as place:
-            await self._answer_body(scope, receive, send, place)
-
-    async def _answer_body(self, scope: Scope, receive: Receive, send: Send, place: LargeBody) -> None:
-        headers, request_id = dict(scope["headers"]), scope["state"]["request_id"]
-        content = await read_body(scope, receive, MAX_POOLING_BODY_BYTES, place)
-        found = await in_thread_if_large(self._handler, content, parse_json, content)
-        timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
-        traceparent = headers.get(b"traceparent", b"").decode("latin-1")
-        # The JSON is large, so only its names stay.
-        sent = {name: True for name, value in found.items() if value is not None}
-        with with_client_names(_NAMES, sent):
-            body = await in_thread_if_large(self._handler, content, read_as, self.body, found)
-            check_request_id(body.request_id, request_id)
-            del content, found
-            place.release()
-            async with Client(receive, send) as client:
-                call = body.call(request_id, traceparent)
-                answer, first = await self._respond(body, call, timeout_s)
-                answer_headers = [
-                    (b"content-type", b"application/json"),
-                    (b"x-request-id", request_id.encode()),
-                    *path_headers(first),
-                ]
-                await client.answer(200, answer_headers, answer)
+    async def _answer(self, client: Client, call: HttpCall) -> None:
+        timeout_s = call.timeout_s
+        body = await call.in_thread(read_as, self.body, call.found)
+        call.check_request_id(body.request_id)
+        call.release()
+        answer, first = await self._respond(body, body.call(call.request_id, call.traceparent), timeout_s)
+        headers = [JSON, *self.error_form.id_headers(call.request_id), *path_headers(first)]
+        await client.answer(200, headers, answer)
 
     async def _respond(self, body: B, call: PoolingCall, timeout_s: float | None) -> Response:
         """The answer to a body; raises BatonError."""
         results = await pool_all(call, self._handler, self._model.vocabulary, self._model.card, timeout_s)
         num_bytes = sum(len(one.embedding) for one in results)
-        return Response(await self._written(num_bytes, self._answer, body, call, results), results[0])
+        return Response(await self._written(num_bytes, self._json, body, call, results), results[0])
 
     async def _written(self, num_bytes: int, write: Callable[..., bytes], *arguments: object) -> bytes:
         """What `write` makes of results of so many bytes, in a thread if they are many."""
         return await self._handler.in_thread(write, *arguments) if num_bytes > SMALL_VECTORS else write(*arguments)
 
-    def _answer(self, body: B, call: PoolingCall, results: Sequence[Finished]) -> bytes:
+    def _json(self, body: B, call: PoolingCall, results: Sequence[Finished]) -> bytes:
         """The JSON of the answer. May be called in a thread."""
         raise NotImplementedError
 
@@ -114,7 +87,7 @@ class Embeddings(PoolingEndpoint[EmbeddingBody]):
 
     body = EmbeddingBody
 
-    def _answer(self, body: EmbeddingBody, call: PoolingCall, results: Sequence[Finished]) -> bytes:
+    def _json(self, body: EmbeddingBody, call: PoolingCall, results: Sequence[Finished]) -> bytes:
         write = _as_base64 if body.encoding_format == "base64" else numbers_of
         return as_json(
             {
@@ -141,11 +114,7 @@ class Classify(PoolingEndpoint[ClassifyBody]):
 
     body = ClassifyBody
 
-    def __init__(self, handler: Handler, model: ServedModel, clock: Clock) -> None:
-        super().__init__(handler, model)
-        self._clock = clock
-
-    def _answer(self, body: ClassifyBody, call: PoolingCall, results: Sequence[Finished]) -> bytes:
+    def _json(self, body: ClassifyBody, call: PoolingCall, results: Sequence[Finished]) -> bytes:
         labels = self._model.card.pooling.labels
         return as_json(
             {
@@ -168,10 +137,6 @@ def _classified(place: int, result: Finished, labels: Sequence[str]) -> Mapping[
 
 class _ScoringEndpoint(PoolingEndpoint[S]):
     """The common part of scores and rankings."""
-
-    def __init__(self, handler: Handler, model: ServedModel, clock: Clock) -> None:
-        super().__init__(handler, model)
-        self._clock = clock
 
     async def _respond(self, body: S, call: PoolingCall, timeout_s: float | None) -> Response:
         pairs = body.pairs()

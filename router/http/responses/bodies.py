@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
@@ -92,18 +93,16 @@ def _tool_type(value: Any) -> Any:
     return value
 
 
-def _choice(value: Any) -> Any:
-    name = value.get("type") if isinstance(value, dict) else None
-    kind = _CHOICES.get(name) if isinstance(name, str) else None
-    return read_choice(value, kind, ", or an object of the type function or allowed_tools")
-
-
+_choice = partial(read_choice, kinds=_CHOICES)
 FunctionTools = Annotated[
     Annotated[list[FunctionTool], Bounded(MAX_TOOLS)] | None, BeforeValidator(_tool_type), Distinct
 ]
 FunctionChoice = Annotated[
     Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None,
-    PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool | AllowedTools),
+    PlainValidator(
+        _choice,
+        json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool | AllowedTools,
+    ),
 ]
 
 
@@ -198,6 +197,15 @@ class ReasoningConfig(Strict):
 
 class ResponsesBody(Strict):
     """POST /v1/responses"""
+
+    core_names = {  # noqa: RUF012
+        "request_id": ("request_id", "x-request-id"),
+        "prompt": ("prompt", "input"),
+        "messages": ("messages", "input"),
+        "images": ("images", "input"),
+        "logprobs": ("logprobs", "top_logprobs"),
+        "max_tokens": ("max_tokens", "max_output_tokens"),
+    }
 
     input: Annotated[Sequence[Item], PlainValidator(read_input, json_schema_input_type=str | list[dict[str, Any]])]
     model: str | None = None

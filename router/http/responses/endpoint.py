@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,7 +15,7 @@ from starlette.routing import Route
 
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.generation import Accepted, ModelCard
+from baton.messages.generation import Accepted
 from baton.messages.request_limits import MAX_MESSAGES, MAX_REQUEST_BYTES
 from baton.security.matrix import current_caller
 from router.admission.validation import check_model, longest_answer
@@ -25,15 +24,16 @@ from router.http.bodies.fields import read_as
 from router.http.chat_plan import plan_offer, reasoning_variables
 from router.http.client import Client
 from router.http.completions.logprobs import ChatLogprobs
-from router.http.endpoint import BodyParser, Endpoint, EndpointRequest, Handler
+from router.http.endpoint import JSON, Handler, HttpCall
 from router.http.errors import HttpError, Kind
+from router.http.generating import EndpointRequest, GeneratingEndpoint
 from router.http.json_body import MAX_BODY_BYTES
 from router.http.model import ServedModel
 from router.http.parsed_text import TextParsing
 from router.http.responses.bodies import IMAGE_URLS, ResponsesBody
 from router.http.responses.events import ResponseWriter
 from router.http.responses.items import Item, template_messages
-from router.http.responses.output import EndedResponse, Output, ResponseDraft, ResponseInProgress, as_text
+from router.http.responses.output import EndedResponse, ResponseDraft, ResponseInProgress, as_text
 from router.http.responses.store import ResponseStore, StoredResponse
 
 
@@ -54,22 +54,15 @@ class ResponsesRequest(EndpointRequest):
 
     def begun(self) -> ResponseInProgress:
         """The response, which has no items yet."""
-        return ResponseInProgress(self.draft, self.parsing.sequence(self.name, 0), Output(self.name, self.num_added))
+        return ResponseInProgress(self.draft, self.parsing.sequence(self.name, 0), self.name, self.num_added)
 
 
-class ResponsesEndpoint(Endpoint[ResponsesRequest]):
+class ResponsesEndpoint(GeneratingEndpoint[ResponsesRequest]):
     """POST /v1/responses"""
 
+    body = ResponsesBody
     takes_images = True
     delivery = "json"
-    names = {  # noqa: RUF012
-        "request_id": ("request_id", "x-request-id"),
-        "prompt": ("prompt", "input"),
-        "messages": ("messages", "input"),
-        "images": ("images", "input"),
-        "logprobs": ("logprobs", "top_logprobs"),
-        "max_tokens": ("max_tokens", "max_output_tokens"),
-    }
 
     def __init__(
         self, handler: Handler, model: ServedModel, clock: Clock, keep_alive_s: float, rng: Random, store: ResponseStore
@@ -78,27 +71,22 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         self._rng = rng
         self._store = store
 
-    def _parser(self, found: Mapping[str, Any]) -> BodyParser[ResponsesRequest]:
-        previous_id = found.get("previous_response_id")
-        is_name = isinstance(previous_id, str)
-        previous = self._store.find(current_caller.get().tenant, previous_id) if is_name else None  # type: ignore[arg-type]
-        parse = partial(self._parse_after, previous, f"{self._rng.getrandbits(128):032x}")
-        more_bytes = super()._parser(found).more_bytes
+    async def _parsed(self, call: HttpCall, timeout_s: float | None) -> ResponsesRequest:
+        previous_id, previous, more_bytes = call.found.get("previous_response_id"), None, call.image_bytes
+        if isinstance(previous_id, str):
+            # The store belongs to the event loop, and the body may be parsed in a thread.
+            previous = self._store.find(current_caller.get().tenant, previous_id)
         if previous is not None:
             more_bytes += MAX_BODY_BYTES if any(item.images for item in previous.items) else previous.num_bytes
-        return BodyParser(parse, more_bytes)
+        parse = partial(self._parse_after, previous, f"{self._rng.getrandbits(128):032x}")
+        return await call.rendered(parse, call, timeout_s, more_bytes=more_bytes)
 
     def _parse_after(
-        self,
-        previous: StoredResponse | None,
-        name: str,
-        found: Mapping[str, Any],
-        request_id: str,
-        timeout_s: float | None,
-        card: ModelCard,
+        self, previous: StoredResponse | None, name: str, call: HttpCall, timeout_s: float | None
     ) -> ResponsesRequest:
         """`previous`: the stored response that this one continues. `name`: what is unique in the ids of this one."""
-        body = read_as(ResponsesBody, found)
+        request_id, card = call.request_id, call.card
+        body = read_as(ResponsesBody, call.found)
         _check_combination(body, self._store)
         if body.previous_response_id is not None and previous is None:
             raise _no_previous(body.previous_response_id)
@@ -159,7 +147,7 @@ class InputTokens(ResponsesEndpoint):
 
     async def _whole(self, client: Client, parsed: ResponsesRequest) -> None:
         count = len(parsed.requests[0].prompt or ())
-        headers = [(b"content-type", b"application/json"), *self._id_headers(parsed.request_id)]
+        headers = [JSON, *self.error_form.id_headers(parsed.request_id)]
         answer = {"object": "response.input_tokens", "input_tokens": count}
         await client.answer(200, headers, json.dumps(answer).encode())
 

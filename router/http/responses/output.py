@@ -175,20 +175,35 @@ class OutputEnded:
 Change = Begun[OutputItem] | OutputGrown | OutputEnded
 
 
-class Output:
-    """The items of one response.
+@dataclass(frozen=True, slots=True)
+class EndedResponse:
+    """A response that ended well."""
+
+    json: str
+    """The whole object, which may have text that is not valid Unicode."""
+    status: str
+    items: Sequence[OutputItem]
+
+
+class ResponseInProgress:
+    """One response, whose client gets it as a stream or as a whole.
 
     Log-probabilities are those of all tokens, in messages alone: the tokens before a message, which are of reasoning or
     markers, come with its first text.
     """
 
-    def __init__(self, name: str, first_number: int) -> None:
-        """`name` is in the ids of all items, and so is their number, from `first_number` on."""
+    def __init__(self, draft: ResponseDraft, sequence: ParsedSequence, name: str, first_number: int) -> None:
+        """`sequence` parses the text. `name` is in the ids of all items, and so is their number, from `first_number`
+        on.
+        """
+        self.draft = draft
+        self._sequence = sequence
         self._name = name
         self._first_number = first_number
         self._items = AnswerItems(self._new)
         self._logprobs: list[str] = []
         """Log-probabilities that no item has yet."""
+        self._finish_reason = ""
 
     @property
     def items(self) -> Sequence[OutputItem]:
@@ -200,18 +215,30 @@ class Output:
         if logprobs:
             self._logprobs.append(logprobs)
 
-    def take(self, parts: Iterable[AnswerPart]) -> list[Change]:
-        """Take what the next tokens add."""
-        return list(map(self._changed, self._items.take(parts)))
+    def take(self, chunk: Chunk) -> list[Change]:
+        """Take tokens and their text, which is empty while a character is incomplete."""
+        self._sequence.count(chunk.token_ids)
+        return self._take(self._sequence.parts(chunk.text))
 
-    def finish(self, parts: Iterable[AnswerPart], finish_reason: str) -> list[Change]:
-        """Take what the end of the text adds, and end the last item, which gets the last log-probabilities."""
-        changes = self.take(parts)
+    def finish(self, finish_reason: str) -> list[Change]:
+        """Take the end of the text, which ends the last item; that gets the last log-probabilities."""
+        self._finish_reason = finish_reason
+        changes = self._take(self._sequence.last_parts())
         for change in self._items.finish(is_complete=status_of(finish_reason) == "completed"):
             if isinstance(change, Ended) and change.item.kind == "message" and self._logprobs:
                 changes.append(self._grown(change.item, ""))
             changes.append(self._changed(change))
         return changes
+
+    def ended(self, finished: Finished, now: float) -> EndedResponse:
+        """The response after its end. `now`: seconds since the epoch."""
+        written = ",".join(item.ended() for item in self.items)
+        num_reasoning_tokens = self._sequence.num_reasoning_tokens
+        whole = self.draft.ended(written, self._finish_reason, finished, num_reasoning_tokens, now)
+        return EndedResponse(whole, status_of(self._finish_reason), self.items)
+
+    def _take(self, parts: Iterable[AnswerPart]) -> list[Change]:
+        return list(map(self._changed, self._items.take(parts)))
 
     def _new(self, kind: ItemKind, place: int, call: NamedCall | None) -> OutputItem:
         own = _KINDS[kind]
@@ -238,46 +265,3 @@ class Output:
         logprobs, self._logprobs = self._logprobs, []
         item.logprobs += logprobs
         return OutputGrown(item, text, ", ".join(logprobs))
-
-
-@dataclass(frozen=True, slots=True)
-class EndedResponse:
-    """A response that ended well."""
-
-    json: str
-    """The whole object, which may have text that is not valid Unicode."""
-    status: str
-    items: Sequence[OutputItem]
-
-
-class ResponseInProgress:
-    """One response, whose client gets it as a stream or as a whole."""
-
-    def __init__(self, draft: ResponseDraft, sequence: ParsedSequence, output: Output) -> None:
-        """`sequence` parses the text, `output` gets its parts."""
-        self.draft = draft
-        self._sequence = sequence
-        self._output = output
-        self._finish_reason = ""
-
-    def take_logprobs(self, logprobs: str) -> None:
-        """Take the log-probabilities of the next tokens, as the entries of a list in JSON."""
-        self._output.take_logprobs(logprobs)
-
-    def take(self, chunk: Chunk) -> list[Change]:
-        """Take tokens and their text, which is empty while a character is incomplete."""
-        self._sequence.count(chunk.token_ids)
-        return self._output.take(self._sequence.parts(chunk.text))
-
-    def finish(self, finish_reason: str) -> list[Change]:
-        """Take the end of the text."""
-        self._finish_reason = finish_reason
-        return self._output.finish(self._sequence.last_parts(), finish_reason)
-
-    def ended(self, finished: Finished, now: float) -> EndedResponse:
-        """The response after its end. `now`: seconds since the epoch."""
-        items = self._output.items
-        written = ",".join(item.ended() for item in items)
-        num_reasoning_tokens = self._sequence.num_reasoning_tokens
-        whole = self.draft.ended(written, self._finish_reason, finished, num_reasoning_tokens, now)
-        return EndedResponse(whole, status_of(self._finish_reason), items)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from baton.messages.generation import Chunk
 from baton.messages.request_limits import MAX_MESSAGES, MAX_TOOLS
 from baton.text.tool_calls.formats import FORMATS
-from router.http.messages.events import MessageLabel, MessageWriter, WholeContent
+from router.http.messages.events import MessageInProgress, MessageLabel, MessageWriter
 from router.http.parsed_text import TextParsing
 from tests.support.http_client import Event
-from tests.support.http_rig import HttpRig
+from tests.support.http_rig import HttpRig, finished
 from tests.support.router_parts import MODEL
 from tests.support.tool_formats import template, written
 
@@ -235,11 +235,12 @@ def test_a_stream_has_the_blocks_of_the_whole_message(pieces: list[str], data: s
     text = "".join(pieces)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=5)))
     parsing = TextParsing(FORMATS["hermes"], ["f"], reasons=True)
-    whole, sequence = WholeContent(), parsing.sequence("r", 0)
-    whole.add(sequence.parts(text))
+    label, end = MessageLabel("r", MODEL, False), finished("length")
+    whole, streamed = (MessageInProgress(label, parsing.sequence("r", 0), shows_thinking=True) for _ in range(2))
+    whole.keep(whole.take(Chunk(0, (1,), text)))
     finish_reason = data.draw(st.sampled_from(["stop", "length"]))
-    whole.finish(sequence.last_parts(), is_complete=finish_reason == "stop")
-    writer = MessageWriter(MessageLabel("r", MODEL, False), 1, parsing.sequence("r", 0), shows_thinking=True)
+    whole.keep(whole.finish(finish_reason, None))
+    writer = MessageWriter(streamed, 1)
     parts = [text[first:last] for first, last in pairwise([0, *cuts, len(text)])]
     stream = b"".join(writer.chunk(Chunk(0, (1,), part)) for part in parts) + writer.end(0, finish_reason, None)
-    assert folded(stream) == [with_text(json.loads(block)) for block in whole.blocks(shows_thinking=True)]
+    assert folded(stream) == [with_text(block) for block in json.loads(whole.whole(end))["content"]]

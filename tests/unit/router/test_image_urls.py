@@ -47,8 +47,10 @@ def images_in_chat(found: Mapping[str, Any]) -> list[bytes]:
 async def test_images_of_allowed_servers_take_the_places_of_their_urls(server: tuple[ImageServer, str]) -> None:
     served, base = server
     found = chat(f"{base}/open/a.png", f"{base}/open/b?size=1", f"{base}/open/a.png")
-    await ImageFetcher([f"{base}/open"], 3, 1 << 20).put_images_in(found, place())
-    assert images_in_chat(found) == [IMAGES["/open/a.png"], b"c", IMAGES["/open/a.png"]]
+    sent = repr(found)
+    made = await ImageFetcher([f"{base}/open"], 3, 1 << 20).with_images(found, place())
+    assert repr(found) == sent
+    assert images_in_chat(made) == [IMAGES["/open/a.png"], b"c", IMAGES["/open/a.png"]]
     assert sorted(served.requested) == ["/open/a.png", "/open/b?size=1"], "a URL is fetched once"
     assert all(b"accept-encoding: identity" in head.lower() for head in served.heads)
 
@@ -59,14 +61,14 @@ async def test_images_of_all_apis_are_fetched(server: tuple[ImageServer, str]) -
     url = f"{base}/open/a.png"
     source: dict[str, Any] = {"type": "url", "url": f"{base}/open/b"}
     body = {"model": "m", "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
-    await fetcher.put_images_in(body, place())
-    assert source["media_type"] == "image/gif"
-    assert read_as(CountBody, body).images == [IMAGES["/open/b"]]
+    made = await fetcher.with_images(body, place())
+    assert made["messages"][0]["content"][0]["source"]["media_type"] == "image/gif"
+    assert read_as(CountBody, made).images == [IMAGES["/open/b"]]
     expected = f"data:image/png;base64,{base64.b64encode(IMAGES['/open/a.png']).decode()}"
     for kind in ("image_url", "input_image"):
         part = {"type": kind, "image_url": url}
-        await fetcher.put_images_in({"input": [{"role": "user", "content": [part]}]}, place())
-        assert part == {"type": kind, "image_url": expected}
+        made = await fetcher.with_images({"input": [{"role": "user", "content": [part]}]}, place())
+        assert made["input"][0]["content"][0] == {"type": kind, "image_url": expected}
 
 
 async def test_no_other_server_and_no_other_folder_is_asked(server: tuple[ImageServer, str]) -> None:
@@ -96,7 +98,7 @@ async def test_no_other_server_and_no_other_folder_is_asked(server: tuple[ImageS
     ]
     before = chat(*urls)
     found = chat(*urls)
-    await ImageFetcher([f"{base}/open"], 99, 1 << 20).put_images_in(found, place())
+    found = await ImageFetcher([f"{base}/open"], 99, 1 << 20).with_images(found, place())
     assert (found, served.requested) == (before, [])
     for url in urls:
         with pytest.raises(ValueError, match="not fetched from elsewhere"):
@@ -118,17 +120,17 @@ async def test_what_servers_do_wrong_is_told(server: tuple[ImageServer, str], pa
     _, base = server
     found = chat(f"{base}/open/a.png", f"{base}/open/{path}")
     with pytest.raises(InvalidRequest, match=reason):
-        await ImageFetcher([f"{base}/open"], 8, 300_000, fetch_s=0.2).put_images_in(found, place())
+        await ImageFetcher([f"{base}/open"], 8, 300_000, fetch_s=0.2).with_images(found, place())
 
 
 async def test_images_are_bounded_in_number_and_together(server: tuple[ImageServer, str]) -> None:
     served, base = server
     urls = [f"{base}/open/a.png?{n}" for n in range(3)]
     with pytest.raises(InvalidRequest, match="images: are 3; at most 2 are taken"):
-        await ImageFetcher([base], 2, 1 << 20).put_images_in(chat(*urls), place())
+        await ImageFetcher([base], 2, 1 << 20).with_images(chat(*urls), place())
     assert served.requested == []
     with pytest.raises(InvalidRequest, match="more than 200050 bytes together"):
-        await ImageFetcher([base], 8, 200_050).put_images_in(chat(f"{base}/open/a.png", f"{base}/open/b"), place())
+        await ImageFetcher([base], 8, 200_050).with_images(chat(f"{base}/open/a.png", f"{base}/open/b"), place())
 
 
 async def test_urls_from_which_nothing_comes_keep_no_place_from_others(server: tuple[ImageServer, str]) -> None:
@@ -139,7 +141,7 @@ async def test_urls_from_which_nothing_comes_keep_no_place_from_others(server: t
 
     async def fetch(path: str) -> None:
         with bodies.place() as own:
-            await fetcher.put_images_in(chat(f"{base}/open/{path}"), own)
+            await fetcher.with_images(chat(f"{base}/open/{path}"), own)
 
     slow = [asyncio.create_task(fetch(f"hang?{number}")) for number in range(MAX_FETCHES)]
     await served.wait_until_requested(MAX_FETCHES)
@@ -162,9 +164,9 @@ async def test_large_images_take_a_place_among_large_bodies(server: tuple[ImageS
     bodies = LargeBodies(most=1)
     fetcher = ImageFetcher([base], 2, 2 << 20)
     with bodies.place() as first:
-        await fetcher.put_images_in(chat(f"{base}/open/large"), first)
+        await fetcher.with_images(chat(f"{base}/open/large"), first)
         with bodies.place() as second, pytest.raises(QueueFull, match="1 bodies above"):
-            await fetcher.put_images_in(chat(f"{base}/open/large"), second)
+            await fetcher.with_images(chat(f"{base}/open/large"), second)
 
 
 async def test_a_server_that_is_not_there_is_told() -> None:
@@ -173,7 +175,7 @@ async def test_a_server_that_is_not_there_is_told() -> None:
     listener.close()
     await listener.wait_closed()
     with pytest.raises(InvalidRequest, match=r"failed \(ConnectError\)"):
-        await ImageFetcher([base], 8, 1 << 20).put_images_in(chat(f"{base}/a"), place())
+        await ImageFetcher([base], 8, 1 << 20).with_images(chat(f"{base}/a"), place())
 
 
 @pytest.mark.parametrize(
@@ -186,9 +188,7 @@ async def test_a_server_that_is_not_there_is_told() -> None:
     ],
 )
 async def test_bodies_of_any_shape_are_left_alone(found: dict[str, Any]) -> None:
-    before = repr(found)
-    await ImageFetcher(["http://127.0.0.1:1"], 8, 1).put_images_in(found, place())
-    assert repr(found) == before
+    assert repr(await ImageFetcher(["http://127.0.0.1:1"], 8, 1).with_images(found, place())) == repr(found)
 
 
 @pytest.mark.parametrize("prefix", ["images.example.org", "ftp://x/", "https://x/?a", "https://u@x/", "https://X/"])

@@ -7,10 +7,11 @@ from random import Random
 
 import pytest
 
+from baton.messages.generation import Chunk
 from baton.text.tool_calls.formats import FORMATS
 from router.http.answer_items import Begun
 from router.http.parsed_text import TextParsing
-from router.http.responses.output import Change, Output, OutputEnded, OutputGrown, OutputItem
+from router.http.responses.output import Change, OutputEnded, OutputGrown, OutputItem, ResponseDraft, ResponseInProgress
 from tests.support.tool_formats import written
 
 CALL = written("hermes", [("f", {"q": 1})])
@@ -19,10 +20,13 @@ PIECES = ["<think>", "</think>", "q", " ", "\n", CALL, HEAD, ARGUMENTS, TAIL, "<
 HERMES = TextParsing(FORMATS["hermes"], ["f"], 3, reasons=True)
 
 
-def changes_of(output: Output, pieces: Iterable[str]) -> list[Change]:
-    sequence = HERMES.sequence("r", 0)
-    changes = [change for piece in pieces for change in output.take(sequence.parts(piece))]
-    return changes + output.finish(sequence.last_parts(), "stop")
+def response(parsing: TextParsing = HERMES) -> ResponseInProgress:
+    return ResponseInProgress(ResponseDraft("resp_r", 1, "demo", {}, False), parsing.sequence("r", 0), "r", 1)
+
+
+def changes_of(response: ResponseInProgress, pieces: Iterable[str]) -> list[Change]:
+    changes = [change for piece in pieces for change in response.take(Chunk(0, (), piece))]
+    return changes + response.finish("stop")
 
 
 def told(items: Iterable[OutputItem]) -> list[tuple[str, str, str, str, str]]:
@@ -33,7 +37,7 @@ def told(items: Iterable[OutputItem]) -> list[tuple[str, str, str, str, str]]:
 def test_items_are_a_function_of_the_text(seed: int) -> None:
     rng = Random(seed)
     text = "".join(rng.choices(PIECES, k=rng.randrange(1, 14)))
-    whole, cut = Output("r", 1), Output("r", 1)
+    whole, cut = response(), response()
     changes_of(whole, [text])
     changes = changes_of(cut, text)
     assert told(whole.items) == told(cut.items)
@@ -60,20 +64,20 @@ def test_an_item_that_was_not_ended_by_the_text_ends_with_it() -> None:
         ("q", "stop", "completed"),
         ("", "length", "incomplete"),
     ]:
-        output, sequence = Output("r", 1), HERMES.sequence("r", 0)
-        output.take(sequence.parts(text))
-        output.finish(sequence.last_parts(), reason)
+        output = response()
+        output.take(Chunk(0, (), text))
+        output.finish(reason)
         assert told(output.items) == [("message", "msg_r_1", "", text, status)]
         assert [item.as_item().as_object()["status"] for item in output.items] == [status]  # what is listed later
 
 
 def test_log_probabilities_without_text_come_with_the_next_text_or_the_end() -> None:
-    output, sequence = Output("r", 1), TextParsing().sequence("r", 0)
+    output = response(TextParsing())
     told = []
     for text, logprobs in [("", "1"), ("q", "2"), ("", "3")]:
         output.take_logprobs(logprobs)
-        told.append(output.take(sequence.parts(text)))
-    told.append(output.finish(sequence.last_parts(), "stop"))
+        told.append(output.take(Chunk(0, (), text)))
+    told.append(output.finish("stop"))
     (item,) = output.items
     assert told == [
         [],

@@ -14,35 +14,23 @@ from functools import partial
 from random import Random
 from typing import Protocol, TypeAlias, TypeVar
 
-from baton.errors import (
-    BatonError,
-    Cancelled,
-    ContinuedElsewhere,
-    Draining,
-    InvalidRequest,
-    QueueFull,
-    RequestNotFound,
-)
+from baton.errors import BatonError, Cancelled, ContinuedElsewhere, Draining, InvalidRequest, QueueFull, RequestNotFound
 from baton.fair_executor import FairExecutor
 from baton.messages.generation import Accepted, Delivery, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.ids import SCOPED_ID_PATTERN, new_request_id, unscoped
 from baton.messages.request_limits import MAX_POOLED_TOKENS
 from baton.messages.sampling import CONSTRAINT_KINDS, Constraint
 from router.admission.bounded_work import BoundedWork
-from router.admission.images import ImageRules
-from router.admission.priorities import with_allowed_priority
+from router.admission.prompt_inputs import ImageRules
 from router.admission.request import ValidRequest
-from router.admission.validation import validate
+from router.admission.validation import validate, with_allowed_priority
 from router.flight.active_request import ActiveRequest
-from router.flight.answer import Answer
-from router.flight.event_queue import EventQueue
-from router.flight.fair_queue import FairQueue
-from router.flight.flight_journal import FlightJournal
-from router.flight.flight_record import FlightRecord
+from router.flight.answer import Answer, ResumedAnswer, check_positions, lacks_logprobs, placement_in_record, replayed
+from router.flight.event_queue import EventQueue, FairQueue
+from router.flight.flight_record import FlightJournal, FlightRecord
 from router.flight.flight_table import Cancel, GiveUp, LeaveToOtherRouter
-from router.flight.request_spans import RequestSpans
-from router.flight.resumption import ResumedAnswer, check_positions, lacks_logprobs, placement_in_record, replayed
 from router.flight.text_stream import TextCodec
+from router.flight.timeline import RequestSpans
 from router.limits import NUM_TEXT_THREADS, DispatchLimits
 from router.live_requests import LiveRequests, NodeSender
 from router.node_links import LinkListener

@@ -40,8 +40,7 @@ from router.admission.request import ValidRequest
 from router.flight.active_request import ActiveRequest
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue
-from router.flight.flight_journal import FlightJournal
-from router.flight.flight_record import FlightRecord
+from router.flight.flight_record import FlightJournal, FlightRecord
 from router.flight.flight_table import (
     AbortLeg,
     AdoptLeg,
@@ -63,8 +62,7 @@ from router.flight.flight_table import (
     StopStringFound,
     SubmitLeg,
 )
-from router.flight.request_spans import RequestSpans
-from router.flight.timeline import TimelineLog
+from router.flight.timeline import RequestSpans, TimelineLog
 from router.limits import DispatchCounters, DispatchLimits
 from router.losses import NodeLosses
 from router.placement.placement import Origin, Placement

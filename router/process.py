@@ -50,13 +50,13 @@ from baton.wire.services.generation_service import GenerationServicer
 from baton.wire.services.operator_service import OperatorServicer
 from baton.wire.turn_budget import TurnBudget
 from router.admission.bounded_work import BoundedWork
-from router.admission.images import ImageRules
+from router.admission.prompt_inputs import ImageRules
 from router.admission.tenants import Tenants
 from router.cards import CurrentCard
 from router.dispatcher import Dispatcher
-from router.flight.flight_journal import FlightJournal
-from router.flight.request_spans import RequestSpans
-from router.front import GenerationHandler, OperatorHandler
+from router.flight.flight_record import FlightJournal
+from router.flight.timeline import RequestSpans
+from router.front import GenerationHandler
 from router.http.adapters import adapter_routes
 from router.http.app import HttpFront
 from router.http.audio.endpoint import SpeechRules
@@ -71,12 +71,12 @@ from router.http.server import HttpServer
 from router.limits import DispatchLimits
 from router.node_links import LinkTimes, NodeLinks
 from router.operations.adapters import ClusterAdapters
-from router.operations.event_ring import EventRing
+from router.operations.cluster_events import EventRing
 from router.operations.idle_collector import CONNECTIONS_LIKE_A_REQUEST, IdleCollector
-from router.operations.live_history import SAMPLE_EVERY_S, LiveHistory
+from router.operations.live_history import SAMPLE_EVERY_S, LiveHistory, LiveTotals, buckets_of, router_totals
 from router.operations.live_page import MAX_REMEMBERED, MAX_RUNNING, live_page_data
-from router.operations.live_totals import LiveTotals, buckets_of, router_totals
 from router.operations.metrics import connection_figures, figures
+from router.operations.operator_handler import OperatorHandler
 from router.operations.steering import Steering
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.view import ClusterView

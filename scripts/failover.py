@@ -40,7 +40,7 @@ from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from baton.testing.fake_node import FakeNode, FakeNodes
 from router.admission.request import ValidRequest
 from router.dispatcher import Dispatcher
-from router.flight.flight_journal import FlightJournal
+from router.flight.flight_record import FlightJournal
 from router.node_links import NodeLinks
 from router.operations.idle_collector import set_thresholds
 from router.placement.placement import Placement

@@ -14,7 +14,7 @@ from router.admission.request import ValidRequest
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue
 from router.flight.flight import Flight
-from router.flight.flight_leg import AttemptTimings
+from router.flight.flight_attempt import AttemptTimings
 from router.flight.flight_table import Finish, FlightEffect, Place
 from router.flight.timeline import EndedRequest, Moments
 from router.timers import TimerHandle

@@ -10,10 +10,10 @@ Pure: events in, effects out, no clock and no I/O (`router.live_requests` carrie
    difference ends the flight with an error.
 3. Messages of an earlier attempt, and all that come after the end, change nothing; they are counted.
 4. When an attempt is over, the nodes that still work on it are sent aborts by the same event.
-5. The budget of attempts (`attempt_budget.py`) ends a request that breaks its nodes. An attempt that a node refuses, or
-   that is lost with a node which never acknowledged it, costs a refusal and not a failure. An attempt that is lost
-   together with several nodes which this flight never used costs neither: no request can do that, so the network or the
-   router was at fault. Those are bounded, too, so that nothing is tried for ever. Progress refills the budget: when the
+5. A budget of attempts (`AttemptBudget`) ends a request that breaks its nodes. An attempt that a node refuses, or that
+   is lost with a node which never acknowledged it, costs a refusal and not a failure. An attempt that is lost together
+   with several nodes which this flight never used costs neither: no request can do that, so the network or the router
+   was at fault. Those are bounded, too, so that nothing is tried for ever. Progress refills the budget: when the
    client got `REFILL_TOKENS` new tokens since the last failure, counting starts anew. A request that kills each of its
    nodes after fewer tokens than that still ends. An error inside the engine is final, because it would come back.
 6. An attempt that another router began is adopted from its nodes, which replay all that they computed; nodes that don't
@@ -71,8 +71,7 @@ from baton.messages.node import (
 )
 from baton.messages.sampling import TokenLogprobs
 from router.admission.request import ValidRequest
-from router.flight.attempt_budget import AttemptBudget
-from router.flight.flight_leg import AttemptTimings, FlightLeg
+from router.flight.flight_attempt import AttemptBudget, AttemptTimings, FlightLeg
 from router.flight.flight_sequence import FlightSequence
 from router.flight.flight_table import (
     FLIGHT_TABLE,

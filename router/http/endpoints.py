@@ -20,14 +20,8 @@ from baton.messages.generation import Accepted, Delivery, GenerateEvent, Generat
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
 from baton.messages.request_limits import MAX_CALL_PROMPT_LOGPROB_VALUES, MAX_CALL_SEQUENCES, MAX_SEQUENCES
 from baton.text.chat_template import FIELD as TEMPLATE_FIELD
-from router.admission.validation import (
-    DEFAULT_MAX_TOKENS,
-    check_model,
-    check_output_size,
-    check_prompt_logprobs,
-    check_token_ids,
-    longest_answer,
-)
+from router.admission.checks import check_model, check_token_ids
+from router.admission.sampling import DEFAULT_MAX_TOKENS, check_output_size, check_prompt_logprobs, longest_answer
 from router.http.answer_format import CHAT, COMPLETION, AnswerFormat, quote
 from router.http.answers import (
     Collected,

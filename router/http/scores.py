@@ -11,8 +11,7 @@ from router.http.bodies.scores import ClassifyBody, RerankBody, ScoreBody, Scori
 from router.http.endpoints import Handler
 from router.http.model import ServedModel
 from router.http.pooling_endpoint import PoolingEndpoint, Response, as_json, usage_of
-from router.pooling import PoolingCall, numbers_of
-from router.scoring import Scores, TextPair, score_pairs
+from router.pooling import PoolingCall, Scores, TextPair, numbers_of, score_pairs
 
 S = TypeVar("S", bound=ScoringBody)
 

@@ -12,7 +12,7 @@ import baton
 from baton.messages.capabilities import Capability, in_order
 from baton.messages.generation import ModelCard
 from baton.observe.metrics import CONTENT_TYPE
-from router.admission.validation import check_model
+from router.admission.checks import check_model
 from router.http.model import ServedModel
 
 

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import InvalidRequest
 from baton.messages.generation import ModelCard
 from baton.messages.request_limits import MAX_TOKEN_IDS
-from router.admission.validation import check_model, check_token_ids
+from router.admission.checks import check_model, check_token_ids
 from router.http.bodies.chats import ChatPrompt
 from router.http.bodies.fields import TokenIds
 from router.http.bodies.strict import Strict, read_as

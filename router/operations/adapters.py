@@ -34,7 +34,7 @@ from baton.model_formats.adapters import AdapterInfo
 from baton.registry import DesiredChange, DesiredState
 from baton.registry.desired import forget_adapter, name_adapter
 from router.live_requests import NodeSender
-from router.operations.event_ring import EventRing
+from router.operations.cluster_events import EventRing
 from router.placement.view import ClusterView
 from router.timers import Timers, sleep_until
 

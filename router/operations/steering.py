@@ -22,8 +22,7 @@ from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.registry import DesiredChange, DesiredState, Membership
 from baton.registry.desired import cordon, set_role, uncordon
-from router.operations.cluster_changes import ClusterSnapshot, NodeSnapshot, cluster_changes
-from router.operations.event_ring import EventRing
+from router.operations.cluster_events import ClusterSnapshot, EventRing, NodeSnapshot, cluster_changes
 from router.placement.placement import Candidate, may_serve, note_of_left_out
 from router.placement.placer import Placer
 from router.placement.view import ClusterView

@@ -28,7 +28,7 @@ from baton.registry.adapter_names import NamedAdapter
 from baton.runner.simulated import expected_tokens
 from baton.testing.fake_adapter_threads import FakeAdapterThreads
 from router.operations.adapters import ClusterAdapters
-from router.operations.event_ring import EventRing
+from router.operations.cluster_events import EventRing
 from router.timers import LoopTimers
 from tests.fault.test_fault_schedules import Schedule
 from tests.support.adapter_files import write_simple_adapter

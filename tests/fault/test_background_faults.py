@@ -27,7 +27,7 @@ from router.app import run_router
 from router.http.client import Client
 from router.http.server import _Server
 from router.losses import NodeLosses
-from router.operations.live_totals import LiveTotals
+from router.operations.live_history import LiveTotals
 from router.operations.steering import Steering
 from router.process import RouterAddresses, RouterProcess
 from router.timers import LoopTimers

@@ -17,7 +17,7 @@ from baton.testing.fake_workers import FakeWorkers
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from baton.text.model_template import ModelTemplate
 from baton.text.prompt_template import PromptTemplate
-from router.admission.images import ImageRules
+from router.admission.prompt_inputs import ImageRules
 from router.http.adapters import adapter_routes
 from router.http.app import HttpFront
 from router.http.audio.endpoint import SpeechRules

@@ -16,8 +16,8 @@ from baton.testing.fake_node import FakeNode, FakeNodes
 from baton.testing.fake_timers import FakeTimers
 from baton.testing.fake_tokenizer import FakeTokenizer
 from router.dispatcher import Dispatcher
-from router.flight.flight_journal import FlightJournal
-from router.flight.request_spans import RequestSpans
+from router.flight.flight_record import FlightJournal
+from router.flight.timeline import RequestSpans
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placement.placer import Placer

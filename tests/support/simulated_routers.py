@@ -17,7 +17,7 @@ from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
 from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from baton.testing.faulty_transfer_backend import Faults
 from router.dispatcher import Dispatcher
-from router.flight.flight_journal import FlightJournal
+from router.flight.flight_record import FlightJournal
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placement.view import ClusterView

@@ -37,8 +37,7 @@ from baton.registry import NodeRecord
 from router.admission.request import ValidRequest
 from router.flight.active_request import ActiveRequest
 from router.flight.answer import Answer
-from router.flight.event_queue import EventQueue
-from router.flight.fair_queue import FairQueue
+from router.flight.event_queue import EventQueue, FairQueue
 from router.flight.flight_table import AttemptCause
 from router.limits import DispatchLimits
 from router.live_requests import LiveRequests

@@ -15,8 +15,7 @@ from baton.messages.capabilities import Capability
 from baton.model_formats.audio import AudioLimits, Recording, UnusableAudio, decode_audio, divided
 from baton.model_formats.limits import AUDIO_RATE
 from baton.text.speech_prompts import SpeechPrompts
-from router.admission.capable import check_can
-from router.admission.validation import check_model
+from router.admission.checks import check_can, check_model
 from router.http.answers import path_headers
 from router.http.audio.bodies import SpeechBody
 from router.http.audio.formats import SEGMENTS, Segment, Transcript, event, token_usage, written

@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator
 from baton.errors import InvalidRequest
 from baton.messages.generation import PromptEmbeds
 from baton.messages.request_limits import MAX_PROMPT_BYTES, MAX_PROMPTS
-from router.admission.prompt_embeds import NOT_TAKEN
+from router.admission.prompt_inputs import NOT_TAKEN
 from router.http.bodies.fields import OnlyTrue, TextsOrIds, is_ids
 from router.http.bodies.generation import GenerationBody
 from router.http.json_body import base64_bytes

@@ -12,13 +12,12 @@ from pydantic import AfterValidator, Field, PlainValidator
 from baton.errors import InvalidRequest
 from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_INPUTS, MAX_POOLING_BODY_BYTES, MAX_WORDS
-from router.admission.validation import check_text
+from router.admission.checks import check_text
 from router.http.bodies.embeddings import Inputs, inputs_of
 from router.http.bodies.fields import Texts
 from router.http.bodies.pooling import PoolingBody
 from router.http.bodies.strict import Bounded
-from router.pooling import PoolingCall, PoolingInput
-from router.scoring import TextPair
+from router.pooling import PoolingCall, PoolingInput, TextPair
 
 _SCORE_BYTES = 64
 """A score in an answer, beside the text that it may repeat."""

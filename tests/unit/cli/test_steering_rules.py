@@ -21,7 +21,7 @@ from baton.messages.steering import ClusterEvent, DrainProgress
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from baton.testing.fake_timers import FakeTimers
-from router.operations.event_ring import EventRing
+from router.operations.cluster_events import EventRing
 from router.operations.steering import SETTLE_S, Steering
 from router.placement.placer import Placer
 from router.placement.view import ClusterView

@@ -24,9 +24,9 @@ from baton.messages.node import Leg, NodeDescription, Outcome, RequestDelta, Sub
 from baton.model_formats.adapters import AdapterInfo
 from baton.registry import DesiredChange, DesiredState
 from baton.registry.adapter_names import NamedAdapter
-from router.flight.attempt_budget import MAX_REFUSALS
+from router.flight.flight_attempt import MAX_REFUSALS
 from router.operations.adapters import ACKNOWLEDGE_S, CHECK_EVERY_S, MAX_LOADING, ClusterAdapters
-from router.operations.event_ring import EventRing
+from router.operations.cluster_events import EventRing
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
 

@@ -15,8 +15,8 @@ from baton.messages.ids import REQUEST_ID_PATTERN
 from baton.messages.pooling import ModelPooling, Pooling, PoolingRequest
 from baton.testing.fake_handler import FakeHandler
 from baton.testing.fake_tokenizer import FakeTokenizer
-from router.admission.pooling import check_generates
-from router.embed_call import embed
+from router.admission.checks import check_generates
+from router.front import embed
 from router.pooling import part_ids
 from tests.support.http_rig import CARD, finished
 

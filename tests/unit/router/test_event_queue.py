@@ -10,8 +10,14 @@ import pytest
 from baton.errors import EngineFault
 from baton.messages.generation import Accepted, Chunk, GenerateEvent, KnownText, SequenceFinished
 from baton.messages.sampling import TokenLogprobs
-from router.flight.event_queue import LONG_TEXT, MANY_LOGPROBS, MAX_JOINED_LOGPROBS, MAX_JOINED_TOKENS, EventQueue
-from router.flight.fair_queue import FairQueue
+from router.flight.event_queue import (
+    LONG_TEXT,
+    MANY_LOGPROBS,
+    MAX_JOINED_LOGPROBS,
+    MAX_JOINED_TOKENS,
+    EventQueue,
+    FairQueue,
+)
 
 
 def chunk(first_index: int, text: str, sequence_index: int = 0) -> Chunk:

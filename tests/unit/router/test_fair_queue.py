@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from baton.messages.generation import Chunk
-from router.flight.event_queue import EventQueue
-from router.flight.fair_queue import FairQueue
+from router.flight.event_queue import EventQueue, FairQueue
 
 
 async def reader(name: int, queue: EventQueue, order: list[tuple[int, int]]) -> None:

@@ -19,10 +19,10 @@ from router.operations.live_history import (
     NUM_SAMPLES,
     SAMPLE_EVERY_S,
     LiveHistory,
+    LiveTotals,
     RouterTotals,
     quantile,
 )
-from router.operations.live_totals import LiveTotals
 from tests.support.live_cluster_page import BUCKETS, history_of, totals
 
 

@@ -28,7 +28,7 @@ from baton.messages.sampling import SamplingParams
 from baton.observe.metrics import Distribution, Figure
 from baton.wire.codec.operator import PLACEMENT_DECISION
 from router.admission.request import ValidRequest
-from router.operations.explained import explained
+from router.operations.operator_handler import explained
 from router.placement.placer import Choice, PlacementSettings, Placer, Policy
 from router.placement.rates import StepRates
 from router.placement.view import ClusterView

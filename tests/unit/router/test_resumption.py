@@ -16,11 +16,17 @@ from baton.messages.node import Outcome, RequestDelta, StageTimings
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.testing.fake_tokenizer import FakeDetokenizer, FakeTokenizer
 from router.admission.request import ValidRequest
-from router.flight.answer import MAX_PARSED_TOKENS, Answer
+from router.flight.answer import (
+    MAX_PARSED_TOKENS,
+    Answer,
+    ResumedAnswer,
+    check_positions,
+    placement_in_record,
+    replayed,
+)
 from router.flight.flight_record import FlightRecord
 from router.flight.flight_sequence import FlightSequence
 from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
-from router.flight.resumption import ResumedAnswer, check_positions, placement_in_record, replayed
 from tests.support.router_parts import decode, key, prefill
 
 

@@ -16,7 +16,7 @@ from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempt_spans import AttemptSpans, Stage, stages
 from baton.observe.start_tracing import is_asked_for, start_tracing
 from baton.testing.fake_tracing import FakeTracer
-from router.flight.request_spans import RequestSpans
+from router.flight.timeline import RequestSpans
 from router.placement.placement import Placement
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import router_rig

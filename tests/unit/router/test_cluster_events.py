@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.registry.desired import DesiredState
-from router.operations.cluster_changes import ClusterChange, ClusterSnapshot, NodeSnapshot, cluster_changes
-from router.operations.event_ring import EventRing
+from router.operations.cluster_events import ClusterChange, ClusterSnapshot, EventRing, NodeSnapshot, cluster_changes
 from router.placement.view import NodeState
 
 READY = NodeSnapshot("d1", "decode", "h:1", NodeState.READY)

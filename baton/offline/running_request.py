@@ -30,8 +30,7 @@ from router.flight.flight_table import (
     SubmitLeg,
 )
 from router.flight.text_stream import TextCodec
-from router.placement.placement import Candidate, choose
-from router.placement.placer import demand_of
+from router.placement.placement import Candidate, choose, demand_of
 
 
 class RunningRequest:

@@ -8,21 +8,19 @@ as `KnownText` to a reader that parses the text. Positions are `Chunk.next_posit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import Chunk, GenerateEvent, KnownText, SequenceFinished, joined
 from baton.messages.logprob_rows import LogprobLog, logprobs_alone
-from baton.messages.node import NodeDescription, RequestDelta
+from baton.messages.node import RequestDelta
 from baton.messages.sampling import TokenLogprobs
 from router.admission.request import ValidRequest
-from router.flight.flight_record import FlightRecord
 from router.flight.flight_sequence import FlightSequence
 from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
 from router.flight.text_stream import TextCodec, TextStream
-from router.placement.placement import Placement
 
 MAX_LOGPROBS_AT_ONCE = 64
 """The most tokens of a chunk with log-probabilities that is made here: writing it takes some milliseconds."""
@@ -329,19 +327,3 @@ def _replayed_sequence(
     if tokens[at:]:
         events += answer.push(EmitTokens(at, tokens[at:], logprobs, ends, sequence.index))
     return events
-
-
-def placement_in_record(
-    record: FlightRecord, positions: Sequence[int], attached: Mapping[str, NodeDescription]
-) -> Placement | None:
-    """The nodes of the record's attempt; None if they can't give the client everything that it lacks.
-
-    If only the prefill node is gone, the decode node is asked alone: it knows whether it still needs the other one.
-    """
-    decode = attached.get(record.decode)
-    if decode is None:
-        return None
-    wants_logprobs = record.request.sampling_params.logprobs is not None
-    if wants_logprobs and min(positions, default=0) < record.num_given:
-        return None
-    return Placement(attached.get(record.prefill), decode, "adopted from another router")

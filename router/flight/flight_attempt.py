@@ -6,10 +6,17 @@ A leg is one node's part of the running attempt, with what the node has said of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from baton.messages.node import Leg, NodeDescription, Outcome, StageTimings
+from baton.messages.encoder_contents import EncoderContent
+from baton.messages.generation import Path
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Abort, Leg, NodeDescription, Outcome, StageTimings, Submit
+from router.admission.request import ValidRequest
+from router.flight.flight_table import AbortLeg, FlightEffect, LegEnded, SubmitLeg
+from router.placement.placement import Placement
 
 
 class AttemptTimings(NamedTuple):
@@ -81,6 +88,167 @@ class FlightLeg:
         if self.is_lost or self.outcome is None:
             return not self.is_lost
         return self.kind is Leg.PREFILL and self.outcome in (Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH)
+
+
+class Attempt:
+    """The running attempt of a flight: its nodes, and the messages to them."""
+
+    __slots__ = (
+        "decode_has_sent_tokens",
+        "given",
+        "is_adopting",
+        "key",
+        "legs",
+        "num_given",
+        "placement",
+        "request",
+        "why_prefill_unknown",
+    )
+
+    def __init__(
+        self,
+        request: ValidRequest,
+        key: AttemptKey,
+        placement: Placement | None = None,
+        given: Sequence[int] = (),
+        num_given: int | None = None,
+        before: Attempt | None = None,
+    ) -> None:
+        """`placement`: None: it has no nodes yet, and `before` is the attempt before it, if there is one.
+
+        `given`: output tokens that its nodes are given with the prompt; `num_given`: how many they were given, if
+        another router began the attempt, whose nodes may still replay what they computed.
+        """
+        self.request = request
+        self.key = key
+        self.placement: Placement | None = before.placement if before is not None else placement
+        """Its nodes; as long as it has no legs, those of the attempt before."""
+        self.given = given
+        self.num_given = len(given) if num_given is None else num_given
+        """Number of output tokens that its nodes were given with the prompt."""
+        self.is_adopting = num_given is not None
+        """Whether it was begun by another router, and its nodes may still replay what they computed."""
+        self.why_prefill_unknown = ""
+        """Why the prefill leg could not be adopted: the attempt is lost if its decode leg has no token yet."""
+        self.decode_has_sent_tokens = False
+        self.legs: dict[str, FlightLeg] = {}
+        """By incarnation; the one that decodes is the last."""
+        if placement is not None:
+            prefill, decode, num_sequences = placement.prefill, placement.decode, request.sampling_params.n
+            if prefill is not None:
+                self.legs[prefill.incarnation] = FlightLeg(prefill, Leg.PREFILL, 1)
+            alone = Leg.EMBED if request.embeds else Leg.WHOLE
+            kind = alone if prefill is None else Leg.DECODE
+            self.legs[decode.incarnation] = FlightLeg(decode, kind, num_sequences)
+
+    def is_prefill_done(self, num_tokens: int) -> bool:
+        """Whether the decode leg has sent tokens and none before them is missing: the prefill leg has done its part.
+
+        `num_tokens`: how many tokens of the first sequence the client has.
+        """
+        return self.decode_has_sent_tokens and num_tokens > self.num_given
+
+    def timings(self) -> AttemptTimings:
+        """What its nodes have reported so far.
+
+        Reports of two nodes come in any order. The one that decodes may bring the other's timings, too.
+        """
+        if not self.legs:
+            return AttemptTimings()
+        *prefill, last = self.legs.values()
+        name, has_ended = last.node.node_id, last.outcome is not None
+        if not prefill:
+            return AttemptTimings(name, last.timings, is_complete=has_ended)
+        prompt = prefill[0].timings or last.prompt_timings
+        return AttemptTimings(prefill[0].node.node_id, prompt, name, last.timings, has_ended)
+
+    def stage_timings(self) -> StageTimings:
+        """The prompt's timings from the node that computed it, the transfer's from the node that read the blocks."""
+        reported = self.timings()
+        prompt, pulled = reported.of_prompt, reported.decode or StageTimings()
+        return StageTimings(
+            queue_ms=prompt.queue_ms,
+            prefill_ms=prompt.prefill_ms,
+            transfer_ms=pulled.transfer_ms,
+            cached_tokens=prompt.cached_tokens,
+            external_tokens=pulled.external_tokens,
+            kv_bytes=pulled.kv_bytes,
+        )
+
+    def path(self) -> Path:
+        """The nodes of the answer."""
+        placement = self.placement
+        if placement is None:
+            return Path("", "", self.key.attempt, "")
+        prefill = placement.prefill.node_id if placement.prefill else ""
+        return Path(prefill, placement.decode.node_id, self.key.attempt, placement.reason)
+
+    # --- messages to its nodes ---
+
+    def submissions(self, takeover: int) -> list[FlightEffect]:
+        """The legs, to be sent to their nodes."""
+        return [SubmitLeg(leg.node.incarnation, self._submit(leg.kind, takeover)) for leg in self.legs.values()]
+
+    def _submit(self, leg: Leg, takeover: int) -> Submit:
+        placement, request = self.placement, self.request
+        prefill = placement.prefill if placement else None
+        reader_block_size = 0
+        if placement and prefill and leg is Leg.PREFILL and placement.decode.block_size != prefill.block_size:
+            reader_block_size = placement.decode.block_size
+        return Submit(
+            attempt=self.key,
+            leg=leg,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=request.sampling_params,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            kv_source=prefill.as_peer if prefill and leg is Leg.DECODE else None,
+            output_token_ids=self.given,
+            takeover=takeover,
+            reader_block_size=reader_block_size,
+            pooling=request.pooling,
+            # A decode node needs the rows, too: it computes the prompt again if it is preempted or its load is lost.
+            spans=request.spans,
+            adapter=request.adapter,
+            contents=self._contents(leg),
+        )
+
+    def _contents(self, leg: Leg) -> Sequence[EncoderContent]:
+        """The contents of the prompt; the node that computes it hears who has rows of them."""
+        holders = dict(self.placement.holders) if self.placement and leg is not Leg.DECODE else {}
+        if not holders:
+            return self.request.contents
+        return [replace(content, held_by=holders.get(content.digest)) for content in self.request.contents]
+
+    def abort_sequence(self, leg: FlightLeg, index: int, takeover: int) -> list[FlightEffect]:
+        """Tell a node that one of the sequences is over, unless it was told so."""
+        if leg.kind is Leg.PREFILL or index in leg.aborted_sequences:
+            return []
+        leg.aborted_sequences.add(index)
+        return [AbortLeg(leg.node.incarnation, Abort(self.key, "its text is over", index, takeover))]
+
+    def end(self, reason: str, takeover: int, *, keep_handed_off: bool = False) -> list[FlightEffect]:
+        """Abort the legs that may still hold blocks, and release all. `keep_handed_off`: prefill legs that were handed
+        off are not aborted, since the decode node has read their blocks.
+        """
+        abort = Abort(self.key, reason, takeover=takeover)
+        aborts: list[FlightEffect] = [
+            AbortLeg(leg.node.incarnation, abort)
+            for leg in self.legs.values()
+            if leg.may_hold_blocks and not (keep_handed_off and leg.outcome is Outcome.HANDED_OFF)
+        ]
+        return aborts + self.release_all()
+
+    def release_all(self) -> list[FlightEffect]:
+        """No leg counts towards its node's load any more."""
+        return [effect for leg in self.legs.values() for effect in self.release(leg)]
+
+    def release(self, leg: FlightLeg) -> list[FlightEffect]:
+        """The leg does not count towards its node's load any more. Idempotent."""
+        if leg.is_released:
+            return []
+        leg.is_released = True
+        return [LegEnded(leg.node.incarnation, self.key)]
 
 
 MAX_FAILURES: Final = 3

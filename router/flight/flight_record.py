@@ -10,7 +10,7 @@ The journal writes and reads these records.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -19,6 +19,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from baton.messages.adapters import is_adapter_digest
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
+from baton.messages.node import NodeDescription
 from baton.messages.request_limits import MAX_IMAGE_SPANS, MAX_IMAGES, MAX_SPANS
 from baton.registry.flights import FlightRecords
 from baton.text.detokenizer import WindowDetokenizer
@@ -175,3 +176,19 @@ class FlightJournal:
             return None
         await self._turns.wait()
         return read_record(data, request_id, card)
+
+
+def placement_in_record(
+    record: FlightRecord, positions: Sequence[int], attached: Mapping[str, NodeDescription]
+) -> Placement | None:
+    """The nodes of the record's attempt; None if they can't give the client everything that it lacks.
+
+    If only the prefill node is gone, the decode node is asked alone: it knows whether it still needs the other one.
+    """
+    decode = attached.get(record.decode)
+    if decode is None:
+        return None
+    wants_logprobs = record.request.sampling_params.logprobs is not None
+    if wants_logprobs and min(positions, default=0) < record.num_given:
+        return None
+    return Placement(attached.get(record.prefill), decode, "adopted from another router")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from baton.messages.node_report import KV_PROBE_FAILED
 from baton.messages.steering import ClusterEvent
 from baton.registry.desired import DesiredState
-from router.placement.view import NodeState
+from router.placement.known_node import NodeState
 
 _IS_GONE = frozenset({NodeState.LOST, NodeState.SUSPECT})
 _READY_AGAIN = frozenset({NodeState.STARTING, NodeState.SUSPECT, NodeState.LOST})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -147,18 +147,20 @@ class OperatorHandler:
     """Serves operators; see `baton.wire.services.operator_service.OperatorHandler`."""
 
     def __init__(
-        self, view: ClusterView, dispatcher: Dispatcher, membership: Membership, clock: Clock, own: NodeRecord
+        self,
+        view: ClusterView,
+        dispatcher: Dispatcher,
+        membership: Membership,
+        clock: Clock,
+        own: Callable[[], NodeRecord],
     ) -> None:
+        """`own` returns this router's record as it is now."""
         self._view = view
         self._dispatcher = dispatcher
         self._membership = membership
         self._clock = clock
         self._own = own
         self._routers: tuple[NodeRecord, ...] = ()
-
-    def own_record(self, record: NodeRecord) -> None:
-        """Take this router's new record."""
-        self._own = record
 
     def registered_routers(self, records: Sequence[NodeRecord]) -> None:
         """Take the routers that are in the registry now."""
@@ -168,11 +170,11 @@ class OperatorHandler:
         """The cluster as this router sees it, this router included."""
         wall = self._clock.wall()
         own = replace(
-            _router_status(self._own, wall),
+            _router_status(self._own(), wall),
             running=self._dispatcher.requests.num_live - self._dispatcher.requests.num_waiting,
             waiting=self._dispatcher.requests.num_waiting,
         )
-        others = [_router_status(r, wall) for r in self._routers if r.incarnation != self._own.incarnation]
+        others = [_router_status(r, wall) for r in self._routers if r.incarnation != self._own().incarnation]
         nodes = self._view.statuses(self._clock.monotonic(), wall)
         health, detail = self._health()
         return ClusterStatus(self._membership.cluster, health, detail, [own, *others, *nodes])
@@ -181,7 +183,7 @@ class OperatorHandler:
         """Live and ended requests; see `baton.wire.services.operator_service.OperatorHandler`."""
         if not request_id:
             return [*self.running(limit or None), *self.ended(limit)]
-        name, now = self._own.name, self._clock.monotonic()
+        name, now = self._own().name, self._clock.monotonic()
         active, traced = (
             self._dispatcher.requests.find(request_id),
             self._dispatcher.requests.timelines.find(request_id),
@@ -193,12 +195,12 @@ class OperatorHandler:
     def running(self, limit: int | None) -> list[RequestRow]:
         """The requests that this router serves, the latest first."""
         active_requests = islice(self._dispatcher.requests.active_requests(), limit)
-        return list(running_rows(active_requests, self._own.name, self._clock.monotonic()))
+        return list(running_rows(active_requests, self._own().name, self._clock.monotonic()))
 
     def ended(self, limit: int) -> list[RequestRow]:
         """The ended requests that are still kept, the latest first."""
         latest = islice(self._dispatcher.requests.timelines.latest(), limit)
-        return list(ended_rows(latest, self._own.name, self._clock.monotonic()))
+        return list(ended_rows(latest, self._own().name, self._clock.monotonic()))
 
     def explain(self, request_id: str) -> Sequence[PlacementDecision]:
         """Why a request was placed as it was; raises RequestNotFound if it is unknown or too long ago."""
@@ -215,11 +217,11 @@ class OperatorHandler:
             raise RequestNotFound(f"request {request_id[:80]!r} has not ended yet: its timeline is known when it has")
         if traced is None:
             raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
-        return timeline(traced, self._own.name, self._clock.monotonic())
+        return timeline(traced, self._own().name, self._clock.monotonic())
 
     def _health(self) -> tuple[str, str]:
         candidates = self._view.candidates()
-        why = self._dispatcher.requests.placer.why_not_ready(candidates, self._own.model)
+        why = self._dispatcher.requests.placer.why_not_ready(candidates, self._own().model)
         if why:
             return "unavailable", why
         roles = {candidate.node.role for candidate in may_serve(candidates, None)}

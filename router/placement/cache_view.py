@@ -19,6 +19,7 @@ from baton.messages.encoder_contents import EncoderContent, rows_key
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import NodeDescription
 from baton.messages.spans import Span, span_items
+from router.admission.request import ValidRequest
 from router.placement.block_index import BlockIndex
 
 _MOST_BLOCKS = 4096
@@ -216,3 +217,8 @@ def _leading(prompt: PromptKeys, scheme: KeyScheme, indices: Sequence[BlockIndex
         if len(keys) < num_blocks or max(found.values(), default=0) < num_blocks:
             return found
         num_blocks *= _LOOKED_UP_MORE
+
+
+def prompt_keys_of(request: ValidRequest) -> PromptKeys:
+    """The keys of a request's blocks."""
+    return PromptKeys(request.prompt_token_ids, request.cache_salt, request.spans, request.adapter)

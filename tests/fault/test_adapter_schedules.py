@@ -75,9 +75,9 @@ class AdapterCluster(SimulatedCluster):
         super().__init__(*args)
         self._struck = struck
         self._sources = sources
-        requests = self.dispatcher.requests
         self._adapters = ClusterAdapters(
             self.card.name,
+            self.dispatcher.requests,
             self.view,
             self._links,
             LoopTimers(),
@@ -85,9 +85,7 @@ class AdapterCluster(SimulatedCluster):
             _never,
             _never,
             self._set_names,
-            requests.adapters_in_use,
         )
-        requests.on_node, requests.on_adapters = self._adapters.on_node, self._adapters.on_report
         self.move_names()
 
     def make_adapter_threads(self, node: SimulatedNode) -> AdapterThreads:

@@ -46,9 +46,9 @@ class Adapters:
         self.rig = rig
         self.state = DesiredState()
         self.events = EventRing("router-1.a", rig.timers.monotonic)
-        requests = rig.dispatcher.requests
         self.cluster = ClusterAdapters(
             MODEL,
+            rig.dispatcher.requests,
             rig.view,
             rig.links,
             rig.timers,
@@ -56,9 +56,7 @@ class Adapters:
             rig.fakes.connect,
             self._write,
             self._set_names,
-            requests.adapters_in_use,
         )
-        requests.on_node, requests.on_adapters = self.cluster.on_node, self.cluster.on_report
 
     async def _write(self, change: DesiredChange) -> None:
         # A registry takes its time.

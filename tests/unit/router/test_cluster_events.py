@@ -9,7 +9,7 @@ import pytest
 
 from baton.registry.desired import DesiredState
 from router.operations.cluster_events import ClusterChange, ClusterSnapshot, EventRing, NodeSnapshot, cluster_changes
-from router.placement.view import NodeState
+from router.placement.known_node import NodeState
 
 READY = NodeSnapshot("d1", "decode", "h:1", NodeState.READY)
 CALM = ClusterSnapshot(nodes={"d1.a": READY}, has_served=True)

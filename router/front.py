@@ -7,10 +7,17 @@ from dataclasses import replace
 from typing import TypeVar
 
 from baton.errors import InvalidRequest
-from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.ids import REQUEST_ID_PATTERN, scoped
-from baton.messages.pooling import Pooling, PoolingRequest
+from baton.messages.pooling import (
+    EmbedInput,
+    EmbedRequest,
+    EmbedResponse,
+    EmbedResult,
+    EmbedTask,
+    Pooling,
+    PoolingRequest,
+)
 from baton.messages.request_limits import MAX_PROMPT_BYTES
 from baton.security.callers import current_caller
 from router.admission.checks import check_model, check_text, check_token_ids

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from baton.errors import ContextLengthExceeded, InvalidRequest, NoCapacity
 from baton.messages.capabilities import Capability, check_capable
-from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.prompt_rows import PromptRows, UnsoundRows, read_rows
 from baton.messages.request_limits import MAX_AUDIO_BYTES, MAX_SPANS
-from baton.messages.spans import PLACEHOLDER, Span, digest_of_rows
+from baton.messages.spans import PLACEHOLDER, ContentKind, EncoderContent, Span, digest_of_rows, source_spans
 from baton.model_formats.encoder_decoders import EncoderDecoder
-from baton.model_formats.images.encoded import ImageLimits
+from baton.model_formats.images import ImageLimits
 from baton.text.image_prompts import FIELD, ImagePrompts, PromptImage
 from router.admission.checks import check_can, too_long
 

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from random import Random
 from typing import Any
 
-from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
+from baton.engine.sequences.beams import MAX_BEAMS, MIN_BEAMS
 from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.request_limits import (

@@ -9,7 +9,6 @@ from functools import partial
 from random import Random
 
 from baton.errors import InvalidRequest
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id, scoped
 from baton.messages.pooling import Pooling, PoolingRequest
@@ -22,7 +21,7 @@ from baton.messages.request_limits import (
     MAX_SEQUENCES,
 )
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 from baton.text.image_prompts import PromptImage
 from router.admission.checks import (
     check_generates,

@@ -52,10 +52,10 @@ from baton.errors import (
     TransferFailed,
 )
 from baton.machine import Machine
-from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.node import ENDED_WELL, FINISH_REASONS, Adopt, Leg, NodeDescription, Outcome, RequestDelta
 from baton.messages.sampling import TokenLogprobs
+from baton.messages.speculation import NO_DRAFTS, DraftCounts
 from router.admission.request import ValidRequest
 from router.flight.flight_attempt import Attempt, AttemptBudget, AttemptTimings, FlightLeg
 from router.flight.flight_sequence import FlightSequence

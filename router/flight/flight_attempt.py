@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import Path
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Leg, NodeDescription, Outcome, StageTimings, Submit
+from baton.messages.spans import EncoderContent
 from router.admission.request import ValidRequest
 from router.flight.flight_table import AbortLeg, FlightEffect, LegEnded, SubmitLeg
 from router.placement.placement import Placement

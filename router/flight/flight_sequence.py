@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.errors import StreamDiverged
-from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.logprob_rows import joined_logprobs
 from baton.messages.node import FINISH_REASONS, Outcome, RequestDelta
 from baton.messages.sampling import TokenLogprobs
+from baton.messages.speculation import NO_DRAFTS, DraftCounts
 from baton.values import value
 from router.flight.flight_table import EmitTokens
 

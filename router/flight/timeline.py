@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from cachetools import FIFOCache
 
-from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.node import StageTimings
-from baton.messages.timelines import Timeline, TimelineStage
+from baton.messages.operator import Timeline, TimelineStage
+from baton.messages.speculation import NO_DRAFTS, DraftCounts
 from baton.observe.tracing import Attributes, Span, Tracer
 from router.admission.request import ValidRequest
 from router.flight.flight_attempt import AttemptTimings

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from baton.messages.node_report import KV_PROBE_FAILED
-from baton.messages.steering import ClusterEvent
+from baton.messages.operator import ClusterEvent
 from baton.registry.desired import DesiredState
 from router.placement.known_node import NodeState
 

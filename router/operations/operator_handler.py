@@ -8,11 +8,16 @@ from itertools import islice
 
 from baton.clock import Clock
 from baton.errors import RequestNotFound
-from baton.messages.cluster import ClusterStatus, NodeStatus
-from baton.messages.explanations import PlacementDecision, PlacementOutcome, PlacementWay
 from baton.messages.node import Role
-from baton.messages.request_rows import RequestRow
-from baton.messages.timelines import Timeline
+from baton.messages.operator import (
+    ClusterStatus,
+    NodeStatus,
+    PlacementDecision,
+    PlacementOutcome,
+    PlacementWay,
+    RequestRow,
+    Timeline,
+)
 from baton.registry import Membership, NodeRecord
 from router.dispatcher import Dispatcher
 from router.flight.active_request import ActiveRequest

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from baton.messages.ids import AttemptKey
-from baton.messages.kv_format import KVFormat
+from baton.messages.kv_cache import KVFormat
 from baton.messages.node import LoadReport, NodeDescription, Role
 from baton.registry import NodeRecord
 from router.admission.admission import is_full

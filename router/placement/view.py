@@ -11,10 +11,10 @@ from cachetools import FIFOCache
 from baton.engine.sequences.sequence_group import most_at_once
 from baton.messages.adapters import AdapterReport
 from baton.messages.capabilities import Capability, in_order
-from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
-from baton.messages.kv_format import KVFormat
+from baton.messages.kv_cache import KVFormat
 from baton.messages.node import LoadReport, NodeDescription, Role
+from baton.messages.operator import NodeStatus
 from baton.registry import DesiredState, NodeRecord
 from router.listeners import Listeners
 from router.placement.known_node import KnownNode, NodeState, Partners

@@ -14,12 +14,12 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import Chunk, GenerateEvent, KnownText, Path, SequenceFinished
 from baton.messages.node import Outcome, RequestDelta, StageTimings
 from baton.messages.sampling import SamplingParams, TokenLogprobs
-from baton.testing.fake_tokenizer import FakeDetokenizer, FakeTokenizer
 from router.admission.request import ValidRequest
 from router.flight.answer import MAX_PARSED_TOKENS, Answer, ResumedAnswer, check_positions, replayed
 from router.flight.flight_record import FlightRecord, placement_in_record
 from router.flight.flight_sequence import FlightSequence
 from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
+from tests.doubles.fake_tokenizer import FakeDetokenizer, FakeTokenizer
 from tests.support.router_parts import decode, key, prefill
 
 

@@ -1,6 +1,7 @@
 """The flight: one client request as its router sees it, from admission to its end, over all attempts to compute it.
 
-Pure: events in, effects out, no clock and no I/O (`router.live_requests` carries the effects out). The rules:
+Pure: events in, effects out, no clock and no I/O (`router.live_requests` carries the effects out). More than 500 lines,
+since each rule is about the same few fields; what concerns one attempt or one sequence alone is beside it. The rules:
 
 1. Both legs of an attempt are sent at the same time. The first token comes from the prefill leg, the others from the
    decode leg. Whichever stream is faster, tokens leave in the order of their indices.

@@ -24,16 +24,12 @@ from baton.registry.redis_flights import RedisFlightRecords
 from baton.registry.registry import Registry
 from baton.security.binds import check_bind
 from baton.security.matrix import CallerRole
-from baton.text.model_template import ModelTemplate
-from baton.text.prompts import ImagePrompts, SpeechPrompts
-from baton.text.tokenizer import Tokenizer
 from baton.wire.clients.operator_client import OperatorClient
 from baton.wire.credentials import Dialer
 from baton.wire.server.event_loop import RpcEventLoop, warn_if_unrecognised
-from router.cards import card_without_nodes
 from router.http.server import raise_file_limit
 from router.operations.idle_collector import set_thresholds
-from router.process import RouterAddresses, RouterProcess
+from router.process import RouterAddresses, RouterModel, RouterProcess
 
 _log = logging.getLogger(__name__)
 
@@ -63,17 +59,11 @@ async def run_router(
         loop.call_soon_threadsafe(end, found)
 
     current_watch.set(BackgroundWatch(end_from_anywhere))
-    card = card_without_nodes(config)
-    # Simulated nodes take token ids only, and nothing of a model directory is read.
-    is_simulated = config.runner == "simulated"
-    codec = None if is_simulated else Tokenizer.load(config.model)
-    template = None if is_simulated else ModelTemplate.load(config.model)
-    images = None if is_simulated else ImagePrompts.load(config.model)
-    speech = None if codec is None else SpeechPrompts.load(config.model, codec.tokens())
+    model = RouterModel.load(config)
     async with contextlib.AsyncExitStack() as stack:
-        if template is not None:
-            stack.callback(template.close)
-            await asyncio.to_thread(template.check)
+        if model.template is not None:
+            stack.callback(model.template.close)
+            await asyncio.to_thread(model.template.check)
         if membership is None:
             registry_url = with_authority(config.registry, config.tls_ca)
             membership = Registry.connect(registry_url, config.cluster)
@@ -85,8 +75,7 @@ async def run_router(
         tls = config.tls.read() if config.tls is not None else None
         asks = asks_with(Dialer.to_role(CallerRole.ROUTER, config.cluster, tls))
         await require_free_name(membership, config.router_id, asks)
-        process = RouterProcess(config, membership, records, codec, template, card, asks, images, speech)
-        await process.run(ready, stop, fault)
+        await RouterProcess(config, membership, records, model, asks).run(ready, stop, fault)
 
 
 def asks_with(dialer: Dialer) -> Asks:

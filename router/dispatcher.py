@@ -14,37 +14,26 @@ from functools import partial
 from random import Random
 from typing import Protocol, TypeAlias, TypeVar
 
-from baton.errors import (
-    BatonError,
-    Cancelled,
-    ContinuedElsewhere,
-    Draining,
-    InvalidRequest,
-    QueueFull,
-    RequestNotFound,
-)
+from baton.errors import BatonError, Cancelled, ContinuedElsewhere, Draining, InvalidRequest, QueueFull, RequestNotFound
 from baton.fair_executor import FairExecutor
-from baton.messages.generation import Accepted, Delivery, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.messages.generation import Accepted, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.ids import SCOPED_ID_PATTERN, new_request_id, unscoped
 from baton.messages.request_limits import MAX_POOLED_TOKENS
 from baton.messages.sampling import CONSTRAINT_KINDS, Constraint
 from baton.text.detokenizer import TextCodec
 from router.admission.bounded_work import BoundedWork
-from router.admission.images import ImageRules
-from router.admission.priorities import with_allowed_priority
+from router.admission.prompt_inputs import ImageRules
 from router.admission.request import ValidRequest
-from router.admission.validation import validate
-from router.flight.active_request import ActiveRequest
-from router.flight.answer import Answer
-from router.flight.event_queue import EventQueue
-from router.flight.fair_queue import FairQueue
-from router.flight.flight_journal import FlightJournal
-from router.flight.flight_record import FlightRecord
+from router.admission.validation import validate, with_allowed_priority
+from router.flight.active_request import ActiveRequest, ClientCall
+from router.flight.answer import Answer, ResumedAnswer, check_positions, lacks_logprobs, replayed
+from router.flight.event_queue import EventQueue, FairQueue
+from router.flight.flight_record import FlightJournal, FlightRecord, placement_in_record
 from router.flight.flight_table import Cancel, GiveUp, LeaveToOtherRouter
-from router.flight.request_spans import RequestSpans
-from router.flight.resumption import ResumedAnswer, check_positions, lacks_logprobs, placement_in_record, replayed
+from router.flight.timeline import RequestSpans
 from router.limits import NUM_TEXT_THREADS, DispatchLimits
-from router.live_requests import LiveRequests, NodeSender
+from router.live_requests import LiveRequests
+from router.losses import NodeSender
 from router.node_links import LinkListener
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
@@ -117,9 +106,11 @@ class Dispatcher:
         Chunks that `take` accepts while the generator is awaited are not among its events. `on_finished` is called
         before Finished is yielded; memory that is reserved for the answer stays so until the generator is closed.
         """
-        return self._stream(
-            lambda started: self._admit(raw, started, timeout_s), take, raw.constraint_field, on_finished
-        )
+
+        def admitted(started: float) -> Awaitable[ActiveRequest]:
+            return self._admit(raw, ClientCall(started, timeout_s, raw.traceparent, max(1, raw.call), raw.delivery))
+
+        return self._stream(admitted, take, raw.constraint_field, on_finished)
 
     def resume(
         self,
@@ -140,7 +131,9 @@ class Dispatcher:
         with the same seed gives the same tokens.
         """
         return self._stream(
-            lambda started: self._resume(request_id, next_token_index, started, timeout_s, call, repeat),
+            lambda started: self._resume(
+                request_id, next_token_index, ClientCall(started, timeout_s, takeover=call), repeat
+            ),
             take,
             repeat.constraint_field if repeat is not None else "",
             on_finished,
@@ -163,7 +156,7 @@ class Dispatcher:
                 name = unscoped(request.request_id)
                 yield Accepted(name, request.sampling_params.seed, request.num_prompt_tokens, (request.context_tokens,))
             while (event := await queue.get()) is not None:
-                self.requests.stop_stall_timer_if_read(active)
+                self.requests.relay.stop_stall_timer_if_read(active)
                 if isinstance(event, Finished):
                     if active.queue is queue:
                         self.requests.all_taken(active)
@@ -180,7 +173,7 @@ class Dispatcher:
             if active.queue is queue:
                 self.requests.close(active)
 
-    async def _admit(self, raw: GenerateRequest, started: float, timeout_s: float | None) -> ActiveRequest:
+    async def _admit(self, raw: GenerateRequest, call: ClientCall) -> ActiveRequest:
         with self._counted_if_rejected():
             if self._draining:
                 raise self._shutting_down()
@@ -188,16 +181,13 @@ class Dispatcher:
             raw = with_allowed_priority(raw, self._limits.min_priority)
             self.requests.check_room(raw.priority, embeds=raw.pooling is not None)
             request = await self._validated(raw)
-            answer, takeover = Answer(self._codec, request), max(1, raw.call)
-            return self._open(request, answer, started, timeout_s, raw.traceparent, takeover, delivery=raw.delivery)
+            return self._open(request, Answer(self._codec, request), call)
 
     async def _resume(
         self,
         request_id: str,
         positions: Sequence[int],
-        started: float,
-        timeout_s: float | None,
-        call: int,
+        call: ClientCall,
         repeat: GenerateRequest | None,
     ) -> ActiveRequest:
         active = self.requests.find(request_id)
@@ -215,12 +205,12 @@ class Dispatcher:
             )
         if active is None:
             assert record is not None
-            takeover = _takeover_number(call, record.takeover)
+            call = _taking_over(call, record.takeover)
             self.requests.counters.resumed += 1
-            return self._reopen(record, positions, started, timeout_s, takeover)
-        takeover = _takeover_number(call, active.flight.takeover)
+            return self._reopen(record, positions, replace(call, traceparent=record.traceparent))
+        call = _taking_over(call, active.flight.takeover)
         self.requests.counters.resumed += 1
-        return self._take_over_stream(active, positions, started, timeout_s, takeover)
+        return self._take_over_stream(active, positions, call)
 
     async def _with_prompt(self, request: ValidRequest, repeat: GenerateRequest) -> ValidRequest:
         """The request with the prompt of its repetition; raises InvalidRequest if that is another request."""
@@ -242,18 +232,11 @@ class Dispatcher:
             return None
         return await self._journal.find(request_id, self._card())
 
-    def _reopen(
-        self,
-        record: FlightRecord,
-        positions: Sequence[int],
-        started: float,
-        timeout_s: float | None,
-        takeover: int,
-    ) -> ActiveRequest:
+    def _reopen(self, record: FlightRecord, positions: Sequence[int], call: ClientCall) -> ActiveRequest:
         """Continue a flight that another router began, or this one before its client left."""
         check_positions(record.request, positions)
         answer = ResumedAnswer(self._codec, record.request, positions)
-        active = self._open(record.request, answer, started, timeout_s, record.traceparent, takeover)
+        active = self._open(record.request, answer, call)
         placement = placement_in_record(
             record, positions, {node.incarnation: node for node in self._view.descriptions()}
         )
@@ -265,9 +248,7 @@ class Dispatcher:
             active.start_flight = partial(self.requests.adopt, active, record, placement, origin)
         return active
 
-    def _take_over_stream(
-        self, active: ActiveRequest, positions: Sequence[int], started: float, timeout_s: float | None, takeover: int
-    ) -> ActiveRequest:
+    def _take_over_stream(self, active: ActiveRequest, positions: Sequence[int], call: ClientCall) -> ActiveRequest:
         """Let a new stream of the same client continue a live request."""
         check_positions(active.request, positions)
         name = unscoped(active.request.request_id)
@@ -280,8 +261,8 @@ class Dispatcher:
             self.requests.abandon(active, "its client came back for log-probabilities that are forgotten")
             raise RequestNotFound(f"request {name!r} has no log-probabilities from there on any more: send it again")
         timers = active.deadline_timer, active.stall_timer
-        self.requests.set_deadline(active, started, timeout_s)
-        active.flight.takeover = takeover
+        self.requests.set_deadline(active, call)
+        active.flight.takeover = call.takeover
         for timer in timers:
             if timer is not None:
                 timer.cancel()
@@ -342,11 +323,16 @@ class Dispatcher:
 
     async def _validated(self, raw: GenerateRequest) -> ValidRequest:
         codec = self._codec
-        encode, encode_part = (codec.encode, codec.encode_rendered) if codec is not None else (None, None)
-        limits = self._limits
-        args = (
-            *(raw, self._card(), encode, self._rng, encode_part),
-            *(limits.prompt_embeds_bytes, self._image_rules, None if codec is None else codec.context_of),
+        check = partial(
+            validate,
+            raw,
+            self._card(),
+            None if codec is None else codec.encode,
+            self._rng,
+            encode_part=None if codec is None else codec.encode_rendered,
+            max_prompt_embeds=self._limits.prompt_embeds_bytes,
+            image_rules=self._image_rules,
+            context_of=None if codec is None else codec.context_of,
         )
         # The ids of a vector's input are only compared with bounds. A call has up to 2,048 inputs: were each long one
         # checked in a thread, there would be more of them than the threads of a tenant take.
@@ -355,9 +341,9 @@ class Dispatcher:
         num_chars = num_prompt + _num_constraint_chars(raw) + sum([len(one.data) for one in raw.prompt_embeds])
         # Each image has thousands of tokens, and a header that takes milliseconds; audio is hashed.
         if raw.images or raw.audio or num_chars > self._limits.thread_text_chars:
-            request = await self.in_thread(raw.tenant, validate, *args)
+            request = await self.in_thread(raw.tenant, check)
         else:
-            request = validate(*args)
+            request = check()
         for field, schema in raw.schemas.items():
             await self._check(Constraint(schema), field, raw.tenant)
         if (constraint := request.sampling_params.constraint) is not None:
@@ -400,21 +386,10 @@ class Dispatcher:
             error.retry_after_s = self._rng.uniform(0.75, 1.25)
             raise
 
-    def _open(
-        self,
-        request: ValidRequest,
-        answer: Answer,
-        started: float,
-        timeout_s: float | None,
-        traceparent: str,
-        takeover: int,
-        *,
-        delivery: Delivery = "stream",
-    ) -> ActiveRequest:
+    def _open(self, request: ValidRequest, answer: Answer, call: ClientCall) -> ActiveRequest:
         if self._draining:
             raise self._shutting_down()
-        queue = EventQueue(self._turns)
-        return self.requests.open(request, answer, queue, started, timeout_s, traceparent, takeover, delivery=delivery)
+        return self.requests.open(request, answer, EventQueue(self._turns), call)
 
     def _shutting_down(self) -> Draining:
         return Draining("this router is shutting down", self._rng.uniform(0.75, 1.25))
@@ -428,14 +403,14 @@ class Dispatcher:
             raise
 
 
-def _takeover_number(call: int, takeover: int) -> int:
-    """The number of a call that takes over the request of call number `takeover`.
+def _taking_over(call: ClientCall, takeover: int) -> ClientCall:
+    """A call that takes over the request of call number `takeover`, with a number if the client has given it none.
 
-    Raises ContinuedElsewhere for the number of an earlier call.
+    Raises ContinuedElsewhere for an earlier call.
     """
-    if 0 < call <= takeover:
-        raise ContinuedElsewhere(f"call {call} of the client came after call {takeover}, which is served")
-    return call or takeover + 1
+    if 0 < call.takeover <= takeover:
+        raise ContinuedElsewhere(f"call {call.takeover} of the client came after call {takeover}, which is served")
+    return call if call.takeover else replace(call, takeover=takeover + 1)
 
 
 def _num_constraint_chars(raw: GenerateRequest) -> int:

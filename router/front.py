@@ -1,35 +1,41 @@
-"""The handlers behind the router's ports: one for clients' requests (gRPC and HTTP), one for operators' calls."""
+"""The handler behind the router's public ports, of gRPC and HTTP: it makes clients' calls calls of the dispatcher."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import TypeVar
 
-from baton.clock import Clock
-from baton.errors import InvalidRequest, RequestNotFound
-from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard, TakeChunk
-from baton.messages.ids import scoped
-from baton.messages.node import Role
-from baton.messages.operator import ClusterStatus, NodeStatus, PlacementDecision, RequestRow, Timeline
-from baton.messages.pooling import EmbedRequest, EmbedResponse
+from baton.errors import InvalidRequest
+from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.messages.ids import REQUEST_ID_PATTERN, scoped
+from baton.messages.pooling import (
+    EmbedInput,
+    EmbedRequest,
+    EmbedResponse,
+    EmbedResult,
+    EmbedTask,
+    Pooling,
+    PoolingRequest,
+)
 from baton.messages.request_limits import MAX_PROMPT_BYTES
-from baton.registry import Membership, NodeRecord
 from baton.security.matrix import current_caller
 from baton.text.detokenizer import TextCodec
+from router.admission.checks import check_model, check_text, check_token_ids
 from router.admission.tenants import Tenants
-from router.admission.validation import check_model, check_text, check_token_ids
 from router.dispatcher import Dispatcher
-from router.embed_call import embed
-from router.flight.timeline import timeline
-from router.operations.explained import explained
-from router.operations.request_rows import ended_rows, running_rows
-from router.placement.placement import may_serve, note_of_left_out
-from router.placement.view import ClusterView
+from router.pooling import (
+    SMALL_VECTORS,
+    PoolingCall,
+    PoolingHandler,
+    PoolingInput,
+    TextPair,
+    numbers_of,
+    pool_all,
+    score_pairs,
+)
 
 T = TypeVar("T")
-_STATUS_WORDS = {"starting": "Starting", "ready": "Ready", "draining": "Draining"}
 
 
 class GenerationHandler:
@@ -142,112 +148,76 @@ class GenerationHandler:
         return self._codec
 
 
-class OperatorHandler:
-    """Serves operators; see `baton.wire.services.operator_service.OperatorHandler`."""
-
-    def __init__(
-        self, view: ClusterView, dispatcher: Dispatcher, membership: Membership, clock: Clock, own: NodeRecord
-    ) -> None:
-        self._view = view
-        self._dispatcher = dispatcher
-        self._membership = membership
-        self._clock = clock
-        self._own = own
-        self._routers: tuple[NodeRecord, ...] = ()
-
-    def own_record(self, record: NodeRecord) -> None:
-        """Take this router's new record."""
-        self._own = record
-
-    def registered_routers(self, records: Sequence[NodeRecord]) -> None:
-        """Take the routers that are in the registry now."""
-        self._routers = tuple(records)
-
-    def status(self) -> ClusterStatus:
-        """The cluster as this router sees it, this router included."""
-        wall = self._clock.wall()
-        own = replace(
-            _router_status(self._own, wall),
-            running=self._dispatcher.requests.num_live - self._dispatcher.requests.num_waiting,
-            waiting=self._dispatcher.requests.num_waiting,
-        )
-        others = [_router_status(r, wall) for r in self._routers if r.incarnation != self._own.incarnation]
-        nodes = self._view.statuses(self._clock.monotonic(), wall)
-        health, detail = self._health()
-        return ClusterStatus(self._membership.cluster, health, detail, [own, *others, *nodes])
-
-    def requests(self, limit: int, request_id: str = "") -> Sequence[RequestRow]:
-        """Live and ended requests; see `baton.wire.services.operator_service.OperatorHandler`."""
-        if not request_id:
-            return [*self.running(limit or None), *self.ended(limit)]
-        name, now = self._own.name, self._clock.monotonic()
-        active, traced = (
-            self._dispatcher.requests.find(request_id),
-            self._dispatcher.requests.timelines.find(request_id),
-        )
-        if active is not None:
-            return list(running_rows([active], name, now))
-        return list(ended_rows([traced], name, now)) if traced is not None else []
-
-    def running(self, limit: int | None) -> list[RequestRow]:
-        """The requests that this router serves, the latest first."""
-        active_requests = islice(self._dispatcher.requests.active_requests(), limit)
-        return list(running_rows(active_requests, self._own.name, self._clock.monotonic()))
-
-    def ended(self, limit: int) -> list[RequestRow]:
-        """The ended requests that are still kept, the latest first."""
-        latest = islice(self._dispatcher.requests.timelines.latest(), limit)
-        return list(ended_rows(latest, self._own.name, self._clock.monotonic()))
-
-    def explain(self, request_id: str) -> Sequence[PlacementDecision]:
-        """Why a request was placed as it was; raises RequestNotFound if it is unknown or too long ago."""
-        now = self._clock.monotonic()
-        found = self._dispatcher.requests.placer.explain(request_id, now)
-        if not found:
-            raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
-        return [explained(explanation, now) for explanation in found]
-
-    def timeline(self, request_id: str) -> Timeline:
-        """Where a request's time went; raises RequestNotFound if it is unknown, live, or too long ago."""
-        traced = self._dispatcher.requests.timelines.find(request_id)
-        if traced is None and self._dispatcher.requests.find(request_id) is not None:
-            raise RequestNotFound(f"request {request_id[:80]!r} has not ended yet: its timeline is known when it has")
-        if traced is None:
-            raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
-        return timeline(traced, self._own.name, self._clock.monotonic())
-
-    def _health(self) -> tuple[str, str]:
-        candidates = self._view.candidates()
-        why = self._dispatcher.requests.placer.why_not_ready(candidates, self._own.model)
-        if why:
-            return "unavailable", why
-        roles = {candidate.node.role for candidate in may_serve(candidates, None)}
-        notes = [
-            f"no {role.value} node is up{note_of_left_out(candidates, role)}"
-            for role in (Role.PREFILL, Role.DECODE)
-            if role not in roles
-        ]
-        if cordoned := self._view.cordoned:
-            notes.append(f"cordoned: {', '.join(cordoned)}")
-        if not self._membership.healthy:
-            notes.insert(0, "the registry does not answer; serving goes on with the last view")
-            return "degraded", "; ".join(notes)
-        return "ok", "; ".join(notes)
-
-
-def _router_status(record: NodeRecord, wall: float) -> NodeStatus:
-    return NodeStatus(
-        name=record.name,
-        role=record.role,
-        status=_STATUS_WORDS[record.state],
-        incarnation=record.incarnation,
-        address=record.address,
-        pid=record.pid,
-        model=record.model,
-        running=0,
-        waiting=0,
-        kv_usage=0.0,
-        version=record.version,
-        age_s=max(0.0, wall - record.started_at),
-        detail=f"HTTP on {record.http_address}" if record.http_address else "",
+async def embed(
+    request: EmbedRequest,
+    handler: PoolingHandler,
+    vocabulary: TextCodec | None,
+    card: ModelCard,
+    timeout_s: float | None,
+) -> EmbedResponse:
+    """The results of all inputs of a call with an id. Raises InvalidRequest, and what the core raises."""
+    if not request.inputs:
+        raise InvalidRequest("inputs", "is empty")
+    if not REQUEST_ID_PATTERN.match(request.request_id):
+        raise InvalidRequest("request_id", "must be 1 to 64 letters, digits or _ . : -")
+    if request.pooling is Pooling.CLASSIFY:
+        raise InvalidRequest("pooling", "can't be classify: that is a task")
+    if request.pooling is Pooling.ALIGN:
+        raise InvalidRequest("pooling", "can't be align: the times of words come with their transcript over HTTP")
+    most = request.truncate_prompt_tokens
+    if most is not None and not (most == -1 or most >= 1):
+        raise InvalidRequest("truncate_prompt_tokens", f"must be -1 or at least 1, not {most}")
+    is_classified = request.task is EmbedTask.CLASSIFY
+    call = PoolingCall(
+        inputs=(),
+        pooling=PoolingRequest(
+            Pooling.CLASSIFY if is_classified else request.pooling,
+            request.normalize,
+            request.dimensions,
+            activate=request.activate is not False,
+        ),
+        request_id=request.request_id,
+        model=request.model,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        traceparent=request.traceparent,
+        truncate=most,
     )
+    if request.task is EmbedTask.SCORE:
+        pairs = [_pair(one, place) for place, one in enumerate(request.inputs)]
+        scored = await score_pairs(pairs, call, handler, vocabulary, card, timeout_s)
+        results: Sequence[EmbedResult] = [EmbedResult((score,)) for score in scored.scores]
+        return EmbedResponse(call.request_id, results, _num_tokens(scored.results))
+    inputs = [_input(one, place, is_pair=is_classified) for place, one in enumerate(request.inputs)]
+    ends = await pool_all(replace(call, inputs=inputs), handler, vocabulary, card, timeout_s)
+    labels = card.pooling.labels if is_classified else ()
+    if sum(len(one.embedding) for one in ends) <= SMALL_VECTORS:
+        results = _results(ends, labels)
+    else:
+        results = await handler.in_thread(_results, ends, labels)
+    return EmbedResponse(call.request_id, results, _num_tokens(ends))
+
+
+def _results(ends: Sequence[Finished], labels: Sequence[str]) -> Sequence[EmbedResult]:
+    vectors = [numbers_of(one.embedding) for one in ends]
+    return [EmbedResult(vector, labels[vector.index(max(vector))] if labels else "") for vector in vectors]
+
+
+def _input(one: EmbedInput, place: int, *, is_pair: bool) -> PoolingInput:
+    field = f"inputs[{place}]"
+    if not one.prompt:
+        raise InvalidRequest(field, "is empty")
+    if one.second_text is not None and not (is_pair and isinstance(one.prompt, str)):
+        raise InvalidRequest(f"{field}.second_text", "needs a text, and a task that takes pairs")
+    return PoolingInput(one.prompt, one.second_text, field)
+
+
+def _pair(one: EmbedInput, place: int) -> TextPair:
+    field = f"inputs[{place}]"
+    if not isinstance(one.prompt, str) or one.second_text is None:
+        raise InvalidRequest(field, "must have text and second_text: a score is of a pair of texts")
+    return TextPair(one.prompt, one.second_text, f"{field}.text", f"{field}.second_text")
+
+
+def _num_tokens(ends: Sequence[Finished]) -> int:
+    return sum(one.prompt_tokens for one in ends)

@@ -1,8 +1,9 @@
 """The live requests of a router: gives each flight its events, and carries out the effects that the flight returns.
 
 Nothing in this module waits, and one event loop or one simulation calls all of it. Therefore no other code runs between
-a flight's decision and its consequences. `router.dispatcher` puts clients' streams in front of it, and
-`baton.bench.simulator` runs it in virtual time.
+a flight's decision and its consequences. (One class, and more than 500 lines, since whatever comes from clients, nodes
+and timers meets here: what can decide alone is in the modules around it.) `router.dispatcher` puts clients' streams in
+front of it, and `baton.bench.simulator` runs it in virtual time.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
-from typing import Protocol
 
 from cachetools import FIFOCache
 
@@ -27,21 +27,18 @@ from baton.errors import (
     Overloaded,
     QueueFull,
     RequestNotFound,
-    SlowReader,
 )
-from baton.messages.adapters import AdapterReport
-from baton.messages.generation import Delivery, Finished, GenerateEvent, PromptLogprobs
+from baton.messages.generation import PromptLogprobs
 from baton.messages.ids import AttemptKey, unscoped
-from baton.messages.node import Abort, NodeDescription, RequestDelta, RouterMessage, StepReport, WatchKVCache
-from baton.messages.sampling import TokenLogprobs
+from baton.messages.node import NodeDescription, RequestDelta, StepReport, WatchKVCache
 from baton.observe.logs import of_attempt
-from router.admission.logprob_budget import KEPT_TOKENS, LogprobBudget
+from router.admission.admission import Ticket
+from router.admission.logprob_budget import LogprobBudget
 from router.admission.request import ValidRequest
-from router.flight.active_request import ActiveRequest
+from router.flight.active_request import ActiveRequest, Adoptions, ClientCall
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue
-from router.flight.flight_journal import FlightJournal
-from router.flight.flight_record import FlightRecord
+from router.flight.flight_record import FlightJournal, FlightRecord
 from router.flight.flight_table import (
     AbortLeg,
     AdoptLeg,
@@ -60,31 +57,25 @@ from router.flight.flight_table import (
     Place,
     Placed,
     SequenceEnded,
-    StopStringFound,
     SubmitLeg,
 )
-from router.flight.request_spans import RequestSpans
-from router.flight.timeline import TimelineLog
+from router.flight.timeline import RequestSpans, TimelineLog
 from router.limits import DispatchCounters, DispatchLimits
-from router.losses import NodeLosses
+from router.listeners import Listeners
+from router.losses import LegMessages, NodeLosses, NodeSender
+from router.output_relay import OutputRelay
 from router.placement.placement import Origin, Placement
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.view import ClusterView
-from router.timers import Timers
-from router.waiting_room import WaitingRoom
+from router.timers import NextTurn, Timers
+from router.waiting_room import Wait, WaitingRoom
 
 _log = logging.getLogger(__name__)
 
+PLACED_PER_TURN = 32
+"""Waiting requests that are placed in one turn of the event loop: thousands may wait when nodes come back."""
 _MOST_BEGUN = 4096
 """Streams without a prompt whose origins are remembered until their clients send them again."""
-
-
-class NodeSender(Protocol):
-    """Sends messages to nodes; `router.node_links.NodeLinks` is the real one."""
-
-    def send(self, incarnation: str, message: RouterMessage) -> bool:
-        """Queue a message without waiting; False if there is no stream to that incarnation."""
-        ...
 
 
 def _log_fields(active: ActiveRequest, **more: str | float) -> dict[str, str | float]:
@@ -117,15 +108,7 @@ class LiveRequests:
         self._timers = timers
         self._rng = rng
         self._limits = limits = limits or DispatchLimits()
-        self._waiting = WaitingRoom(
-            view,
-            self.placer,
-            timers,
-            rng,
-            limits,
-            place=lambda active, place: self._guarded(active, partial(self._place, active, place)),
-            give_up=lambda active, error: self.feed(active, GiveUp(error)),
-        )
+        self._waiting = WaitingRoom(view, self.placer, timers, rng, limits)
         self._has_new_room = False
         """Whether a node has less to do than when the queue was served last."""
         self._active: dict[str, ActiveRequest] = {}
@@ -134,28 +117,27 @@ class LiveRequests:
         self._num_row_bytes = 0
         """Bytes of the rows and images that their prompts have in place of tokens."""
         self.logprob_budget = LogprobBudget(limits.logprob_memory, rng)
-        self._adopting: dict[str, dict[str, ActiveRequest]] = {}
-        """By incarnation and request id: adopted requests whose node may still replay what it has of them."""
-        self._aborts_at_cut_nodes: dict[str, list[Abort]] = {}
-        """For each node whose link is cut, the aborts that it is sent when it is attached again: at most one for each
-        sequence that runs there."""
+        self._adoptions = Adoptions()
+        self._legs = LegMessages(view, nodes)
         self._begun: FIFOCache[str, Origin] = FIFOCache(_MOST_BEGUN)
         """Where streams began that were ended because no process had their prompt, by request id: their clients send
         the same request again at once."""
-        self._losses = NodeLosses(lambda: list(self._active.values()), self.feed, timers)
-        self._continues_next_turn = False
-        """Whether the next turn of the loop places further waiting requests, as there was no time for all of them."""
+        self._losses = NodeLosses(self._active, timers)
+        self._next_losses = NextTurn(timers, self._tell_losses, "lost-nodes")
+        self._next_placements = NextTurn(timers, self._serve_queue, "request-queue")
+        """Places further waiting requests if there was no time for all of them."""
         self.idle = asyncio.Event()
         """Set while no request is live, and no whole answer is unread."""
         self.idle.set()
         self.counters = DispatchCounters()
+        self.relay = OutputRelay(limits, self.counters, self.logprob_budget)
         self.timelines = TimelineLog()
-        self.on_retry: Callable[[str, int, str], None] = lambda request_id, attempt, cause: None
+        self.on_retry: Listeners[str, int, str] = Listeners()
         """Called when a request gets another attempt, with the request's id, the attempt's number and its cause."""
-        self.on_node: Callable[[str], None] = lambda incarnation: None
+        self.on_node: Listeners[str] = Listeners()
         """Called when a node is attached, with its incarnation."""
-        self.on_adapters: Callable[[str, AdapterReport], None] = lambda incarnation, report: None
-        """Called when a node has said which adapters it acknowledges."""
+        self.on_adapters: Listeners[str] = Listeners()
+        """Called when a node has said which adapters it acknowledges, with its incarnation."""
         self.changed = asyncio.Event()
         """Set when nodes came, went or began to drain; its one reader clears it."""
 
@@ -197,24 +179,12 @@ class LiveRequests:
         """Raises QueueFull if a new request of this priority could not even wait for nodes."""
         self._waiting.check_room(priority, embeds=embeds)
 
-    def open(
-        self,
-        request: ValidRequest,
-        answer: Answer,
-        queue: EventQueue,
-        started: float,
-        timeout_s: float | None = None,
-        traceparent: str = "",
-        takeover: int = 0,
-        *,
-        delivery: Delivery = "stream",
-    ) -> ActiveRequest:
+    def open(self, request: ValidRequest, answer: Answer, queue: EventQueue, call: ClientCall) -> ActiveRequest:
         """Take in a request, which `start` begins and `close` ends.
 
-        `queue` receives its events; `started` is when it arrived, on the router's clock; `timeout_s` counts from then.
-        `takeover` is the number of its client's call; `delivery`: as in GenerateRequest. Raises DuplicateRequest for an
-        id that is live, DeadlineExceeded if the timeout has passed already, QueueFull if live requests have too many
-        bytes of given rows or images, and what `LogprobBudget.reserve` raises.
+        `queue` receives its events. Raises DuplicateRequest for an id that is live, DeadlineExceeded if the timeout has
+        passed already, QueueFull if live requests have too many bytes of given rows or images, and what
+        `LogprobBudget.reserve` raises.
         """
         if request.request_id in self._active:
             raise DuplicateRequest(f"request {unscoped(request.request_id)!r} is live")
@@ -223,21 +193,21 @@ class LiveRequests:
             raise QueueFull(
                 "live requests have too many bytes of images or prompt_embeds", self._rng.uniform(0.75, 1.25)
             )
-        reservation = self.logprob_budget.reserve(request, delivery)
-        flight_id = self._rng.getrandbits(64)
-        active = ActiveRequest(request, flight_id, answer, queue, started, takeover, reservation, delivery=delivery)
+        reservation = self.logprob_budget.reserve(request, call.delivery)
+        active = ActiveRequest(request, self._rng.getrandbits(64), answer, queue, call, reservation)
         active.admitted_at = self._timers.monotonic()
         begun = self._begun.pop(request.request_id, None)
-        if begun is not None and takeover > 1:
+        if begun is not None and call.takeover > 1:
             active.start_flight = partial(active.flight.start, 0, begun)
         try:
-            self.set_deadline(active, started, timeout_s)
+            self.set_deadline(active, call)
             if self._spans is not None:
-                active.span = self._spans.begin(request, traceparent, started)
+                active.span = self._spans.begin(request, call.traceparent, call.started)
         except BaseException:
             self.logprob_budget.release(reservation)
             raise
-        active.traceparent = active.span.traceparent if active.span is not None else traceparent
+        if active.span is not None:
+            active.traceparent = active.span.traceparent
         self._active[request.request_id] = active
         self._num_row_bytes = num_row_bytes
         self.idle.clear()
@@ -250,19 +220,20 @@ class LiveRequests:
         if begin is not None:
             self._guarded(active, begin)
 
-    def set_deadline(self, active: ActiveRequest, started: float, timeout_s: float | None) -> None:
-        """Give a request `timeout_s` from `started` on, or no deadline.
+    def set_deadline(self, active: ActiveRequest, call: ClientCall) -> None:
+        """Give a request the deadline of its client's call, or none.
 
-        Raises DeadlineExceeded, and changes nothing, when that time has passed.
+        Raises DeadlineExceeded, and changes nothing, when it has passed.
         """
-        if timeout_s is None:
+        if call.timeout_s is None:
             active.deadline_at = active.deadline_timer = None
             return
-        error = DeadlineExceeded(f"the deadline of {timeout_s:.3f} s passed")
-        if self._timers.monotonic() >= started + timeout_s:
+        error = DeadlineExceeded(f"the deadline of {call.timeout_s:.3f} s passed")
+        until = call.started + call.timeout_s
+        if self._timers.monotonic() >= until:
             raise error
-        active.deadline_at = started + timeout_s
-        active.deadline_timer = self._timers.call_at(active.deadline_at, lambda: self.feed(active, GiveUp(error)))
+        active.deadline_at = until
+        active.deadline_timer = self._timers.call_at(until, partial(self.feed, active, GiveUp(error)))
 
     def adopt(
         self, active: ActiveRequest, record: FlightRecord, placement: Placement, origin: Origin | None
@@ -276,8 +247,7 @@ class LiveRequests:
         self._waiting.placed(active, active.admitted_at)
         active.placed_last_at = active.placed_at
         if placement.prefill is not None:
-            active.adopting_node = placement.decode.incarnation
-            self._adopting.setdefault(active.adopting_node, {})[active.request.request_id] = active
+            self._adoptions.add(active, placement.decode.incarnation)
         active.is_adopted = True
         effects = active.flight.adopt(record.key, placement, record.num_given, origin)
         # The next router that adopts it needs a larger number, and only this router may delete its record.
@@ -307,7 +277,7 @@ class LiveRequests:
         if not active.flight.is_over:
             self.feed(active, Cancel("the client went away"))
         active.cancel_timers()
-        self._adoption_over(active)
+        self._adoptions.remove(active)
         self._waiting.gone(active)
         self._unread.discard(active)
         self._forget(active)
@@ -326,7 +296,7 @@ class LiveRequests:
         if self._journal is not None and not request.embeds and request.sampling_params.prompt_logprobs is None:
             flight = active.flight
             self._journal.write(
-                active.request,
+                request,
                 flight.key,
                 placement,
                 flight.num_given,
@@ -346,12 +316,10 @@ class LiveRequests:
         if self.placer.on_attached(description):
             self._nodes.send(incarnation, WatchKVCache())
         self.on_node(incarnation)
-        aborts = self._aborts_at_cut_nodes.pop(incarnation, None)
-        if aborts is not None:
+        if self._legs.link_open(incarnation):
             self.counters.links_back += 1
-            for abort in aborts:
-                self._nodes.send(incarnation, abort)
             self._losses.link_back(incarnation)
+            self._next_losses.request()
         self.changed.set()
         self._serve_queue()
 
@@ -365,16 +333,15 @@ class LiveRequests:
             if active is None:
                 self.counters.late_deltas += 1
             elif active.flight.take_if_next(incarnation, delta):
-                self._note_tokens(active, delta.sequence_index, now)
-                self._relay_next(active, delta)
+                self._relay_next(active, delta, now)
             else:
                 self.feed(active, Delta(incarnation, delta))
-        if adopting := self._adopting.get(incarnation):
-            self._end_adoptions(adopting, incarnation, report)
+        if self._adoptions:
+            self._end_adoptions(incarnation, report)
         self._view.reported(incarnation, report.load)
         if report.adapters is not None:
             self._view.adapters_reported(incarnation, report.adapters)
-            self.on_adapters(incarnation, report.adapters)
+            self.on_adapters(incarnation)
         if report.notice is not None:
             self._view.noticed(incarnation, report.notice)
         if report.load.draining:
@@ -382,27 +349,15 @@ class LiveRequests:
         if self._waiting and (report.adapters is not None or not self._view.is_full(incarnation)):
             self._serve_queue()
 
-    def _end_adoptions(self, adopting: Mapping[str, ActiveRequest], incarnation: str, report: StepReport) -> None:
-        """End adoptions on a node as far as its report shows that the node has replayed all that it had.
-
-        A node replays an adopted request in reports that concern that request alone, before its other reports. So a
-        report about adopted requests is checked against those alone, any other report against all adoptions on the
-        node; otherwise each of a thousand requests of a dead router would be checked a thousand times.
-        """
-        replayed = [active for delta in report.deltas if (active := adopting.get(delta.attempt.request_id)) is not None]
-        for active in replayed or list(adopting.values()):
-            if not replayed:
+    def _end_adoptions(self, incarnation: str, report: StepReport) -> None:
+        """End adoptions on a node as far as its report shows that the node has replayed all that it had."""
+        concerned, is_replay = self._adoptions.concerned(incarnation, report)
+        for active in concerned:
+            if not is_replay:
                 self.counters.adoption_looks += 1
                 self._guarded(active, partial(active.flight.end_adoption, incarnation))
             if not active.flight.is_adopting:
-                self._adoption_over(active)
-
-    def _adoption_over(self, active: ActiveRequest) -> None:
-        adopting = self._adopting.get(active.adopting_node, {})
-        if adopting.get(active.request.request_id) is active:
-            del adopting[active.request.request_id]
-            if not adopting:
-                del self._adopting[active.adopting_node]
+                self._adoptions.remove(active)
 
     def attempts_on(self, incarnation: str) -> Sequence[AttemptKey]:
         """The attempts on a node that this router wants to continue when its link is open again."""
@@ -413,7 +368,7 @@ class LiveRequests:
         """The link to a node is cut: nothing is placed on it, and its flights wait until it is open again or lost."""
         now = self._timers.monotonic()
         _log.info("the link to a node is cut", extra={"node": incarnation, "error": reason})
-        self._aborts_at_cut_nodes[incarnation] = []
+        self._legs.link_cut(incarnation)
         self._view.detached(incarnation, reason, now)
         self._losses.link_cut(incarnation, now)
         self.changed.set()
@@ -421,11 +376,18 @@ class LiveRequests:
     def on_lost(self, incarnation: str, reason: str) -> None:
         """A node is gone: nothing is placed on it from now on, and its flights get the event soon."""
         now = self._timers.monotonic()
-        self._aborts_at_cut_nodes.pop(incarnation, None)
+        self._legs.node_lost(incarnation)
         self._view.detached(incarnation, reason, now)
         self.placer.on_lost(incarnation, now)
         self._losses.node_lost(incarnation, reason, now)
+        self._next_losses.request()
         self.changed.set()
+
+    def _tell_losses(self) -> None:
+        for active, event in self._losses.events():
+            self.feed(active, event)
+        if self._losses.has_events:
+            self._next_losses.request()
 
     def _forget(self, active: ActiveRequest) -> None:
         """Remove the request from the live ones; what is kept for it stays reserved until `close`. Idempotent."""
@@ -443,14 +405,19 @@ class LiveRequests:
             self._serve_queue()
 
     def _serve_queue(self) -> None:
+        """Try to place waiting requests in their order, PLACED_PER_TURN of them at most in this turn."""
         self._has_new_room = False
-        if not self._continues_next_turn and self._waiting.serve():
-            self._continues_next_turn = True
-            self._timers.call_soon(self._serve_queue_again, "request-queue")
-
-    def _serve_queue_again(self) -> None:
-        self._continues_next_turn = False
-        self._serve_queue()
+        if self._next_placements.is_due:
+            return
+        tried: set[Ticket[ActiveRequest]] = set()
+        while (ticket := self._waiting.next_to_place(tried)) is not None:
+            if len(tried) >= PLACED_PER_TURN:
+                self._next_placements.request()
+                return
+            tried.add(ticket)
+            active = ticket.item
+            if active.wanted is not None:
+                self._guarded(active, partial(self._place, active, active.wanted))
 
     def _guarded(self, active: ActiveRequest, decide: Callable[[], Sequence[FlightEffect]]) -> None:
         """Let a flight decide, and carry out its effects. If that raises, this flight ends, and no other one."""
@@ -479,17 +446,13 @@ class LiveRequests:
                 case SubmitLeg(incarnation, submit):
                     if active.span is not None:
                         submit = replace(submit, traceparent=active.span.traceparent)
-                    self._view.dispatched(incarnation, submit.attempt, submit.num_sequences)
-                    if not self._nodes.send(incarnation, submit):
+                    if not self._legs.submit(incarnation, submit):
                         pending.extend(active.flight.handle(NodeGone(incarnation, "its stream is closed")))
                 case AdoptLeg(incarnation, adopt, num_sequences):
-                    self._view.dispatched(incarnation, adopt.attempt, num_sequences)
-                    # A node whose link is cut again is asked again when it is attached.
-                    if not self._nodes.send(incarnation, adopt) and incarnation not in self._aborts_at_cut_nodes:
+                    if not self._legs.adopt(incarnation, adopt, num_sequences):
                         pending.extend(active.flight.handle(NodeGone(incarnation, "its stream is closed")))
                 case AbortLeg(incarnation, abort):
-                    if not self._nodes.send(incarnation, abort) and incarnation in self._aborts_at_cut_nodes:
-                        self._aborts_at_cut_nodes[incarnation].append(abort)
+                    self._legs.abort(incarnation, abort)
                 case LegEnded(incarnation, attempt):
                     self._view.released(incarnation, attempt)
                     self._has_new_room = True
@@ -497,7 +460,10 @@ class LiveRequests:
                     active.prompt_logprobs = PromptLogprobs(positions)
                     active.queue.put(active.prompt_logprobs)
                 case EmitTokens() as tokens:
-                    pending.extend(self._emit(active, tokens))
+                    event = self.relay.push(active, tokens, self._timers.monotonic())
+                    self._watch_reader(active)
+                    if event is not None:
+                        pending.extend(active.flight.handle(event))
                 case SequenceEnded() as ended:
                     active.queue.put_all(active.answer.end_sequence(ended))
                 case Finish() as finish:
@@ -526,11 +492,17 @@ class LiveRequests:
             why = "was lost with the nodes that another router had chosen, and no other process has its prompt"
             name = unscoped(active.request.request_id)
             return active.flight.handle(GiveUp(RequestNotFound(f"request {name!r} {why}: ask for it again")))
-        choice = self._waiting.find_nodes(active, place)
-        if choice is None:
+        if active.flight.is_over:
             return ()
+        choice = self._waiting.find_nodes(active, place)
         if isinstance(choice, GiveUp):
             return active.flight.handle(choice)
+        if isinstance(choice, Wait):
+            if active.wait_timer is None:
+                self._give_up_when_due(active)
+            if choice.displaced is not None:
+                self.feed(choice.displaced, GiveUp(self._waiting.displaced_error(choice.displaced)))
+            return ()
         self.counters.attempts[place.cause] += 1
         if place.attempt > 1:
             _log.info(
@@ -545,117 +517,43 @@ class LiveRequests:
         self._write_record(active, choice.placement)
         return effects
 
-    def _relay_next(self, active: ActiveRequest, delta: RequestDelta) -> None:
+    def _give_up_when_due(self, active: ActiveRequest) -> None:
+        """Give a request up if it has waited long enough for what it waits for now; otherwise check again later."""
+        until = self._waiting.waits_until(active)
+        if self._timers.monotonic() < until:
+            active.wait_timer = self._timers.call_at(until, partial(self._give_up_when_due, active))
+        else:
+            self.feed(active, GiveUp(self._waiting.waited_error(active)))
+
+    def _relay_next(self, active: ActiveRequest, delta: RequestDelta, now: float) -> None:
         """Give the client the tokens of a delta that the flight has taken by `take_if_next`."""
         try:
-            if active.logprobs:
-                self._keep_logprobs(active, delta.sequence_index, delta.logprobs)
-            effects = self._queue_events(active, active.answer.push_next(delta), delta.sequence_index)
+            event = self.relay.push_next(active, delta, now)
+            if active.queue.backlog > self._limits.max_backlog_tokens:
+                self._watch_reader(active)
         except Exception as fault:
             self._fault(active, fault)
         else:
-            if effects:
-                self._guarded(active, lambda: effects)
+            if event is not None:
+                self._guarded(active, partial(active.flight.handle, event))
 
-    def _emit(self, active: ActiveRequest, tokens: EmitTokens) -> Sequence[FlightEffect]:
-        now = self._timers.monotonic()
-        self._note_tokens(active, tokens.sequence_index, now)
-        self._note_first_token(active, now)
-        if active.logprobs:
-            self._keep_logprobs(active, tokens.sequence_index, tokens.logprobs)
-        return self._queue_events(active, active.answer.push(tokens), tokens.sequence_index)
-
-    def _keep_logprobs(self, active: ActiveRequest, sequence_index: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Keep the log-probabilities of the next tokens for a client that comes back, and those before them."""
-        kept = active.logprobs[sequence_index]
-        kept.append(logprobs)
-        kept.forget_before_last(KEPT_TOKENS)
-
-    def _note_first_token(self, active: ActiveRequest, now: float) -> None:
-        """Note when the first token (or the embedding) came."""
-        if active.first_token_at is None:
-            active.first_token_at = now
-            active.first_token_timings = (active.placed_last_at, active.flight.attempt_timings())
-
-    def _note_tokens(self, active: ActiveRequest, sequence_index: int, now: float) -> None:
-        """Note when tokens of this sequence came."""
-        before, active.last_tokens_at[sequence_index] = active.last_tokens_at[sequence_index], now
-        if before:
-            self.counters.served.gaps.observe(now - before)
-
-    def _queue_events(
-        self, active: ActiveRequest, events: Sequence[GenerateEvent], sequence_index: int
-    ) -> Sequence[FlightEffect]:
-        active.queue.put_all(events)
-        if active.stall_timer is not None:
-            self.stop_stall_timer_if_read(active)
-        elif self._is_behind(active):
+    def _watch_reader(self, active: ActiveRequest) -> None:
+        """Start the timer of a reader that has become slow."""
+        if active.stall_timer is None and self.relay.is_behind(active):
             until = self._timers.monotonic() + self._limits.stall_s
-            active.stall_timer = self._timers.call_at(until, lambda: self._on_stall(active))
-        if active.may_reserve_more and (error := self._no_logprob_memory(active)) is not None:
-            return active.flight.handle(GiveUp(error))
-        found = active.answer.stop_string_found(sequence_index) if active.answer.has_stop_strings else None
-        return () if found is None else active.flight.handle(StopStringFound(found, sequence_index))
-
-    def _no_logprob_memory(self, active: ActiveRequest) -> BatonError | None:
-        """The error of a request for whose log-probabilities no memory is left; None: there is enough."""
-        reservation, unread = active.reservation, active.queue.backlog
-        if unread <= reservation.num_covered and not reservation.keeps_all:
-            return None
-        count = active.flight.num_output_tokens
-        if not reservation.keeps_all:
-            # What was queued anew for a client that came back is reserved as what is kept for it; it is read first.
-            count = min(unread, count - active.num_replayed)
-        if self.logprob_budget.covers(reservation, count):
-            return None
-        if reservation.keeps_all:
-            return self.logprob_budget.full(reservation)
-        return SlowReader(
-            f"{unread} tokens with log-probabilities were left unread, and no memory is left for more "
-            "(--logprob-memory): read faster, or ask for fewer alternatives"
-        )
-
-    def _is_behind(self, active: ActiveRequest) -> bool:
-        """Whether the reader has left more tokens unread than it may; it may leave as many of each sequence."""
-        most, unread = self._limits.max_backlog_tokens, active.queue.backlog
-        return unread > most and unread > most * active.request.sampling_params.n
-
-    def stop_stall_timer_if_read(self, active: ActiveRequest) -> None:
-        """Stop the timer of a slow reader if the reader has caught up."""
-        if active.stall_timer is not None and not self._is_behind(active):
-            active.stall_timer.cancel()
-            active.stall_timer = None
+            active.stall_timer = self._timers.call_at(until, partial(self._on_stall, active))
 
     def _on_stall(self, active: ActiveRequest) -> None:
-        self.stop_stall_timer_if_read(active)
-        if active.stall_timer is not None:
-            unread = active.queue.backlog
-            error = SlowReader(f"{unread} tokens were left unread for {self._limits.stall_s:g} s")
-            self.feed(active, GiveUp(error))
+        give_up = self.relay.stalled(active)
+        if give_up is not None:
+            self.feed(active, give_up)
 
     def _finish(self, active: ActiveRequest, finish: Finish) -> None:
         active.queue.put_all(active.answer.finish(finish))
         now = self._timers.monotonic()
         if finish.embedding:
-            self._note_first_token(active, now)
-        first = now if active.first_token_at is None else active.first_token_at
-        timings = finish.timings
-        finished = Finished(
-            finish_reason=active.answer.finish_reason,
-            stop_reason=active.answer.stop_reason,
-            prompt_tokens=active.request.num_prompt_tokens,
-            completion_tokens=active.answer.num_tokens,
-            cached_tokens=timings.cached_tokens,
-            queue_ms=timings.queue_ms + ((active.placed_at or active.started) - active.started) * 1e3,
-            prefill_ms=timings.prefill_ms,
-            transfer_ms=timings.transfer_ms,
-            ttft_ms=(first - active.started) * 1e3,
-            total_ms=(now - active.started) * 1e3,
-            kv_bytes=timings.kv_bytes,
-            path=finish.path,
-            embedding=finish.embedding,
-            draft_counts=active.flight.draft_counts,
-        )
+            active.note_first_token(now)
+        finished = active.finished(finish, now)
         if _log.isEnabledFor(logging.DEBUG):
             first_ms, total_ms = round(finished.ttft_ms, 3), round(finished.total_ms, 3)
             _log.debug("request finished", extra=_log_fields(active, ttft_ms=first_ms, total_ms=total_ms))
@@ -663,8 +561,8 @@ class LiveRequests:
         active.queue.put(finished)
         self.counters.finished += 1
         self.counters.served.ended(finished)
-        self.placer.finished(active.request.request_id, timings, finished.ttft_ms, now)
-        self._waiting.ended(active, first)
+        self.placer.finished(active.request.request_id, finish.timings, finished.ttft_ms, now)
+        self._waiting.ended(active)
         self._end(active, None, now)
 
     def _end(self, active: ActiveRequest, error: BatonError | None, at: float | None = None) -> None:

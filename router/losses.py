@@ -9,19 +9,22 @@ node, within some seconds. Two rules keep that from harming the flights:
    loss that it can't have caused (`router.flight.flight`, rule 5).
 
 A node whose link is cut may be found lost later than others, so it counts in rule 2 from the cut on. When the link is
-open again, its flights get an event for that, each for the attempt that ran there then.
+open again, its flights get an event for that, each for the attempt that ran there then. The aborts that it missed are
+sent to it first.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from baton.messages.ids import AttemptKey
-from baton.messages.node import HEARTBEAT_S
+from baton.messages.node import HEARTBEAT_S, Abort, Adopt, RouterMessage, Submit
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import LinkBack, NodeGone
-from router.timers import Timers
+from router.placement.view import ClusterView
+from router.timers import NextTurn, Timers
 
 MOMENT_S = 3 * HEARTBEAT_S
 """Losses within so many seconds may have one cause: a node may be silent for so long before it counts as lost."""
@@ -30,33 +33,29 @@ FLIGHTS_PER_TURN = 32
 
 
 class NodeLosses:
-    """Gives flights the events about nodes that are lost or back. Times: seconds on the clock of `timers`."""
+    """Finds the events of flights whose nodes are lost or back. Times: seconds on the clock of `timers`."""
 
-    def __init__(
-        self,
-        active_requests: Callable[[], Iterable[ActiveRequest]],
-        tell: Callable[[ActiveRequest, NodeGone | LinkBack], None],
-        timers: Timers,
-    ) -> None:
-        """`active_requests` returns those that may be on lost nodes; `tell` gives one an event, and must not raise."""
-        self._active = active_requests
-        self._tell = tell
+    def __init__(self, active: Mapping[str, ActiveRequest], timers: Timers) -> None:
+        """`active`: the live requests, by id."""
+        self._active = active
         self._lost_in_turn: dict[str, str] = {}
         """Nodes that were lost in this turn, with the reason."""
         self._recently_lost: dict[str, float] = {}
         """When each node was lost, or its link cut, within the last MOMENT_S; the earliest first."""
         self._to_tell: deque[tuple[ActiveRequest, AttemptKey, NodeGone | LinkBack]] = deque()
-        self._continues_next_turn = False
-        """Whether the next turn continues to give events to flights."""
         self._active_by_node: defaultdict[str, list[ActiveRequest]] | None = None
         """The requests of each node, from the first use in a turn to the end of that turn."""
-        self._timers = timers
+        self._end_of_turn = NextTurn(timers, self._forget_active_by_node, "lost-nodes")
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `events` has more."""
+        return bool(self._to_tell or self._lost_in_turn)
 
     def node_lost(self, incarnation: str, reason: str, now: float) -> None:
-        """A node is gone. Its flights get the event in the next turn of the loop, or some turns later."""
+        """A node is gone."""
         self._lost_in_turn[incarnation] = reason
         self.link_cut(incarnation, now)
-        self._continue_next_turn()
 
     def link_cut(self, incarnation: str, now: float) -> None:
         """A node's link is cut, so the node may be lost."""
@@ -66,11 +65,10 @@ class NodeLosses:
             del self._recently_lost[first]
 
     def link_back(self, incarnation: str) -> None:
-        """The link of a node that was cut is open again. Its flights get the event soon."""
+        """The link of a node that was cut is open again."""
         self._recently_lost.pop(incarnation, None)
         for active in self.active_on(incarnation):
             self._to_tell.append((active, active.flight.key, LinkBack(incarnation)))
-        self._continue_next_turn()
 
     def active_on(self, incarnation: str) -> Sequence[ActiveRequest]:
         """The requests on a node whose link is cut.
@@ -80,10 +78,10 @@ class NodeLosses:
         """
         if self._active_by_node is None:
             self._active_by_node = defaultdict(list)
-            for active in self._active():
+            for active in self._active.values():
                 for node in active.flight.incarnations:
                     self._active_by_node[node].append(active)
-            self._timers.call_soon(self._forget_active_by_node, "lost-nodes")
+            self._end_of_turn.request()
         return [
             active for active in self._active_by_node.get(incarnation, ()) if incarnation in active.flight.incarnations
         ]
@@ -97,23 +95,64 @@ class NodeLosses:
             return
         lost, self._lost_in_turn = self._lost_in_turn, {}
         together = frozenset(self._recently_lost)
-        for active in self._active():
+        for active in self._active.values():
             for incarnation in active.flight.incarnations & lost.keys():
                 gone = NodeGone(incarnation, lost[incarnation], together)
                 self._to_tell.append((active, active.flight.key, gone))
 
-    def _continue_next_turn(self) -> None:
-        if not self._continues_next_turn:
-            self._continues_next_turn = True
-            self._timers.call_soon(self._continue, "lost-nodes")
-
-    def _continue(self) -> None:
-        self._continues_next_turn = False
+    def events(self) -> Iterator[tuple[ActiveRequest, NodeGone | LinkBack]]:
+        """The events of this turn. Each is to be given to its flight before the next one is asked for."""
         self.resolve_flights()
         for _ in range(min(FLIGHTS_PER_TURN, len(self._to_tell))):
             active, attempt, event = self._to_tell.popleft()
             # The event of its other node may have come first: its next attempt may even be on this node, now back.
             if active.flight.key == attempt:
-                self._tell(active, event)
-        if self._to_tell or self._lost_in_turn:
-            self._continue_next_turn()
+                yield active, event
+
+
+class NodeSender(Protocol):
+    """Sends messages to nodes; `router.node_links.NodeLinks` is the real one."""
+
+    def send(self, incarnation: str, message: RouterMessage) -> bool:
+        """Queue a message without waiting; False if there is no stream to that incarnation."""
+        ...
+
+
+class LegMessages:
+    """Sends the messages of flights to nodes. A node whose link is cut gets its aborts when the link is open again."""
+
+    def __init__(self, view: ClusterView, nodes: NodeSender) -> None:
+        self._view = view
+        self._nodes = nodes
+        self._aborts: dict[str, list[Abort]] = {}
+        """By incarnation, for each node whose link is cut: at most one for each sequence that runs there."""
+
+    def submit(self, incarnation: str, submit: Submit) -> bool:
+        """Send a leg; False if the node is gone."""
+        self._view.dispatched(incarnation, submit.attempt, submit.num_sequences)
+        return self._nodes.send(incarnation, submit)
+
+    def adopt(self, incarnation: str, adopt: Adopt, num_sequences: int) -> bool:
+        """Ask a node to continue a leg; False if the node is gone. One whose link is cut again is asked again later."""
+        self._view.dispatched(incarnation, adopt.attempt, num_sequences)
+        return self._nodes.send(incarnation, adopt) or incarnation in self._aborts
+
+    def abort(self, incarnation: str, abort: Abort) -> None:
+        """Tell a node that a leg is over."""
+        if not self._nodes.send(incarnation, abort) and incarnation in self._aborts:
+            self._aborts[incarnation].append(abort)
+
+    def link_cut(self, incarnation: str) -> None:
+        """Keep the node's aborts from now on."""
+        self._aborts[incarnation] = []
+
+    def link_open(self, incarnation: str) -> bool:
+        """Send the kept aborts; returns whether the link was cut before."""
+        aborts = self._aborts.pop(incarnation, None)
+        for abort in aborts or ():
+            self._nodes.send(incarnation, abort)
+        return aborts is not None
+
+    def node_lost(self, incarnation: str) -> None:
+        """Forget the node's aborts."""
+        self._aborts.pop(incarnation, None)

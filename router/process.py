@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -48,13 +48,13 @@ from baton.wire.services.generation_service import GenerationServicer
 from baton.wire.services.operator_service import OperatorServicer
 from baton.wire.turn_budget import TurnBudget
 from router.admission.bounded_work import BoundedWork
-from router.admission.images import ImageRules
+from router.admission.prompt_inputs import ImageRules
 from router.admission.tenants import Tenants
-from router.cards import CurrentCard
+from router.cards import CurrentCard, card_without_nodes
 from router.dispatcher import Dispatcher
-from router.flight.flight_journal import FlightJournal
-from router.flight.request_spans import RequestSpans
-from router.front import GenerationHandler, OperatorHandler
+from router.flight.flight_record import FlightJournal
+from router.flight.timeline import RequestSpans
+from router.front import GenerationHandler
 from router.http.app import HttpFront, with_cors
 from router.http.audio.endpoint import SpeechRules
 from router.http.image_urls import ImageFetcher
@@ -68,16 +68,16 @@ from router.http.server import HttpServer
 from router.limits import DispatchLimits
 from router.node_links import LinkTimes, NodeLinks
 from router.operations.adapters import ClusterAdapters
-from router.operations.event_ring import EventRing
+from router.operations.cluster_events import EventRing
 from router.operations.idle_collector import CONNECTIONS_LIKE_A_REQUEST, IdleCollector
-from router.operations.live_history import SAMPLE_EVERY_S, LiveHistory
+from router.operations.live_history import SAMPLE_EVERY_S, LiveHistory, LiveTotals, buckets_of, router_totals
 from router.operations.live_page import MAX_REMEMBERED, MAX_RUNNING, live_page_data
-from router.operations.live_totals import LiveTotals, buckets_of, router_totals
 from router.operations.metrics import connection_figures, figures
+from router.operations.operator_handler import OperatorHandler
 from router.operations.steering import Steering
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.view import ClusterView
-from router.timers import LoopTimers, sleep_until
+from router.timers import LoopTimers, first_of, sleep_until
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +92,244 @@ class RouterAddresses:
     http: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class RouterModel:
+    """What a router knows of its model by the model directory. Simulated nodes have none, and take token ids only."""
+
+    card: ModelCard
+    codec: Tokenizer | None = None
+    template: ModelTemplate | None = None
+    images: ImagePrompts | None = None
+    """None: the model takes no images."""
+    speech: SpeechPrompts | None = None
+    """None: it does not write down speech."""
+
+    @classmethod
+    def load(cls, config: RouterConfig) -> RouterModel:
+        """Read the model directory. Raises ConfigError."""
+        card = card_without_nodes(config)
+        if config.runner == "simulated":
+            return cls(card)
+        codec = Tokenizer.load(config.model)
+        template, images = ModelTemplate.load(config.model), ImagePrompts.load(config.model)
+        return cls(card, codec, template, images, SpeechPrompts.load(config.model, codec.tokens()))
+
+
+class _PromptInputs:
+    """What this router takes in prompts beside text, and within which bounds."""
+
+    def __init__(self, config: RouterConfig, model: RouterModel) -> None:
+        takes_rows = config.allow_prompt_embeds == "on"
+        takes_images = model.images is not None and config.max_images > 0
+        self.embeds_bytes = config.max_prompt_embeds if takes_rows else 0
+        self.images: ImageRules | None = None
+        if model.images is not None:
+            bounds = config.max_images, config.max_image_bytes, config.max_image_pixels
+            self.images = ImageRules(model.images, *bounds)
+        self.fetcher: ImageFetcher | None = None
+        if takes_images and (prefixes := parts_of(config.image_urls)):
+            self.fetcher = ImageFetcher(prefixes, config.max_images, config.max_image_bytes)
+        self.origins = parts_of(config.cors_origins)
+        self.speech: SpeechRules | None = None
+        if model.speech is not None and config.max_audio_seconds > 0:
+            limits = AudioLimits(config.max_audio_bytes, config.max_audio_seconds)
+            self.speech = SpeechRules(model.speech, limits, self.origins)
+        allowed = {
+            Capability.PROMPT_EMBEDS: takes_rows,
+            Capability.IMAGE: takes_images,
+            Capability.TRANSCRIBE: self.speech is not None,
+            Capability.ALIGN: self.speech is not None,
+        }
+        self.not_allowed = frozenset(kind for kind, is_allowed in allowed.items() if not is_allowed)
+
+    @property
+    def images_bytes(self) -> int:
+        """The most bytes of a request's images."""
+        return self.images.most_bytes if self.images is not None else 0
+
+    @property
+    def body_bytes(self) -> int:
+        """The most bytes of these inputs in the body of an HTTP request."""
+        audio = self.speech.limits.most_bytes if self.speech is not None else 0
+        return max(base64_bytes(max(self.embeds_bytes, self.images_bytes)), audio)
+
+
+class _Core:
+    """Serves requests, without any port: the view of the cluster, the links to nodes, and the dispatcher."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        membership: Membership,
+        records: FlightRecords | None,
+        model: RouterModel,
+        inputs: _PromptInputs,
+    ) -> None:
+        self.rng, self.clock, self.timers = SystemRandom(), SystemClock(), LoopTimers()
+        self.membership = membership
+        self.model = model
+        self.name = config.router_id
+        self.incarnation = new_incarnation(config.router_id, self.rng)
+        self.tls = config.tls.live() if config.tls is not None else None
+        self.keys = KeyRing(config.api_keys) if config.api_keys is not None else None
+        self.tracer = start_tracing(os.environ, "router", config.router_id, self.incarnation)
+        self.connect = partial(NodeClient, dialer=Dialer.to_role(CallerRole.NODE, config.cluster, self.tls))
+        settings = placement_settings(config)
+        self.view = ClusterView(self.timers.monotonic, needs_pairs=settings.require_disaggregation)
+        self.placer = Placer(settings)
+        self.links = NodeLinks(self.connect, config.router_id, self.timers, self.rng, LinkTimes(), self.incarnation)
+        self.cards = CurrentCard(model.card, self.view, self.timers.monotonic, inputs.not_allowed)
+        self.limits = DispatchLimits(**settings_for(DispatchLimits, config), prompt_embeds_bytes=inputs.embeds_bytes)
+        self.workers = BoundedWorkers()
+        self.dispatcher = Dispatcher(
+            self.view,
+            self.links,
+            model.codec,
+            self.cards,
+            self.timers,
+            self.rng,
+            self.limits,
+            FlightJournal(records, self.incarnation, self.clock.wall) if records is not None else None,
+            self.placer,
+            RequestSpans(self.tracer) if self.tracer is not None else None,
+            BoundedWork(ConstraintChecker(self.workers), model.template),
+            inputs.images,
+        )
+        self.requests = self.dispatcher.requests
+
+
+class _Operators:
+    """The side for operators: their commands and their port, events, and the figures of the live page."""
+
+    def __init__(self, config: RouterConfig, core: _Core, own: Callable[[], NodeRecord]) -> None:
+        """`own` returns the router's record as it is now."""
+        self._core = core
+        self._own = own
+        requests, view, timers = core.requests, core.view, core.timers
+        self.events = EventRing(core.incarnation, core.clock.wall)
+        requests.on_retry.add(self._retried)
+        self.steering = Steering(
+            view, core.membership, core.placer, timers, self.events, core.connect, core.model.card.name
+        )
+        self.adapters = ClusterAdapters(
+            core.model.card.name,
+            requests,
+            view,
+            core.links,
+            timers,
+            self.events,
+            core.connect,
+            self.steering.write,
+            core.cards.set_adapters,
+        )
+        self.steering.on_desired.add(self.adapters.take_desired)
+        self.handler = OperatorHandler(view, core.dispatcher, core.membership, core.clock, own)
+        served = requests.counters.served
+        own_totals = partial(router_totals, requests, core.name, core.incarnation)
+        history = LiveHistory(buckets_of(served.ttft, served.gaps))
+        self.totals = LiveTotals(core.membership, timers, core.clock.wall, own_totals, history)
+        # With TLS an operator has a certificate, otherwise a key.
+        callers = Authenticator(core.keys) if core.tls is None else Authenticator(cluster=config.cluster)
+        barrier = FaultBarrier(authenticator=callers)
+        self.server = RpcServer((operator_service.SERVICE_NAME,), barrier, core.tls, asks_certificates=True)
+        OperatorServicer(self.handler, self.steering, self.adapters).add_to_server(self.server.server)
+
+    def take_routers(self, routers: Sequence[NodeRecord]) -> None:
+        """Take the routers that are in the registry now."""
+        self.handler.registered_routers(routers)
+        self.totals.registered_routers(record.incarnation for record in routers)
+        self.steering.registered_routers({record.incarnation: record.name for record in routers})
+
+    def picture(self) -> bytes:
+        """The data of the live page, as JSON."""
+        handler, own = self.handler, self._own()
+        data = live_page_data(
+            handler.status(),
+            own.model,
+            self.totals.history,
+            handler.running(MAX_RUNNING),
+            self._core.requests.num_live,
+            handler.ended(MAX_REMEMBERED),
+            self.events.after(0),
+            own.name,
+        )
+        return json.dumps(data, separators=(",", ":")).encode()
+
+    def _retried(self, request_id: str, attempt: int, cause: str) -> None:
+        self.events.record("Failover", request_id=request_id, detail=f"attempt {attempt}: {cause}")
+
+
+class _PublicPorts:
+    """The ports for clients, gRPC and HTTP."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        core: _Core,
+        inputs: _PromptInputs,
+        operators: _Operators,
+        why_not_ready: Callable[[], str],
+    ) -> None:
+        self._core = core
+        # Shared by both.
+        self.connections = limit = ConnectionLimit()
+        budget = TurnBudget(asyncio.get_running_loop())
+        services, barrier = (generation_service.SERVICE_NAME,), FaultBarrier(authenticator=Authenticator(core.keys))
+        if config.grpc_server == "own":
+            self.grpc = streaming_server(services, barrier, config.tls, limit, budget)
+        else:
+            self.grpc = RpcServer(services, barrier, core.tls)
+        self._tenants = Tenants()
+        self._responses = ResponseStore(StoreBounds(**settings_for(StoreBounds, config)), core.clock)
+        codec, template = core.model.codec, core.model.template
+        handler = GenerationHandler(core.dispatcher, codec, core.cards, self._tenants)
+        servicer = GenerationServicer(
+            handler,
+            takes_traces=core.tracer is not None,
+            prompt_embeds_bytes=inputs.embeds_bytes,
+            images_bytes=inputs.images_bytes,
+        )
+        servicer.add_to_server(self.grpc.server)
+        request_template, parsers = None, None
+        if template is not None:
+            parsers = AnswerParsers.of(config.tool_call_parser, config.reasoning_parser, template)
+            if config.trust_request_chat_template == "on":
+                request_template = partial(RequestTemplate, core.workers, template.special_tokens)
+        served = ServedModel(
+            core.cards, codec, template, datetime.now, request_template, parsers, inputs.images, inputs.fetcher
+        )
+        live = LiveData(operators.picture, core.clock, SAMPLE_EVERY_S)
+        front = HttpFront(
+            handler,
+            served,
+            why_not_ready,
+            self._metrics,
+            core.clock,
+            core.rng,
+            self._responses,
+            authenticator=PageAuthenticator(config.host, config.allowed_hosts, core.keys),
+            more_routes=[*adapter_routes(lambda: operators.adapters), *live_pages(live)],
+            prompt_embeds_bytes=inputs.embeds_bytes,
+            speech=inputs.speech,
+        )
+        self.http = HttpServer(
+            with_cors(front, inputs.origins),
+            core.limits.stall_s,
+            config.tls,
+            limit=limit,
+            budget=budget,
+            more_body_bytes=inputs.body_bytes,
+        )
+
+    def _metrics(self) -> bytes:
+        core = self._core
+        labels = {"model_name": core.model.card.name, "node": core.name, "role": "router"}
+        found = figures(core.requests, core.view, core.timers.monotonic(), core.clock.wall())
+        held = connection_figures(self.grpc, self.http, self.connections)
+        stored = declared_figures(self._responses.stats())
+        return render([*found, *self._tenants.figures(), *stored, *held, *process_figures()], labels)
+
+
 class RouterProcess:
     """One running router."""
 
@@ -100,153 +338,41 @@ class RouterProcess:
         config: RouterConfig,
         membership: Membership,
         records: FlightRecords | None,
-        codec: Tokenizer | None,
-        template: ModelTemplate | None,
-        card: ModelCard,
+        model: RouterModel,
         asks: Asks,
-        images: ImagePrompts | None = None,
-        speech: SpeechPrompts | None = None,
     ) -> None:
-        """`asks`: finds out which router answers at an address, if another one of this name starts, too. `images`:
-        None: the model takes none. `speech`: None: it does not write down speech.
-        """
-        rng, clock = SystemRandom(), SystemClock()
+        """`asks`: finds out which router answers at an address, if another one of this name starts, too."""
         self._config = config
-        self._clock = clock
         self._membership = membership
         self._asks = asks
-        self._timers = LoopTimers()
-        self._view = ClusterView(self._timers.monotonic, needs_pairs=placement_settings(config).require_disaggregation)
-        incarnation = new_incarnation(config.router_id, rng)
-        tls = config.tls.live() if config.tls is not None else None
-        keys = KeyRing(config.api_keys) if config.api_keys is not None else None
-        connect = partial(NodeClient, dialer=Dialer.to_role(CallerRole.NODE, config.cluster, tls))
-        self._links = NodeLinks(connect, config.router_id, self._timers, rng, LinkTimes(), incarnation)
-        takes_rows = config.allow_prompt_embeds == "on"
-        takes_images = images is not None and config.max_images > 0
-        takes_audio = speech is not None and config.max_audio_seconds > 0
-        allowed = {
-            Capability.PROMPT_EMBEDS: takes_rows,
-            Capability.IMAGE: takes_images,
-            Capability.TRANSCRIBE: takes_audio,
-            Capability.ALIGN: takes_audio,
-        }
-        not_allowed = frozenset(one for one, is_allowed in allowed.items() if not is_allowed)
-        cards = CurrentCard(card, self._view, self._timers.monotonic, not_allowed)
-        journal = FlightJournal(records, incarnation, clock.wall) if records is not None else None
-        placer = Placer(placement_settings(config))
-        self._tracer = start_tracing(os.environ, "router", config.router_id, incarnation)
-        spans = RequestSpans(self._tracer) if self._tracer is not None else None
-        embeds_bytes = config.max_prompt_embeds if takes_rows else 0
-        rules = None
-        if images is not None:
-            rules = ImageRules(images, config.max_images, config.max_image_bytes, config.max_image_pixels)
-        fetcher = None
-        if takes_images and (prefixes := parts_of(config.image_urls)):
-            fetcher = ImageFetcher(prefixes, config.max_images, config.max_image_bytes)
-        origins = parts_of(config.cors_origins)
-        speech_rules = None
-        if speech is not None and takes_audio:
-            speech_rules = SpeechRules(speech, AudioLimits(config.max_audio_bytes, config.max_audio_seconds), origins)
-        limits = DispatchLimits(**settings_for(DispatchLimits, config), prompt_embeds_bytes=embeds_bytes)
-        workers = BoundedWorkers()
-        work = BoundedWork(ConstraintChecker(workers), template)
-        self._dispatcher = Dispatcher(
-            self._view, self._links, codec, cards, self._timers, rng, limits, journal, placer, spans, work, rules
-        )
-        public, barrier = (generation_service.SERVICE_NAME,), FaultBarrier(authenticator=Authenticator(keys))
-        # Shared by all public ports.
-        self._connections = limit = ConnectionLimit()
-        budget = TurnBudget(asyncio.get_running_loop())
-        if config.grpc_server == "own":
-            self._public = streaming_server(public, barrier, config.tls, limit, budget)
-        else:
-            self._public = RpcServer(public, barrier, tls)
-        # With TLS an operator has a certificate, otherwise a key.
-        operators = Authenticator(keys) if tls is None else Authenticator(cluster=config.cluster)
-        private = FaultBarrier(authenticator=operators)
-        self._private = RpcServer((operator_service.SERVICE_NAME,), private, tls, asks_certificates=True)
-        self._tenants = Tenants()
-        handler = GenerationHandler(self._dispatcher, codec, cards, self._tenants)
-        self._responses = ResponseStore(StoreBounds(**settings_for(StoreBounds, config)), clock)
-        own_totals = partial(router_totals, self._dispatcher.requests, config.router_id, incarnation)
-        served = self._dispatcher.requests.counters.served
-        history = LiveHistory(buckets_of(served.ttft, served.gaps))
-        self._totals = LiveTotals(membership, self._timers, clock.wall, own_totals, history)
-        live = LiveData(self._picture, clock, SAMPLE_EVERY_S)
-        request_template = None
-        if template is not None and config.trust_request_chat_template == "on":
-            request_template = partial(RequestTemplate, workers, template.special_tokens)
-        parsers = None
-        if template is not None:
-            parsers = AnswerParsers.of(config.tool_call_parser, config.reasoning_parser, template)
-        front = HttpFront(
-            handler,
-            ServedModel(cards, codec, template, datetime.now, request_template, parsers, rules, fetcher),
-            self._why_not_ready,
-            self._metrics,
-            clock,
-            rng,
-            self._responses,
-            authenticator=PageAuthenticator(config.host, config.allowed_hosts, keys),
-            more_routes=[*adapter_routes(lambda: self._adapters), *live_pages(live)],
-            prompt_embeds_bytes=embeds_bytes,
-            speech=speech_rules,
-        )
-        larger = base64_bytes(max(embeds_bytes, rules.most_bytes if rules is not None else 0))
-        self._http = HttpServer(
-            with_cors(front, origins),
-            limits.stall_s,
-            config.tls,
-            limit=limit,
-            budget=budget,
-            more_body_bytes=max(larger, config.max_audio_bytes if takes_audio else 0),
-        )
+        inputs = _PromptInputs(config, model)
+        self._core = core = _Core(config, membership, records, model, inputs)
+        self._dispatcher, self._requests = core.dispatcher, core.requests
+        self._operators = _Operators(config, core, lambda: self._record)
+        self._public = _PublicPorts(config, core, inputs, self._operators, self._why_not_ready)
         host = config.advertise_host or reached_as(config.host)
+        grpc, operator, http = (
+            join_address(host, server.bind(config.host, port))
+            for server, port in (
+                (self._public.grpc, config.grpc_port),
+                (self._operators.server, config.operator_port),
+                (self._public.http, config.http_port),
+            )
+        )
         self._record = NodeRecord(
             name=config.router_id,
             role="router",
-            incarnation=incarnation,
-            address=join_address(host, self._public.bind(config.host, config.grpc_port)),
-            operator_address=join_address(host, self._private.bind(config.host, config.operator_port)),
-            http_address=join_address(host, self._http.bind(config.host, config.http_port)),
+            incarnation=core.incarnation,
+            address=grpc,
+            operator_address=operator,
+            http_address=http,
             pid=os.getpid(),
             version=baton.__version__,
-            started_at=clock.wall(),
+            started_at=core.clock.wall(),
             lease_s=config.lease_s,
-            model=card.name,
+            model=model.card.name,
         )
-        self._events = EventRing(incarnation, clock.wall)
-        self._dispatcher.requests.on_retry = self._retried
-        self._steering = Steering(self._view, membership, placer, self._timers, self._events, connect, card.name)
-        requests = self._dispatcher.requests
-        self._adapters = ClusterAdapters(
-            card.name,
-            self._view,
-            self._links,
-            self._timers,
-            self._events,
-            connect,
-            self._steering.write,
-            cards.set_adapters,
-            requests.adapters_in_use,
-        )
-        self._steering.on_desired = self._adapters.take_desired
-        requests.on_node, requests.on_adapters = self._adapters.on_node, self._adapters.on_report
-        self._operator = OperatorHandler(self._view, self._dispatcher, membership, clock, self._record)
-        servicer = GenerationServicer(
-            handler,
-            takes_traces=spans is not None,
-            prompt_embeds_bytes=embeds_bytes,
-            images_bytes=rules.most_bytes if rules is not None else 0,
-        )
-        servicer.add_to_server(self._public.server)
-        OperatorServicer(self._operator, self._steering, self._adapters).add_to_server(self._private.server)
-
-        def num_live() -> int:
-            return self._dispatcher.requests.num_live + limit.num_open // CONNECTIONS_LIKE_A_REQUEST
-
-        self._collector = IdleCollector(self._timers, num_live)
+        self._collector = IdleCollector(core.timers, self._num_like_requests)
         self._lease: Lease | None = None
         self._is_draining = False
         self._awaited = asyncio.Event()
@@ -260,22 +386,24 @@ class RouterProcess:
         works = {
             "router-watch": self._watch,
             "router-health": self._publish_health,
-            "router-steering": self._steering.watch,
-            "router-look": self._steering.check_periodically,
+            "router-steering": self._operators.steering.watch,
+            "router-look": self._operators.steering.check_periodically,
             "router-adapters": self._follow_adapters,
         }
         background = {kind: start_background(work, kind, on_fault=OnFault.END_PROCESS) for kind, work in works.items()}
         # Only the live page needs them.
-        background["router-totals"] = start_background(self._totals.run, "router-totals", on_fault=OnFault.RESTART)
+        background["router-totals"] = start_background(
+            self._operators.totals.run, "router-totals", on_fault=OnFault.RESTART
+        )
         stopping = asyncio.create_task(stop.wait(), name="router-stop")
         awaited = asyncio.create_task(self._awaited.wait(), name="router-awaited")
         try:
-            await self._public.start()
-            await self._private.start()
-            await self._http.start()
-            await self._private.set_ready(True)
+            await self._public.grpc.start()
+            await self._operators.server.start()
+            await self._public.http.start()
+            await self._operators.server.set_ready(True)
             # Nodes may have joined while the servers started, which report "not ready" at their start.
-            self._dispatcher.requests.changed.set()
+            self._requests.changed.set()
             number = await start_number(self._membership, record.name)
             self._record = record = replace(record, start_number=number)
             self._lease = await self._membership.lease(record)
@@ -293,32 +421,30 @@ class RouterProcess:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._steering.close()
+            await self._operators.steering.close()
             await self._shut_down()
 
     async def _watch(self) -> None:
         async for snapshot in self._membership.watch():
             nodes = [record for record in snapshot.values() if record.role != "router"]
-            self._view.registered(nodes)
-            self._links.update(nodes)
-            routers = [record for record in snapshot.values() if record.role == "router"]
-            self._operator.registered_routers(routers)
-            self._totals.registered_routers(record.incarnation for record in routers)
-            self._steering.registered_routers({record.incarnation: record.name for record in routers})
-            self._steering.check_cluster()
+            self._core.view.registered(nodes)
+            self._core.links.update(nodes)
+            self._operators.take_routers([record for record in snapshot.values() if record.role == "router"])
+            self._operators.steering.check_cluster()
 
     async def _follow_adapters(self) -> None:
-        changed = self._dispatcher.requests.changed
-        await self._adapters.run(self._config.adapter_modules, self._config.await_nodes, changed.set)
+        config, changed = self._config, self._requests.changed
+        await self._operators.adapters.run(config.adapter_modules, config.await_nodes, changed.set)
 
     async def _publish_health(self) -> None:
         while True:
-            await self._dispatcher.requests.changed.wait()
-            self._dispatcher.requests.changed.clear()
-            await self._public.set_ready(not self._why_not_ready())
-            self._steering.check_cluster()
+            await self._requests.changed.wait()
+            self._requests.changed.clear()
+            await self._public.grpc.set_ready(not self._why_not_ready())
+            self._operators.steering.check_cluster()
             # Nodes that take no requests at present count, too.
-            if len(self._view.descriptions()) >= self._config.await_nodes and self._adapters.is_settled:
+            has_nodes = len(self._core.view.descriptions()) >= self._config.await_nodes
+            if has_nodes and self._operators.adapters.is_settled:
                 self._awaited.set()
 
     async def _drain(self, health: asyncio.Task[None]) -> None:
@@ -326,63 +452,35 @@ class RouterProcess:
         health.cancel()
         self._is_draining = True
         self._dispatcher.drain()
-        await self._public.set_ready(False)
+        await self._public.grpc.set_ready(False)
         self._record = replace(self._record, state="draining")
-        self._operator.own_record(self._record)
-        idle = asyncio.create_task(self._dispatcher.idle())
-        bound = asyncio.create_task(sleep_until(self._timers, self._timers.monotonic() + self._config.drain_s))
-        try:
-            if self._lease is not None and self._dispatcher.requests.num_live:
-                await self._lease.update(self._record)
-            await asyncio.wait((idle, bound), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            idle.cancel()
-            bound.cancel()
-            await asyncio.gather(idle, bound, return_exceptions=True)
-
-    def _retried(self, request_id: str, attempt: int, cause: str) -> None:
-        self._events.record("Failover", request_id=request_id, detail=f"attempt {attempt}: {cause}")
+        timers = self._core.timers
+        until = timers.monotonic() + self._config.drain_s
+        if self._lease is not None and self._requests.num_live:
+            await self._lease.update(self._record)
+        await first_of(self._dispatcher.idle(), sleep_until(timers, until))
 
     def _why_not_ready(self) -> str:
         if self._is_draining:
             return "this router is shutting down"
-        return self._dispatcher.requests.placer.why_not_ready(self._view.candidates(), self._record.model)
+        return self._core.placer.why_not_ready(self._core.view.candidates(), self._core.model.card.name)
 
-    def _metrics(self) -> bytes:
-        labels = {"model_name": self._record.model, "node": self._record.name, "role": "router"}
-        found = figures(self._dispatcher.requests, self._view, self._timers.monotonic(), self._clock.wall())
-        held = connection_figures(self._public, self._http, self._connections)
-        stored = declared_figures(self._responses.stats())
-        return render([*found, *self._tenants.figures(), *stored, *held, *process_figures()], labels)
-
-    def _picture(self) -> bytes:
-        """The data of the live page, as JSON."""
-        requests, operator = self._dispatcher.requests, self._operator
-        running, ended = operator.running(MAX_RUNNING), operator.ended(MAX_REMEMBERED)
-        data = live_page_data(
-            operator.status(),
-            self._record.model,
-            self._totals.history,
-            running,
-            requests.num_live,
-            ended,
-            self._events.after(0),
-            self._record.name,
-        )
-        return json.dumps(data, separators=(",", ":")).encode()
+    def _num_like_requests(self) -> int:
+        """Live requests, and open connections as far as they keep the collector as busy."""
+        return self._requests.num_live + self._public.connections.num_open // CONNECTIONS_LIKE_A_REQUEST
 
     async def _shut_down(self) -> None:
-        if num_live := self._dispatcher.requests.num_live:
+        if num_live := self._requests.num_live:
             _log.info("%d requests have not ended in time and are left to other routers", num_live)
         self._dispatcher.leave_all_to_other_routers()
         self._collector.stop()
-        await asyncio.gather(self._public.stop(2.0), self._http.stop(2.0), self._private.stop(0.5))
-        await self._links.close()
+        await asyncio.gather(self._public.grpc.stop(2.0), self._public.http.stop(2.0), self._operators.server.stop(0.5))
+        await self._core.links.close()
         await asyncio.to_thread(self._dispatcher.close)
         if self._lease is not None:
             await self._lease.close()
-        if self._tracer is not None:
-            await asyncio.to_thread(self._tracer.close)
+        if self._core.tracer is not None:
+            await asyncio.to_thread(self._core.tracer.close)
 
 
 def placement_settings(config: RouterConfig) -> PlacementSettings:

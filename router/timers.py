@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 from baton.background import current_watch
@@ -46,6 +46,39 @@ class LoopTimers:
 
     def call_soon(self, callback: Callable[[], None], name: str) -> None:
         self._loop.call_soon(self._watch.guarded(callback, name))
+
+
+class NextTurn:
+    """Does its work in the next turn of the loop, once, however often it is asked to."""
+
+    def __init__(self, timers: Timers, work: Callable[[], None], name: str) -> None:
+        """`name`: as in `Timers.call_soon`."""
+        self._timers = timers
+        self._work = work
+        self._name = name
+        self.is_due = False
+        """Whether the next turn does the work."""
+
+    def request(self) -> None:
+        """Do the work in the next turn."""
+        if not self.is_due:
+            self.is_due = True
+            self._timers.call_soon(self._run, self._name)
+
+    def _run(self) -> None:
+        self.is_due = False
+        self._work()
+
+
+async def first_of(*works: Coroutine[object, object, object]) -> None:
+    """Wait until the first of these is done, and cancel the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def sleep_until(timers: Timers, when: float) -> None:

@@ -1,28 +1,35 @@
 """The waiting room: requests without nodes get nodes here in their order, or wait, or are turned away with the reason.
 
-`admission` has the order of waiting requests, and `placer` chooses nodes; this module connects the two, and has the
-timers of waiting requests.
+`admission` has the order of waiting requests, and `placer` chooses nodes; this module connects the two. What is to be
+done with a request is returned; `router.live_requests` does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from random import Random
 
 from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, QueueFull, VersionGone, WouldBeLate
 from baton.messages.capabilities import check_capable, in_order
 from baton.messages.node import NodeDescription
+from baton.values import value
 from router.admission.admission import NO_TARGETS, AdmissionQueue, Ticket
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import AttemptCause, GiveUp, Place
 from router.limits import DispatchLimits
-from router.placement.placement import Candidate, Placement, size_of
-from router.placement.placer import Choice, Placer, demand_of
+from router.placement.decisions import Choice
+from router.placement.placement import Candidate, Placement, demand_of, size_of
+from router.placement.placer import Placer
 from router.placement.view import ClusterView
 from router.timers import Timers
 
-PLACED_PER_TURN = 32
-"""Waiting requests that are placed in one turn of the event loop: thousands may wait when nodes come back."""
+
+@value(frozen=True, slots=True)
+class Wait:
+    """The request waits until there are nodes for it."""
+
+    displaced: ActiveRequest | None = None
+    """A request that gave way to it in a full queue, and does not wait any more."""
 
 
 class _WaitingLine:
@@ -55,16 +62,11 @@ class WaitingRoom:
         timers: Timers,
         rng: Random,
         limits: DispatchLimits,
-        place: Callable[[ActiveRequest, Place], None],
-        give_up: Callable[[ActiveRequest, BatonError], None],
     ) -> None:
-        """`place` is called to place a waiting request, `give_up` for one that waited too long or must give way."""
         self._view = view
         self._placer = placer
         self._timers = timers
         self._limits = limits
-        self._place = place
-        self._give_up = give_up
         self._text, self._embeddings = _WaitingLine(limits, rng), _WaitingLine(limits, rng)
         self._unplaceable: dict[ActiveRequest, None] = {}
         """Requests that were placed before, and wait for a node of their version that is large enough and has their
@@ -86,20 +88,18 @@ class WaitingRoom:
         if line.queue:
             line.queue.check_room(priority, line.num_placed)
 
-    def find_nodes(self, active: ActiveRequest, place: Place) -> Choice | GiveUp | None:
-        """Find nodes for an attempt, which is sent there. None: its request has ended, or waits now with `wanted` set.
+    def find_nodes(self, active: ActiveRequest, place: Place) -> Choice | Wait | GiveUp:
+        """Find nodes for an attempt, which is sent there.
 
-        GiveUp: the request can't be placed and can't wait.
+        Wait: the request waits now, with `wanted` set. GiveUp: it can't be placed and can't wait.
         """
-        if active.flight.is_over:
-            return None
         active.wanted = place
         try:
             self._check_capable(active, place)
             choice = self._find_nodes_or_wait(active, place)
         except (InvalidRequest, Overloaded) as error:
             return GiveUp(error)
-        if choice is not None:
+        if not isinstance(choice, Wait):
             active.wanted = None
             self._placer.placed(choice, self._timers.monotonic())
         return choice
@@ -122,8 +122,8 @@ class WaitingRoom:
     def _line(self, active: ActiveRequest) -> _WaitingLine:
         return self._embeddings if active.request.embeds else self._text
 
-    def _find_nodes_or_wait(self, active: ActiveRequest, place: Place) -> Choice | None:
-        """Find nodes, or let the request wait and return None.
+    def _find_nodes_or_wait(self, active: ActiveRequest, place: Place) -> Choice | Wait:
+        """Find nodes, or let the request wait.
 
         Raises for a new request: InvalidRequest if no node has been large enough for long, NoCapacity if one was a
         short time ago, WouldBeLate if a latency target can't be met, QueueFull.
@@ -134,21 +134,18 @@ class WaitingRoom:
         except WouldBeLate:
             raise
         except InvalidRequest as error:
-            self._on_too_large(ticket, error)
-            return None
+            return self._on_too_large(ticket, error)
         except Overloaded as error:
             adapter = active.request.adapter
             if place.origin is not None and not self._view.may_continue(place.origin):
-                self._wait_for_nodes(ticket, error)
-            elif adapter and not self._view.is_acknowledged(adapter, place.origin):
-                self._on_no_adapter(ticket, error, place.cause)
-            else:
-                self._wait(ticket, error)
-            return None
+                return self._wait_for_nodes(ticket, error)
+            if adapter and not self._view.is_acknowledged(adapter, place.origin):
+                return self._on_no_adapter(ticket, error, place.cause)
+            return self._wait(ticket, error)
         self.remove(active)
         return choice
 
-    def _on_too_large(self, ticket: Ticket[ActiveRequest], error: InvalidRequest) -> None:
+    def _on_too_large(self, ticket: Ticket[ActiveRequest], error: InvalidRequest) -> Wait:
         """No attached node is large enough. A request that was placed before waits for one; a new one is refused."""
         active = ticket.item
         if not ticket.is_retry:
@@ -156,9 +153,9 @@ class WaitingRoom:
                 message = f"{error}; a node that was large enough was lost a short time ago"
                 raise NoCapacity(message, self._line(active).retry_after_s)
             raise error
-        self._wait_for_nodes(ticket, NoCapacity(f"no node that is up is large enough: {error}"))
+        return self._wait_for_nodes(ticket, NoCapacity(f"no node that is up is large enough: {error}"))
 
-    def _on_no_adapter(self, ticket: Ticket[ActiveRequest], error: Overloaded, cause: AttemptCause) -> None:
+    def _on_no_adapter(self, ticket: Ticket[ActiveRequest], error: Overloaded, cause: AttemptCause) -> Wait:
         """No node acknowledges the request's adapter. It waits if one may do so soon, and is refused otherwise.
 
         A node that was started again acknowledges it soon; one whose files have changed does not.
@@ -168,20 +165,19 @@ class WaitingRoom:
         if was_lost or self._view.may_be_acknowledged(active.request.adapter):
             if len(self._unplaceable) >= self._limits.max_queue:
                 raise QueueFull("too many requests wait for nodes with their adapters", line.retry_after_s)
-            self._wait_for_nodes(ticket, error)
-            return
+            return self._wait_for_nodes(ticket, error)
         name = active.request.shown_model
         raise NoCapacity(f"no node that is up acknowledges the adapter of {name}", line.retry_after_s)
 
-    def _wait_for_nodes(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> None:
+    def _wait_for_nodes(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> Wait:
         active = ticket.item
         active.why_waiting = why
         self._unplaceable[active] = None
         if active.ticket is None:
             active.ticket, active.waiting_since = ticket, self._timers.monotonic()
-            self._give_up_when_due(active)
         else:
             self._line(active).queue.remove(ticket)
+        return Wait()
 
     def _requeue_fitting(self) -> None:
         """If nodes came or went, put requests that fit on a node now back into their queue."""
@@ -209,13 +205,13 @@ class WaitingRoom:
         self._line(active).num_placed -= active.counts_as_placed
         active.counts_as_placed = False
 
-    def ended(self, active: ActiveRequest, first_token_at: float) -> None:
+    def ended(self, active: ActiveRequest) -> None:
         """Note the times of a request that has ended well, as a prediction for others."""
         if active.placed_at is not None:
-            service_s = self._timers.monotonic() - active.placed_at
-            times = self._line(active).queue.times
-            num_tokens = active.flight.num_output_tokens
-            times.add(first_token_at - active.placed_at, service_s, num_tokens, self._timers.monotonic())
+            now = self._timers.monotonic()
+            first_token_at = now if active.first_token_at is None else active.first_token_at
+            num_tokens, times = active.flight.num_output_tokens, self._line(active).queue.times
+            times.add(first_token_at - active.placed_at, now - active.placed_at, num_tokens, now)
 
     def remove(self, active: ActiveRequest) -> None:
         """Take a request out of its queue, and stop its timer. Idempotent."""
@@ -227,22 +223,14 @@ class WaitingRoom:
             active.wait_timer.cancel()
             active.wait_timer = None
 
-    def serve(self) -> bool:
-        """Try to place waiting requests in their order. True: PLACED_PER_TURN were tried, and there are more."""
-        if self._unplaceable:
-            self._requeue_fitting()
-        tried: set[Ticket[ActiveRequest]] = set()
-        while (ticket := self._next(tried)) is not None:
-            if len(tried) >= PLACED_PER_TURN:
-                return True
-            tried.add(ticket)
-            active = ticket.item
-            if active.wanted is not None:
-                self._place(active, active.wanted)
-        return False
+    def next_to_place(self, tried: Set[Ticket[ActiveRequest]]) -> Ticket[ActiveRequest] | None:
+        """The first ticket of both lines, for whose request `find_nodes` is to be called again.
 
-    def _next(self, tried: Set[Ticket[ActiveRequest]]) -> Ticket[ActiveRequest] | None:
-        """The first ticket of both lines. A line whose first ticket was tried already has no next one."""
+        `tried`: those for which it was called since there is new room. A line whose first one is among them has no
+        next one.
+        """
+        if self._unplaceable and not tried:
+            self._requeue_fitting()
         firsts = (self._text.queue.first(), self._embeddings.queue.first())
         ready = [first for first in firsts if first is not None and first not in tried]
         return min(ready, key=lambda ticket: ticket.order_key, default=None)
@@ -311,22 +299,23 @@ class WaitingRoom:
             active, active.started, active.request.priority, active.targets(), is_retry=place.is_retry
         )
 
-    def _wait(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> None:
+    def _wait(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> Wait:
         """Let a request wait for the reason `why`; raises QueueFull or WouldBeLate if it can't."""
         active, now = ticket.item, self._timers.monotonic()
         active.why_waiting = why
         if active.ticket is not None:
-            return
+            return Wait()
         line = self._line(active)
         displaced = line.queue.add(ticket, now, line.num_placed)
         active.ticket, active.waiting_since = ticket, now
-        self._give_up_when_due(active)
-        if displaced is not None:
-            message = "the queue is full, and a more urgent request came"
-            self._give_up(displaced.item, QueueFull(message, line.retry_after_s))
+        return Wait(displaced.item if displaced is not None else None)
 
-    def _give_up_when_due(self, active: ActiveRequest) -> None:
-        """Give a request up if it has waited long enough for what it waits for now; otherwise check again later."""
+    def displaced_error(self, active: ActiveRequest) -> QueueFull:
+        """The error of a request that gave way to another one."""
+        return QueueFull("the queue is full, and a more urgent request came", self._line(active).retry_after_s)
+
+    def waits_until(self, active: ActiveRequest) -> float:
+        """When a waiting request will have waited long enough for what it waits for now."""
         limits = self._limits
         if active.ticket is not None and active.ticket.is_retry:
             longest_s = limits.recovery_wait_s
@@ -335,16 +324,16 @@ class WaitingRoom:
         until = active.waiting_since + longest_s
         if (slo := active.request.ttft_slo_ms) is not None and active.first_token_at is None:
             until = min(until, active.started + slo / 1e3)
-        if self._timers.monotonic() < until:
-            active.wait_timer = self._timers.call_at(until, lambda: self._give_up_when_due(active))
-            return
+        return until
+
+    def waited_error(self, active: ActiveRequest) -> BatonError:
+        """The error of a request that has waited long enough."""
         origin = active.wanted.origin if active.wanted is not None else None
         if origin is not None and not self._view.may_continue(origin):
             waited_s = self._timers.monotonic() - active.waiting_since
             why = f"{origin.why_only}, of which none took work for {waited_s:.0f} s: ask again"
-            self._give_up(active, VersionGone(why))
-            return
-        self._give_up(active, _with_retry_after(active.why_waiting, self._line(active).retry_after_s))
+            return VersionGone(why)
+        return _with_retry_after(active.why_waiting, self._line(active).retry_after_s)
 
 
 def _with_retry_after(why: Overloaded, retry_after_s: float = 1.0) -> Overloaded:

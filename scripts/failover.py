@@ -38,7 +38,7 @@ from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.metrics import Figure
 from router.admission.request import ValidRequest
 from router.dispatcher import Dispatcher
-from router.flight.flight_journal import FlightJournal
+from router.flight.flight_record import FlightJournal
 from router.node_links import NodeLinks
 from router.operations.idle_collector import set_thresholds
 from router.placement.placement import Placement

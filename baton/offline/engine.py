@@ -52,8 +52,7 @@ from router.flight.flight_table import (
     StopStringFound,
     SubmitLeg,
 )
-from router.placement.placement import Candidate, choose
-from router.placement.placer import demand_of
+from router.placement.placement import Candidate, choose, demand_of
 
 
 class RunningRequest:

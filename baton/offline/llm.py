@@ -35,7 +35,8 @@ from baton.text.constraint_checker import ConstraintChecker
 from baton.text.model_template import ModelTemplate
 from baton.text.tokenizer import Tokenizer
 from router.admission.request import ValidRequest
-from router.admission.validation import longest_answer, validate
+from router.admission.sampling import longest_answer
+from router.admission.validation import validate
 from router.cards import card_of_nodes, sampling_defaults
 from router.http.bodies.fields import read_as
 from router.http.completions.bodies import ChatBody, chat_prompt

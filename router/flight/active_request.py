@@ -1,4 +1,4 @@
-"""A request that a router serves: its flight, the queue of its client's events, and its timers."""
+"""A request that a router serves: its flight, the queue of its client's events, and its timers; and adopted ones."""
 
 from __future__ import annotations
 
@@ -7,17 +7,35 @@ from collections.abc import Callable, Sequence
 from baton.errors import BatonError, NoCapacity, Overloaded
 from baton.messages.generation import Delivery, Finished, PromptLogprobs
 from baton.messages.logprob_rows import LogprobLog
+from baton.messages.node import StepReport
 from baton.observe.tracing import Span
+from baton.values import value
 from router.admission.admission import LatencyTargets, Ticket
 from router.admission.logprob_budget import LogprobReservation
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue
 from router.flight.flight import Flight
-from router.flight.flight_leg import AttemptTimings
+from router.flight.flight_attempt import AttemptTimings
 from router.flight.flight_table import Finish, FlightEffect, Place
 from router.flight.timeline import EndedRequest, Moments
 from router.timers import TimerHandle
+
+
+@value(frozen=True, slots=True)
+class ClientCall:
+    """One call of a client for a request, the first one or one that continues its stream."""
+
+    started: float
+    """When it arrived, in seconds on the router's clock."""
+    timeout_s: float | None = None
+    """Counts from then."""
+    traceparent: str = ""
+    """The W3C traceparent of the caller."""
+    takeover: int = 0
+    """The number of the call, with which the router claims the request's attempts on nodes."""
+    delivery: Delivery = "stream"
+    """As in GenerateRequest."""
 
 
 class ActiveRequest:
@@ -68,21 +86,17 @@ class ActiveRequest:
         flight_id: int,
         answer: Answer,
         queue: EventQueue,
-        started: float,
-        takeover: int = 0,
-        reservation: LogprobReservation | None = None,
-        *,
-        delivery: Delivery = "stream",
+        call: ClientCall,
+        reservation: LogprobReservation,
     ) -> None:
-        """`started`: when the request arrived, in seconds on the router's clock. `takeover`: the number of the client's
-        call, with which the router claims the request's attempts on nodes. `reservation`: the memory of its
-        log-probabilities. `delivery`: as in GenerateRequest.
-        """
+        """`reservation`: the memory of its log-probabilities."""
+        started, delivery = call.started, call.delivery
         self.request = request
-        self.flight = Flight(request, flight_id, takeover)
+        self.flight = Flight(request, flight_id, call.takeover)
         self.answer = answer
         self.queue = queue
         self.started = started
+        """When the request arrived."""
         self.admitted_at = started
         """When the request had passed every check; this and all other moments: seconds on the router's clock."""
         self.first_token_at: float | None = None
@@ -94,7 +108,7 @@ class ActiveRequest:
         """When nodes were found for the running attempt."""
         self.span: Span | None = None
         """None: the request is not traced."""
-        self.traceparent = ""
+        self.traceparent = call.traceparent
         """The W3C traceparent of its own span, or of its caller's: the parent of all further spans of the request."""
         self.last_tokens_at = [0.0] * request.sampling_params.n
         """For each sequence, when tokens of it came last; 0: none have come."""
@@ -114,7 +128,7 @@ class ActiveRequest:
         """Ends the request if its client reads too slowly for too long."""
         self.start_flight: Callable[[], Sequence[FlightEffect]] | None = self.flight.start
         """Returns the flight's first effects; None once it was called."""
-        self.reservation = reservation or LogprobReservation()
+        self.reservation = reservation
         self.may_reserve_more = self.reservation.bytes_each > 0
         """Whether its log-probabilities may need more memory. It is asked with each token."""
         self.delivery = delivery
@@ -149,6 +163,33 @@ class ActiveRequest:
             token_s=None if each_ms is None or self.request.embeds or params.max_tokens < 2 else each_ms / 1e3,
         )
 
+    def finished(self, finish: Finish, now: float) -> Finished:
+        """The last event of a request that ended well, with the times that its client is told."""
+        first = now if self.first_token_at is None else self.first_token_at
+        timings = finish.timings
+        return Finished(
+            finish_reason=self.answer.finish_reason,
+            stop_reason=self.answer.stop_reason,
+            prompt_tokens=self.request.num_prompt_tokens,
+            completion_tokens=self.answer.num_tokens,
+            cached_tokens=timings.cached_tokens,
+            queue_ms=timings.queue_ms + ((self.placed_at or self.started) - self.started) * 1e3,
+            prefill_ms=timings.prefill_ms,
+            transfer_ms=timings.transfer_ms,
+            ttft_ms=(first - self.started) * 1e3,
+            total_ms=(now - self.started) * 1e3,
+            kv_bytes=timings.kv_bytes,
+            path=finish.path,
+            embedding=finish.embedding,
+            draft_counts=self.flight.draft_counts,
+        )
+
+    def note_first_token(self, now: float) -> None:
+        """Note when the first token (or the embedding) came."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+            self.first_token_timings = (self.placed_last_at, self.flight.attempt_timings())
+
     def ended_request(self, ended_at: float, error: BatonError | None) -> EndedRequest:
         """The facts about this request that are kept when it has ended, with this error or well."""
         placed_for_first, at_first_token = self.first_token_timings
@@ -181,3 +222,40 @@ class ActiveRequest:
         for timer in (self.deadline_timer, self.wait_timer, self.stall_timer):
             if timer is not None:
                 timer.cancel()
+
+
+class Adoptions:
+    """The adopted requests whose nodes may still replay what they have of them."""
+
+    def __init__(self) -> None:
+        self._by_node: dict[str, dict[str, ActiveRequest]] = {}
+        """By incarnation and request id."""
+
+    def __bool__(self) -> bool:
+        return bool(self._by_node)
+
+    def add(self, active: ActiveRequest, incarnation: str) -> None:
+        """The request is adopted from this node, which decodes it."""
+        active.adopting_node = incarnation
+        self._by_node.setdefault(incarnation, {})[active.request.request_id] = active
+
+    def remove(self, active: ActiveRequest) -> None:
+        """The node has replayed all, or the request has ended. Idempotent."""
+        on_node = self._by_node.get(active.adopting_node, {})
+        if on_node.get(active.request.request_id) is active:
+            del on_node[active.request.request_id]
+            if not on_node:
+                del self._by_node[active.adopting_node]
+
+    def concerned(self, incarnation: str, report: StepReport) -> tuple[Sequence[ActiveRequest], bool]:
+        """The adopted requests about which a node's report says something, and whether it replays just these.
+
+        A node replays an adopted request in reports that concern that request alone, before its other reports. So a
+        report about adopted requests says something of those alone, and any other report that the node has replayed all
+        that it had; otherwise each of a thousand requests of a dead router would be checked a thousand times.
+        """
+        on_node = self._by_node.get(incarnation)
+        if on_node is None:
+            return (), False
+        replayed = [active for delta in report.deltas if (active := on_node.get(delta.attempt.request_id)) is not None]
+        return replayed or list(on_node.values()), bool(replayed)

@@ -1,6 +1,7 @@
 """The flight: one client request as its router sees it, from admission to its end, over all attempts to compute it.
 
-Pure: events in, effects out, no clock and no I/O (`router.live_requests` carries the effects out). The rules:
+Pure: events in, effects out, no clock and no I/O (`router.live_requests` carries the effects out). More than 500 lines,
+since each rule is about the same few fields; what concerns one attempt or one sequence alone is beside it. The rules:
 
 1. Both legs of an attempt are sent at the same time. The first token comes from the prefill leg, the others from the
    decode leg. Whichever stream is faster, tokens leave in the order of their indices.
@@ -10,10 +11,10 @@ Pure: events in, effects out, no clock and no I/O (`router.live_requests` carrie
    difference ends the flight with an error.
 3. Messages of an earlier attempt, and all that come after the end, change nothing; they are counted.
 4. When an attempt is over, the nodes that still work on it are sent aborts by the same event.
-5. The budget of attempts (`attempt_budget.py`) ends a request that breaks its nodes. An attempt that a node refuses, or
-   that is lost with a node which never acknowledged it, costs a refusal and not a failure. An attempt that is lost
-   together with several nodes which this flight never used costs neither: no request can do that, so the network or the
-   router was at fault. Those are bounded, too, so that nothing is tried for ever. Progress refills the budget: when the
+5. A budget of attempts (`AttemptBudget`) ends a request that breaks its nodes. An attempt that a node refuses, or that
+   is lost with a node which never acknowledged it, costs a refusal and not a failure. An attempt that is lost together
+   with several nodes which this flight never used costs neither: no request can do that, so the network or the router
+   was at fault. Those are bounded, too, so that nothing is tried for ever. Progress refills the budget: when the
    client got `REFILL_TOKENS` new tokens since the last failure, counting starts anew. A request that kills each of its
    nodes after fewer tokens than that still ends. An error inside the engine is final, because it would come back.
 6. An attempt that another router began is adopted from its nodes, which replay all that they computed; nodes that don't
@@ -37,8 +38,7 @@ Pure: events in, effects out, no clock and no I/O (`router.live_requests` carrie
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Sequence, Set
 
 from baton.errors import (
     AttemptsExhausted,
@@ -53,31 +53,16 @@ from baton.errors import (
     TransferFailed,
 )
 from baton.machine import Machine
-from baton.messages.generation import Path
 from baton.messages.ids import AttemptKey
-from baton.messages.node import (
-    ENDED_WELL,
-    FINISH_REASONS,
-    Abort,
-    Adopt,
-    Leg,
-    NodeDescription,
-    Outcome,
-    RequestDelta,
-    StageTimings,
-    Submit,
-)
+from baton.messages.node import ENDED_WELL, FINISH_REASONS, Adopt, Leg, NodeDescription, Outcome, RequestDelta
 from baton.messages.sampling import TokenLogprobs
-from baton.messages.spans import EncoderContent
 from baton.messages.speculation import NO_DRAFTS, DraftCounts
 from router.admission.request import ValidRequest
-from router.flight.attempt_budget import AttemptBudget
-from router.flight.flight_leg import AttemptTimings, FlightLeg
+from router.flight.flight_attempt import Attempt, AttemptBudget, AttemptTimings, FlightLeg
 from router.flight.flight_sequence import FlightSequence
 from router.flight.flight_table import (
     FLIGHT_TABLE,
     TERMINAL,
-    AbortLeg,
     AdoptLeg,
     AttemptCause,
     Cancel,
@@ -91,7 +76,6 @@ from router.flight.flight_table import (
     FlightStep,
     GiveUp,
     LeaveToOtherRouter,
-    LegEnded,
     LinkBack,
     MovedAway,
     NodeGone,
@@ -99,7 +83,6 @@ from router.flight.flight_table import (
     Placed,
     SequenceEnded,
     StopStringFound,
-    SubmitLeg,
 )
 from router.placement.placement import Origin, Placement
 
@@ -115,21 +98,14 @@ class Flight:
         "_attempt",
         "_budget",
         "_checked_source",
-        "_decode_has_sent_tokens",
         "_embedding",
-        "_given",
         "_has_given_prompt_logprobs",
-        "_is_adopting",
-        "_key",
         "_lacks_prompt_logprobs",
-        "_legs",
         "_machine",
         "_max_tokens",
-        "_num_given",
+        "_number",
         "_origin",
-        "_placement",
         "_sequences",
-        "_why_prefill_unknown",
         "flight_id",
         "num_stale_events",
         "request",
@@ -153,26 +129,17 @@ class Flight:
         """Whether the client waits for the log-probabilities of the prompt. A prompt of one token has none."""
         held = self._lacks_prompt_logprobs
         self._sequences = [FlightSequence(index, is_held=held) for index in range(params.n)]
-        self._attempt = 0
-        self._key = AttemptKey(request.request_id, 0, flight_id)
-        """The running attempt."""
+        self._number = 0
+        """The number of the latest attempt."""
+        self._attempt = Attempt(request, AttemptKey(request.request_id, 0, flight_id))
+        """The running attempt, or the one that failed last."""
         self._budget = AttemptBudget()
-        self._placement: Placement | None = None
         self._origin: Origin | None = None
         """Where the stream began at another router; None: here, or not yet."""
         self._has_given_prompt_logprobs = False
-        self._legs: dict[str, FlightLeg] = {}
         self._checked_source: tuple[str, AttemptKey] | None = None
         """The node and attempt whose next tokens need no further check; None: a source is to be checked first."""
         self._max_tokens = request.sampling_params.max_tokens
-        self._decode_has_sent_tokens = False
-        self._given: Sequence[int] = ()
-        """Output tokens that the running attempt is given with the prompt."""
-        self._num_given = 0
-        self._is_adopting = False
-        """Whether the attempt was begun by another router, and its nodes may still replay what they computed."""
-        self._why_prefill_unknown = ""
-        """Why the prefill leg could not be adopted: the attempt is lost if its decode leg has no token yet."""
         self._embedding = b""
 
     @property
@@ -206,38 +173,28 @@ class Flight:
     @property
     def num_given(self) -> int:
         """Number of output tokens that the nodes of the running attempt were given with the prompt."""
-        return self._num_given
+        return self._attempt.num_given
 
     @property
     def key(self) -> AttemptKey:
-        """The key of the running attempt."""
-        return self._key
+        """The key of the latest attempt."""
+        return self._attempt.key
 
     @property
     def incarnations(self) -> Set[str]:
         """The incarnations of the running attempt's nodes."""
-        return self._legs.keys()
+        return self._attempt.legs.keys()
 
     def attempt_timings(self) -> AttemptTimings:
-        """The timings of the running attempt that its nodes have reported so far.
-
-        Reports of two nodes come in any order. The one that decodes may bring the other's timings, too.
-        """
-        if not self._legs:
-            return AttemptTimings()
-        *prefill, last = self._legs.values()
-        name, has_ended = last.node.node_id, last.outcome is not None
-        if not prefill:
-            return AttemptTimings(name, last.timings, is_complete=has_ended)
-        prompt = prefill[0].timings or last.prompt_timings
-        return AttemptTimings(prefill[0].node.node_id, prompt, name, last.timings, has_ended)
+        """The timings of the running attempt that its nodes have reported so far."""
+        return self._attempt.timings()
 
     def start(self, num_earlier_attempts: int = 0, origin: Origin | None = None) -> list[FlightEffect]:
         """The first effect of a new flight, after so many attempts of other flights of this request. Call once.
 
         `origin`: where the stream began, if the client has tokens of those attempts.
         """
-        self._attempt, self._origin = num_earlier_attempts, origin
+        self._number, self._origin = num_earlier_attempts, origin
         return [self._place(AttemptCause.RESUMED if num_earlier_attempts else AttemptCause.FIRST)]
 
     def adopt(
@@ -248,20 +205,19 @@ class Flight:
         `key` is the attempt that runs on the nodes of `placement`. They were given `num_given` output tokens with the
         prompt, and replay those that they computed. Later attempts are this flight's own. `origin`: as in `start`.
         """
-        self._attempt, self._key, self._origin = key.attempt, key, origin
-        legs = self._begin_attempt(placement)
-        self._is_adopting, self._num_given = True, num_given
-        return [self._adopt_leg(leg) for leg in legs]
+        self._number, self._origin = key.attempt, origin
+        self._begin_attempt(Attempt(self.request, key, placement, num_given=num_given), 0)
+        return [self._adopt_leg(leg) for leg in self._attempt.legs.values()]
 
     def _adopt_leg(self, leg: FlightLeg) -> AdoptLeg:
         known = tuple(sequence.num_tokens for sequence in self._sequences)
-        adopt = Adopt(self._key, self.takeover, known if any(known) else ())
+        adopt = Adopt(self._attempt.key, self.takeover, known if any(known) else ())
         return AdoptLeg(leg.node.incarnation, adopt, leg.num_sequences)
 
     @property
     def is_adopting(self) -> bool:
         """Whether `end_adoption` may still decide something: until the decode leg has sent a token."""
-        return self._is_adopting and not self.is_over and not self._is_prefill_done
+        return self._attempt.is_adopting and not self.is_over and not self._is_prefill_done
 
     def end_adoption(self, incarnation: str) -> list[FlightEffect]:
         """The node has reported on other requests: if it adopted the leg, it has replayed all that it had of it.
@@ -269,13 +225,13 @@ class Flight:
         A decode node that has no token may be waiting for a prefill node that has never received the request.
         """
         self._checked_source = None
-        leg = self._legs.get(incarnation)
+        leg = self._attempt.legs.get(incarnation)
         if not self.is_adopting or leg is None or not leg.is_acknowledged or leg.kind is Leg.PREFILL:
             return []
-        self._is_adopting = False
-        if not self._why_prefill_unknown or self._is_prefill_done:
+        self._attempt.is_adopting = False
+        if not self._attempt.why_prefill_unknown or self._is_prefill_done:
             return []
-        return self._on_not_adopted(self._why_prefill_unknown)
+        return self._on_not_adopted(self._attempt.why_prefill_unknown)
 
     def handle(self, event: FlightEvent) -> list[FlightEffect]:
         """Take an event. Raises IllegalEvent, and changes nothing, for one that can't happen in this state."""
@@ -322,31 +278,36 @@ class Flight:
 
     def _check_source(self, incarnation: str, key: AttemptKey) -> bool:
         """Whether tokens of this node and attempt are for the client; if so, they are until the next event."""
-        leg = self._legs.get(incarnation)
-        if leg is None or not leg.is_running or key != self._key or self.state is not FlightState.STREAMING:
+        leg = self._attempt.legs.get(incarnation)
+        if leg is None or not leg.is_running or key != self._attempt.key or self.state is not FlightState.STREAMING:
             return False
         if self._lacks_prompt_logprobs:
             return False
         leg.is_acknowledged = True
-        self._decode_has_sent_tokens = self._decode_has_sent_tokens or leg.kind is Leg.DECODE
+        self._attempt.decode_has_sent_tokens |= leg.kind is Leg.DECODE
         self._checked_source = incarnation, key
         return True
 
     def _place(self, cause: AttemptCause) -> Place:
-        self._attempt += 1
-        self._key = AttemptKey(self.request.request_id, self._attempt, self.flight_id)
-        return Place(self._attempt, frozenset(self._budget.excluded), cause, self._origin_so_far())
+        self._number += 1
+        place = Place(self._number, frozenset(self._budget.excluded), cause, self._origin_so_far())
+        key = AttemptKey(self.request.request_id, self._number, self.flight_id)
+        # It has no legs yet, and keeps the nodes of the attempt before, whose last text may still end the flight.
+        self._attempt = Attempt(self.request, key, before=self._attempt)
+        return place
 
     def _origin_so_far(self) -> Origin | None:
         """Where the stream began; None: the client has nothing yet that nodes computed."""
         has_begun_here = self.num_output_tokens > 0 or self._has_given_prompt_logprobs
-        if self._origin is None and has_begun_here and self._placement is not None:
-            return Origin.of(self._placement.decode)
+        placement = self._attempt.placement
+        if self._origin is None and has_begun_here and placement is not None:
+            return Origin.of(placement.decode)
         return self._origin
 
     def _on_placed(self, placement: Placement) -> list[FlightEffect]:
-        legs = self._begin_attempt(placement, self._known_tokens())
-        return [SubmitLeg(leg.node.incarnation, self._submit(leg.kind)) for leg in legs]
+        given = self._known_tokens()
+        self._begin_attempt(Attempt(self.request, self._attempt.key, placement, given), len(given))
+        return self._attempt.submissions(self.takeover)
 
     def _known_tokens(self) -> Sequence[int]:
         """The output tokens that nodes are given with the prompt: only a single sequence without beams is continued."""
@@ -355,53 +316,15 @@ class Flight:
             return ()
         return tuple(self._sequences[0].token_ids)
 
-    def _begin_attempt(self, placement: Placement, given: Sequence[int] = ()) -> Sequence[FlightLeg]:
+    def _begin_attempt(self, attempt: Attempt, num_known: int) -> None:
+        """Begin an attempt that sends all tokens but the first `num_known` ones."""
         self._machine.feed(FlightStep.PLACED)
-        self._placement = placement
+        self._attempt = attempt
         for sequence in self._sequences:
-            sequence.begin_attempt(len(given))
-        self._decode_has_sent_tokens = False
-        self._given, self._num_given = given, len(given)
-        self._is_adopting = False
-        prefill, decode, num_sequences = placement.prefill, placement.decode, len(self._sequences)
-        pair = [FlightLeg(prefill, Leg.PREFILL, 1), FlightLeg(decode, Leg.DECODE, num_sequences)] if prefill else []
-        legs = pair or [FlightLeg(decode, Leg.EMBED if self.request.embeds else Leg.WHOLE, num_sequences)]
-        self._legs = {leg.node.incarnation: leg for leg in legs}
-        return legs
-
-    def _submit(self, leg: Leg) -> Submit:
-        placement = self._placement
-        prefill = placement.prefill if placement else None
-        reader_block_size = 0
-        if placement and prefill and leg is Leg.PREFILL and placement.decode.block_size != prefill.block_size:
-            reader_block_size = placement.decode.block_size
-        return Submit(
-            attempt=self._key,
-            leg=leg,
-            prompt_token_ids=self.request.prompt_token_ids,
-            sampling_params=self.request.sampling_params,
-            priority=self.request.priority,
-            cache_salt=self.request.cache_salt,
-            kv_source=prefill.as_peer if prefill and leg is Leg.DECODE else None,
-            output_token_ids=self._given,
-            takeover=self.takeover,
-            reader_block_size=reader_block_size,
-            pooling=self.request.pooling,
-            # A decode node needs the rows, too: it computes the prompt again if it is preempted or its load is lost.
-            spans=self.request.spans,
-            adapter=self.request.adapter,
-            contents=self._contents(leg),
-        )
-
-    def _contents(self, leg: Leg) -> Sequence[EncoderContent]:
-        """The contents of the prompt; the node that computes it hears who has rows of them."""
-        holders = dict(self._placement.holders) if self._placement and leg is not Leg.DECODE else {}
-        if not holders:
-            return self.request.contents
-        return [replace(content, held_by=holders.get(content.digest)) for content in self.request.contents]
+            sequence.begin_attempt(num_known)
 
     def _on_delta(self, incarnation: str, delta: RequestDelta) -> list[FlightEffect]:
-        leg = self._legs.get(incarnation) if delta.attempt == self._key else None
+        leg = self._attempt.legs.get(incarnation) if delta.attempt == self._attempt.key else None
         if leg is None or not leg.is_running:
             self.num_stale_events += 1
             return []
@@ -416,7 +339,7 @@ class Flight:
         if delta.sequence_index >= len(self._sequences):
             return self._give_up(EngineFault(f"node {leg.node.node_id} sent a sequence that nobody asked for"))
         sequence = self._sequences[delta.sequence_index]
-        self._decode_has_sent_tokens |= leg.kind is Leg.DECODE and bool(delta.token_ids)
+        self._attempt.decode_has_sent_tokens |= leg.kind is Leg.DECODE and bool(delta.token_ids)
         effects: list[FlightEffect] = []
         changed: Sequence[FlightSequence] = (sequence,)
         if delta.prompt_logprobs and self._lacks_prompt_logprobs:
@@ -441,7 +364,7 @@ class Flight:
             if delta.outcome is Outcome.MOVED:
                 return self._on_moved(leg, delta.takeover)
             if leg.note_outcome(delta.sequence_index, delta.outcome):
-                effects += self._release(leg)
+                effects += self._attempt.release(leg)
             if not (sequence.is_closed and delta.outcome is Outcome.ABORTED):
                 effects += self._on_outcome(leg, delta)
         for one in changed:
@@ -459,11 +382,12 @@ class Flight:
         match delta.outcome:
             case Outcome.ABORTED:
                 why = f"node {node.node_id} gave it up: {delta.error or 'no reason'}"
-                return self._retry_failed(node.incarnation, why, AttemptCause.GIVEN_UP)
+                return self._retry(self._budget.charge_failure, node.incarnation, why, AttemptCause.GIVEN_UP)
             case Outcome.KV_LOST:
-                source = self._placement.prefill if self._placement and self._placement.prefill else node
+                placement = self._attempt.placement
+                source = placement.prefill if placement and placement.prefill else node
                 why = f"KV of {source.node_id} was lost: {delta.error}"
-                lost = self._legs.get(source.incarnation, leg)
+                lost = self._attempt.legs.get(source.incarnation, leg)
                 return self._on_leg_lost(lost, why, AttemptCause.KV_LOST, delta.transfer_cause)
             case Outcome.REFUSED:
                 return self._on_refused(node, delta.error, AttemptCause.REFUSED)
@@ -490,8 +414,8 @@ class Flight:
         why = f"node {leg.node.node_id} has nothing of the attempt"
         if leg.kind is Leg.PREFILL and self._is_prefill_done:
             return []
-        if leg.kind is Leg.PREFILL and self._is_adopting:
-            self._why_prefill_unknown = why
+        if leg.kind is Leg.PREFILL and self._attempt.is_adopting:
+            self._attempt.why_prefill_unknown = why
             return []
         return self._on_not_adopted(why)
 
@@ -507,24 +431,21 @@ class Flight:
     def _leave_to_other_router(self, error: BatonError) -> list[FlightEffect]:
         """End here without aborts: the attempt is another router's, or will be."""
         self._machine.feed(FlightStep.CANCEL)
-        effects: list[FlightEffect] = []
-        for leg in self._legs.values():
-            effects += self._release(leg)
-        return [*effects, MovedAway(error)]
+        return [*self._attempt.release_all(), MovedAway(error)]
 
     def _on_node_gone(self, incarnation: str, reason: str, lost_together: Set[str]) -> list[FlightEffect]:
-        leg = self._legs.get(incarnation)
+        leg = self._attempt.legs.get(incarnation)
         if leg is None or leg.is_lost or self.state not in (FlightState.PREFILLING, FlightState.STREAMING):
             return []
         leg.is_lost = True
         if leg.kind is Leg.PREFILL and self._can_go_on_without(leg):
-            return self._release(leg)
+            return self._attempt.release(leg)
         if self._num_unrelated(lost_together) >= MIN_UNRELATED_NODES:
-            return self._retry_after_unrelated_loss(incarnation, reason)
+            return self._retry(self._budget.charge_unrelated_loss, incarnation, reason, AttemptCause.NODE_LOST)
         return self._on_leg_lost(leg, reason, AttemptCause.NODE_LOST)
 
     def _on_link_back(self, incarnation: str) -> list[FlightEffect]:
-        leg = self._legs.get(incarnation)
+        leg = self._attempt.legs.get(incarnation)
         if leg is None or not leg.is_running:
             return []
         # Messages that were on their way when the link was cut may be lost: the node's answer says what it has.
@@ -534,7 +455,7 @@ class Flight:
 
     def _num_unrelated(self, lost: Set[str]) -> int:
         """How many of these nodes no attempt of this flight was on."""
-        used = self._budget.excluded | self._legs.keys()
+        used = self._budget.excluded | self._attempt.legs.keys()
         return len(lost) - sum(incarnation in lost for incarnation in used)
 
     def _can_go_on_without(self, leg: FlightLeg) -> bool:
@@ -548,61 +469,47 @@ class Flight:
             return False
         if leg.outcome is Outcome.HANDED_OFF or self._is_prefill_done:
             return True
-        reroutes = self._placement is None or self._placement.decode.on_transfer_failure == "reroute"
+        placement = self._attempt.placement
+        reroutes = placement is None or placement.decode.on_transfer_failure == "reroute"
         return leg.is_acknowledged and not reroutes
 
     @property
     def _is_prefill_done(self) -> bool:
-        """Whether the decode leg has sent tokens and none before them is missing: the prefill leg has done its part."""
-        return self._decode_has_sent_tokens and self._sequences[0].num_tokens > self._num_given
+        return self._attempt.is_prefill_done(self._sequences[0].num_tokens)
 
     def _on_leg_lost(
         self, leg: FlightLeg, why: str, cause: AttemptCause, kv_cause: TransferCause | None = None
     ) -> list[FlightEffect]:
-        if leg.is_acknowledged:
-            return self._retry_failed(leg.node.incarnation, why, cause, kv_cause)
-        return self._retry_unacknowledged(leg.node.incarnation, FlightStep.LEG_LOST, why, cause, kv_cause)
+        charge = self._budget.charge_failure if leg.is_acknowledged else self._budget.charge_refusal
+        return self._retry(charge, leg.node.incarnation, why, cause, kv_cause=kv_cause)
 
     def _on_refused(self, node: NodeDescription, error: str, cause: AttemptCause) -> list[FlightEffect]:
-        why = f"node {node.node_id} refused: {error}"
-        return self._retry_unacknowledged(node.incarnation, FlightStep.REFUSED, why, cause)
+        why, charge = f"node {node.node_id} refused: {error}", self._budget.charge_refusal
+        return self._retry(charge, node.incarnation, why, cause, step=FlightStep.REFUSED)
 
     def _on_not_adopted(self, why: str) -> list[FlightEffect]:
-        return self._retry_unacknowledged(None, FlightStep.LEG_LOST, why, AttemptCause.NOT_KEPT)
+        return self._retry(self._budget.charge_refusal, None, why, AttemptCause.NOT_KEPT)
 
-    def _retry_unacknowledged(
+    def _retry(
         self,
+        charge: Callable[[int], str],
         exclude: str | None,
-        step: FlightStep,
         why: str,
         cause: AttemptCause,
+        *,
+        step: FlightStep = FlightStep.LEG_LOST,
         kv_cause: TransferCause | None = None,
     ) -> list[FlightEffect]:
-        """Begin another attempt in place of one that its node refused or never acknowledged."""
-        if spent := self._budget.charge_refusal(self.num_output_tokens):
-            return self._give_up(_attempts_exhausted(f"{spent}; the last: {why}", kv_cause))
+        """Begin another attempt in place of one that failed or was refused; give up if the budget is spent.
+
+        `charge`: of the budget. `exclude`: the node at fault. `kv_cause`: why KV was lost, if it was.
+        """
+        if spent := charge(self.num_output_tokens):
+            message = f"{spent}; the last: {why}"
+            error = AttemptsExhausted(message) if kv_cause is None else TransferFailed(kv_cause, message)
+            return self._give_up(error)
         self._machine.feed(step)
-        return self._next_attempt(exclude, why, cause)
-
-    def _retry_failed(
-        self, exclude: str, why: str, cause: AttemptCause, kv_cause: TransferCause | None = None
-    ) -> list[FlightEffect]:
-        """Begin another attempt in place of one that failed on the node `exclude`."""
-        if spent := self._budget.charge_failure(self.num_output_tokens):
-            return self._give_up(_attempts_exhausted(f"{spent}; the last: {why}", kv_cause))
-        self._machine.feed(FlightStep.LEG_LOST)
-        return self._next_attempt(exclude, why, cause)
-
-    def _retry_after_unrelated_loss(self, exclude: str, why: str) -> list[FlightEffect]:
-        """Begin another attempt in place of one that was lost together with nodes that this flight never used."""
-        if spent := self._budget.charge_unrelated_loss(self.num_output_tokens):
-            return self._give_up(AttemptsExhausted(f"{spent}; the last: {why}"))
-        self._machine.feed(FlightStep.LEG_LOST)
-        return self._next_attempt(exclude, why, AttemptCause.NODE_LOST)
-
-    def _next_attempt(self, exclude: str | None, why: str, cause: AttemptCause) -> list[FlightEffect]:
         aborts = self._abort_all(why)
-        self._legs = {}
         if exclude is not None:
             self._budget.excluded.add(exclude)
         return [*aborts, self._place(cause)]
@@ -619,7 +526,7 @@ class Flight:
             return []
         effects = self._close(sequence, FlightStep.STOP_STRING, "stop", stop)
         if not self.is_over:
-            for leg in self._legs.values():
+            for leg in self._attempt.legs.values():
                 if leg.is_running and sequence.index not in leg.ended_sequences:
                     effects += self._abort_sequence(leg, sequence)
         return effects
@@ -637,73 +544,23 @@ class Flight:
         return effects + self._finish() if is_last else effects
 
     def _abort_sequence(self, leg: FlightLeg, sequence: FlightSequence) -> list[FlightEffect]:
-        if leg.kind is Leg.PREFILL or sequence.index in leg.aborted_sequences:
-            return []
-        leg.aborted_sequences.add(sequence.index)
-        abort = Abort(self._key, "its text is over", sequence.index, self.takeover)
-        return [AbortLeg(leg.node.incarnation, abort)]
+        return self._attempt.abort_sequence(leg, sequence.index, self.takeover)
 
     def _finish(self) -> list[FlightEffect]:
-        effects = self._end_legs(ENDED_WELL, keep_handed_off=self._decode_has_sent_tokens)
-        first = self._sequences[0]
-        finish = Finish(first.finish_reason, first.stop_reason, self._timings(), self._path(), self._embedding)
-        return [*effects, finish]
+        attempt, first = self._attempt, self._sequences[0]
+        effects = attempt.end(ENDED_WELL, self.takeover, keep_handed_off=attempt.decode_has_sent_tokens)
+        reasons = first.finish_reason, first.stop_reason
+        return [*effects, Finish(*reasons, attempt.stage_timings(), attempt.path(), self._embedding)]
 
     def _give_up(self, error: BatonError) -> list[FlightEffect]:
         self._machine.feed(FlightStep.GAVE_UP)
         return [*self._abort_all(str(error)), Fail(error)]
 
     def _abort_all(self, reason: str) -> list[FlightEffect]:
-        return self._end_legs(reason, keep_handed_off=False)
-
-    def _end_legs(self, reason: str, *, keep_handed_off: bool) -> list[FlightEffect]:
-        """Abort the legs that may still hold blocks, and release all. `keep_handed_off`: prefill legs that were handed
-        off are not aborted, since the decode node has read their blocks.
-        """
-        to_abort = [
-            leg
-            for leg in self._legs.values()
-            if leg.may_hold_blocks and not (keep_handed_off and leg.outcome is Outcome.HANDED_OFF)
-        ]
-        abort = Abort(self._key, reason, takeover=self.takeover)
-        effects: list[FlightEffect] = [AbortLeg(leg.node.incarnation, abort) for leg in to_abort]
-        for leg in self._legs.values():
-            effects += self._release(leg)
-        return effects
-
-    def _release(self, leg: FlightLeg) -> list[FlightEffect]:
-        if leg.is_released:
-            return []
-        leg.is_released = True
-        return [LegEnded(leg.node.incarnation, self._key)]
-
-    def _timings(self) -> StageTimings:
-        """The prompt's timings from the node that computed it, the transfer's from the node that read the blocks."""
-        reported = self.attempt_timings()
-        prompt, pulled = reported.of_prompt, reported.decode or StageTimings()
-        return StageTimings(
-            queue_ms=prompt.queue_ms,
-            prefill_ms=prompt.prefill_ms,
-            transfer_ms=pulled.transfer_ms,
-            cached_tokens=prompt.cached_tokens,
-            external_tokens=pulled.external_tokens,
-            kv_bytes=pulled.kv_bytes,
-        )
-
-    def _path(self) -> Path:
-        placement = self._placement
-        if placement is None:
-            return Path("", "", self._attempt, "")
-        prefill = placement.prefill.node_id if placement.prefill else ""
-        return Path(prefill, placement.decode.node_id, self._attempt, placement.reason)
+        return self._attempt.end(reason, self.takeover)
 
 
 def _final_error(node: NodeDescription, delta: RequestDelta) -> BatonError:
     """The error of a node after which no other attempt is made."""
     why = delta.error or f"node {node.node_id} failed the request"
     return EngineFault(why) if delta.transfer_cause is None else TransferFailed(delta.transfer_cause, why)
-
-
-def _attempts_exhausted(message: str, kv_cause: TransferCause | None) -> BatonError:
-    """The error of a flight whose budget is spent; `kv_cause`: why KV was lost in the last attempt, if it was."""
-    return AttemptsExhausted(message) if kv_cause is None else TransferFailed(kv_cause, message)

@@ -1,6 +1,7 @@
 """Timelines: where a request's time went, in stages that add up exactly to its time to first token and its latency.
 
-The rules:
+A traced request has the same moments in the
+spans of its router; nodes add their own. The rules:
 
 1. Clocks of different processes are never compared. The router's clock says how long the whole took, in whole
    nanoseconds; a node says how long it had the request, by its own.
@@ -24,7 +25,9 @@ from cachetools import FIFOCache
 from baton.messages.node import StageTimings
 from baton.messages.operator import Timeline, TimelineStage
 from baton.messages.speculation import NO_DRAFTS, DraftCounts
-from router.flight.flight_leg import AttemptTimings
+from baton.observe.tracing import Attributes, Span, Tracer
+from router.admission.request import ValidRequest
+from router.flight.flight_attempt import AttemptTimings
 
 _KEPT = 2048
 _NOTHING = StageTimings()
@@ -259,3 +262,33 @@ def _ns(seconds: float) -> int:
 
 def _of_ms(milliseconds: float) -> int:
     return round(milliseconds * 1e6)
+
+
+class RequestSpans:
+    """Begins and ends the spans of one router's requests."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def begin(self, request: ValidRequest, parent: str, received: float) -> Span | None:
+        """Begin the span of an admitted request, if it is sampled. `parent`: the caller's traceparent, or empty."""
+        attributes: Attributes = {"baton.request_id": request.request_id, "gen_ai.request.model": request.model}
+        return self._tracer.begin("generate", parent, received, attributes)
+
+    def end(self, span: Span, ended: EndedRequest) -> None:
+        """End the span of a request that has ended, and add the spans of its stages."""
+        moments, last = ended.moments, ended.at_end
+        self._tracer.completed("admit", span.traceparent, moments.received, moments.admitted, {})
+        left = ended.ended_at if moments.placed is None else moments.placed
+        self._tracer.completed("queue", span.traceparent, moments.admitted, left, {})
+        attributes: dict[str, str | int | float] = {
+            "baton.attempts": ended.attempts,
+            "baton.prefill_node": last.prompt_node if last.decode_node else "",
+            "baton.decode_node": last.decode_node or last.prompt_node,
+            "gen_ai.usage.input_tokens": ended.prompt_tokens,
+            "gen_ai.usage.output_tokens": ended.completion_tokens,
+        }
+        if moments.first_token is not None:
+            attributes["gen_ai.server.time_to_first_token"] = moments.first_token - moments.received
+        is_well = ended.state == "finished"
+        span.end(ended.ended_at, attributes, "" if is_well else f"{ended.state}: {ended.detail}")

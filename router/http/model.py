@@ -16,8 +16,8 @@ from baton.text.prompt_template import PromptTemplate, with_parts
 from baton.text.prompts import find_gap_tokens
 from baton.text.tool_calls.formats import FORMATS
 from baton.text.tool_calls.tools_in_text import tools_in_text
-from router.admission.images import ImageRules, check_takes_images
-from router.admission.validation import check_text
+from router.admission.checks import check_text
+from router.admission.prompt_inputs import ImageRules, check_takes_images
 from router.http.bodies.tools import ToolBody
 from router.http.image_urls import ImageFetcher
 from router.http.parsed_text import AnswerParsers, as_token_id

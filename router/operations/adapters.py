@@ -21,7 +21,6 @@ from baton.messages.adapters import (
     MAX_NAME_CHARS,
     AdapterList,
     AdapterRefusal,
-    AdapterReport,
     AdapterRow,
     AdapterSource,
     LoadedAdapter,
@@ -33,10 +32,11 @@ from baton.messages.node import NodeDescription
 from baton.model_formats.adapters import AdapterInfo
 from baton.registry import DesiredChange, DesiredState
 from baton.registry.desired import forget_adapter, name_adapter
-from router.live_requests import NodeSender
-from router.operations.event_ring import EventRing
+from router.live_requests import LiveRequests
+from router.losses import NodeSender
+from router.operations.cluster_events import EventRing
 from router.placement.view import ClusterView
-from router.timers import Timers, sleep_until
+from router.timers import Timers, first_of, sleep_until
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class ClusterAdapters:
     def __init__(
         self,
         model: str,
+        requests: LiveRequests,
         view: ClusterView,
         nodes: NodeSender,
         timers: Timers,
@@ -82,10 +83,9 @@ class ClusterAdapters:
         connect: Callable[[str], AdapterNode],
         write: Callable[[DesiredChange], Awaitable[None]],
         set_names: Callable[[Mapping[str, AdapterSource]], None],
-        in_use: Callable[[], Set[str]],
     ) -> None:
         """`model`: the name of the base model. `write` changes what operators want. `set_names` takes the adapters that
-        clients may name from now on. `in_use` returns the digests of the adapters of all live requests.
+        clients may name from now on.
         """
         self._model = model
         self._view = view
@@ -95,7 +95,7 @@ class ClusterAdapters:
         self._connect = connect
         self._write = write
         self._set_names = set_names
-        self._in_use = in_use
+        self._in_use = requests.adapters_in_use
         self._desired = DesiredState()
         self._names: Mapping[str, AdapterSource] = {}
         self._listed: dict[str, AdapterSource] = {}
@@ -109,6 +109,8 @@ class ClusterAdapters:
         """Whether the adapters that the router was started with are served, or were refused."""
         self._reported: set[tuple[str, str, str]] = set()
         """The refusals of nodes of which operators were told, with node and digest."""
+        requests.on_node.add(self._on_node)
+        requests.on_adapters.add(self._on_report)
 
     # --- following the cluster ---
 
@@ -135,13 +137,13 @@ class ClusterAdapters:
             for node in self._view.descriptions():
                 self._send_list(node.incarnation)
 
-    def on_node(self, incarnation: str) -> None:
+    def _on_node(self, incarnation: str) -> None:
         """A node is attached."""
         if self._listed:
             self._send_list(incarnation)
         self._note_change()
 
-    def on_report(self, incarnation: str, report: AdapterReport) -> None:
+    def _on_report(self, incarnation: str) -> None:
         """A node has said which adapters it acknowledges; the view has the report already."""
         refusals = set(self._view.adapter_refusals())
         for node, digest, reason in refusals - self._reported:
@@ -310,16 +312,7 @@ class ClusterAdapters:
 
     async def _next_change(self, until: float) -> None:
         """Wait until a node came or said something of adapters, at most until then."""
-        waits: list[asyncio.Task[object]] = [
-            asyncio.create_task(self._changed.wait()),
-            asyncio.create_task(sleep_until(self._timers, until)),
-        ]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waits:
-                task.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+        await first_of(self._changed.wait(), sleep_until(self._timers, until))
 
 
 def _agreed(directory: str, inspections: Sequence[_Inspection]) -> AdapterInfo:

@@ -21,12 +21,12 @@ from baton.messages.operator import ClusterEvent, DrainProgress, NodeStatus, Rol
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.registry import DesiredChange, DesiredState, Membership
 from baton.registry.desired import cordon, set_role, uncordon
-from router.operations.cluster_changes import ClusterSnapshot, NodeSnapshot, cluster_changes
-from router.operations.event_ring import EventRing
+from router.listeners import Listeners
+from router.operations.cluster_events import ClusterSnapshot, EventRing, NodeSnapshot, cluster_changes
 from router.placement.placement import Candidate, may_serve, note_of_left_out
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
-from router.timers import Timers, sleep_until
+from router.timers import Timers, first_of, sleep_until
 
 _log = logging.getLogger(__name__)
 
@@ -78,9 +78,9 @@ class Steering:
         """The latest error of asking each incarnation, of which operators were told."""
         self._asking: set[asyncio.Task[None]] = set()
         self._work_changed = asyncio.Event()
-        self.on_desired: Callable[[DesiredState], None] = lambda desired: None
+        self.on_desired: Listeners[DesiredState] = Listeners()
         """Called with what operators want, at first and after each change."""
-        view.on_cordoned_work = self._on_cordoned_work
+        view.on_cordoned_work.add(self._on_cordoned_work)
 
     # --- following the cluster ---
 
@@ -308,14 +308,7 @@ class Steering:
     async def _wait_for_work(self, changed: asyncio.Event, moments: Sequence[float]) -> None:
         """Wait until the work of a cordoned node has changed, or for one of these moments; at least _TELL_EVERY_S."""
         now = self._timers.monotonic()
-        waits: list[asyncio.Task[object]] = [asyncio.create_task(changed.wait())]
-        waits += [asyncio.create_task(sleep_until(self._timers, moment)) for moment in moments if now < moment]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waits:
-                task.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+        await first_of(changed.wait(), *(sleep_until(self._timers, moment) for moment in moments if now < moment))
         await sleep_until(self._timers, now + _TELL_EVERY_S)
 
     def _take_snapshot(self) -> ClusterSnapshot:

@@ -18,6 +18,7 @@ from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import NodeDescription
 from baton.messages.spans import EncoderContent, Span, rows_key, span_items
+from router.admission.request import ValidRequest
 from router.placement.block_index import BlockIndex
 
 _MOST_BLOCKS = 4096
@@ -215,3 +216,8 @@ def _leading(prompt: PromptKeys, scheme: KeyScheme, indices: Sequence[BlockIndex
         if len(keys) < num_blocks or max(found.values(), default=0) < num_blocks:
             return found
         num_blocks *= _LOOKED_UP_MORE
+
+
+def prompt_keys_of(request: ValidRequest) -> PromptKeys:
+    """The keys of a request's blocks."""
+    return PromptKeys(request.prompt_token_ids, request.cache_salt, request.spans, request.adapter)

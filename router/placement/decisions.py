@@ -13,9 +13,12 @@ from dataclasses import dataclass
 
 from cachetools import FIFOCache
 
-from baton.messages.node import StageTimings
+from baton.messages.node import Role, StageTimings
 from baton.observe.metrics import Distribution, Figure, Histogram
+from baton.values import value
+from router.admission.request import ValidRequest
 from router.placement.cost_model import CostTerms, PlacementQuery, Way
+from router.placement.placement import Origin, Placement
 
 _KEPT = 2048
 """Requests whose decisions are kept."""
@@ -23,6 +26,19 @@ _REGRET_BUCKETS_S = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 
 """The first bucket has the decisions that were the best."""
 _MOST_ATTEMPTS = 16
 """Attempts of one request that are kept."""
+
+
+@value(frozen=True, slots=True)
+class Choice:
+    """A placement, and the query and the way from which it was made (policy COST)."""
+
+    placement: Placement
+    request: ValidRequest
+    attempt: int
+    query: PlacementQuery | None = None
+    way: Way | None = None
+    origin: Origin | None = None
+    """Where the stream began that the attempt continues; None: its client has no token yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +149,23 @@ class DecisionLog:
 def reason_code(reason: str) -> str:
     """The reason without the part that differs from request to request."""
     return reason.partition(":")[0].partition("(")[0].strip().replace(" ", "_")
+
+
+def decision_of(choice: Choice, policy: str, now: float) -> Decision:
+    placement = choice.placement
+    alone = "decode_only" if placement.decode.role is Role.DECODE else "prefill_only"
+    return Decision(
+        request_id=choice.request.request_id,
+        attempt=choice.attempt,
+        at=now,
+        policy=policy,
+        decision="pair" if placement.prefill is not None else alone,
+        reason=placement.reason,
+        prompt_tokens=choice.request.num_prompt_tokens,
+        prefill=placement.prefill.node_id if placement.prefill is not None else "",
+        decode=placement.decode.node_id,
+        bits=placement.decode.bits,
+        continues_only_at=choice.origin.who if choice.origin is not None else "",
+        way=choice.way,
+        query=choice.query,
+    )

@@ -12,6 +12,7 @@ from baton.messages.ids import Peer
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Role
 from baton.values import value
+from router.admission.request import ValidRequest
 
 
 @dataclass(slots=True)
@@ -312,3 +313,18 @@ def note_of_left_out(candidates: Sequence[Candidate], role: Role) -> str:
     if not names:
         return ""
     return f" but {names[0]}, which is Incompatible" if len(names) == 1 else f" but {len(names)} that are Incompatible"
+
+
+def demand_of(request: ValidRequest, origin: Origin | None = None) -> Demand:
+    """The properties of a request that decide on which nodes it fits. `origin`: where its stream began, if it has."""
+    max_tokens = request.sampling_params.max_tokens
+    return Demand(
+        request.model,
+        request.num_prompt_tokens,
+        max_tokens,
+        embeds=request.embeds,
+        needs=request.needs,
+        adapter=request.adapter,
+        pools=request.pooling is not None and not request.pooling.is_plain,
+        origin=origin,
+    )

@@ -19,10 +19,9 @@ from baton.messages.ids import Peer
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.observe.metrics import Distribution, Figure
-from baton.values import value
 from router.admission.request import ValidRequest
 from router.placement.breaker import FAILURES, PAIR_FAILURES, Breakers
-from router.placement.cache_view import CacheView, PromptKeys, key_scheme_of
+from router.placement.cache_view import CacheView, PromptKeys, key_scheme_of, prompt_keys_of
 from router.placement.cost_model import (
     NodeCosts,
     PlacementQuery,
@@ -34,7 +33,7 @@ from router.placement.cost_model import (
     node_costs,
 )
 from router.placement.cost_table import CostTable, RowMask
-from router.placement.decisions import Decision, DecisionLog, Explanation, MeasuredTimes, regret_ms
+from router.placement.decisions import Choice, Decision, DecisionLog, Explanation, MeasuredTimes, decision_of, regret_ms
 from router.placement.fleet_rates import FleetRates
 from router.placement.placement import (
     Candidate,
@@ -43,6 +42,7 @@ from router.placement.placement import (
     Placement,
     choose,
     choose_in_turn,
+    demand_of,
     fitting_nodes,
     may_serve,
     why_alone,
@@ -55,26 +55,6 @@ ALONE_TOKENS = 512
 _ENCODES = frozenset((Capability.IMAGE, Capability.TRANSCRIBE))
 _JUDGE_EVERY_S = 0.05
 """At most one decision in so many seconds is judged, since that costs as much as a placement."""
-
-
-def prompt_keys_of(request: ValidRequest) -> PromptKeys:
-    """The keys of a request's blocks."""
-    return PromptKeys(request.prompt_token_ids, request.cache_salt, request.spans, request.adapter)
-
-
-def demand_of(request: ValidRequest, origin: Origin | None = None) -> Demand:
-    """The properties of a request that decide on which nodes it fits. `origin`: where its stream began, if it has."""
-    max_tokens = request.sampling_params.max_tokens
-    return Demand(
-        request.model,
-        request.num_prompt_tokens,
-        max_tokens,
-        embeds=request.embeds,
-        needs=request.needs,
-        adapter=request.adapter,
-        pools=request.pooling is not None and not request.pooling.is_plain,
-        origin=origin,
-    )
 
 
 class Policy(enum.Enum):
@@ -94,19 +74,6 @@ class PlacementSettings:
     """Whether requests are served by pairs of nodes only."""
     alone_tokens: int = ALONE_TOKENS
     """A decode node computes at most so many tokens of a prompt while there are prefill nodes (policy COST)."""
-
-
-@value(frozen=True, slots=True)
-class Choice:
-    """A placement, and the query and the way from which it was made (policy COST)."""
-
-    placement: Placement
-    request: ValidRequest
-    attempt: int
-    query: PlacementQuery | None = None
-    way: Way | None = None
-    origin: Origin | None = None
-    """Where the stream began that the attempt continues; None: its client has no token yet."""
 
 
 @dataclass(slots=True)
@@ -291,14 +258,14 @@ class Placer:
             self._table.mark_stale(incarnation)
             live.expected = self._expect(request, placement)
         if self.log.is_recording:
-            self.log.add(_decision(choice, self._settings.policy, now))
+            self.log.add(decision_of(choice, self._settings.policy.value, now))
 
     def adopted(self, request: ValidRequest, attempt: int, placement: Placement, now: float) -> None:
         """The attempt runs on these nodes already, for another router: its tokens are in their reports."""
         self._release(request.request_id)
         self._add_live(request.request_id, attempt, placement)
         choice = Choice(replace(placement, reason=ADOPTED), request, attempt)
-        self.log.add(_decision(choice, self._settings.policy, now))
+        self.log.add(decision_of(choice, self._settings.policy.value, now))
 
     def over(self, request_id: str) -> None:
         """The request has ended, or no attempt of it runs any more. Idempotent."""
@@ -517,24 +484,4 @@ def _level(request: ValidRequest, waited_s: float) -> ServiceLevel:
     return ServiceLevel(
         first_token_ms=math.inf if first is None else first - waited_s * 1e3,
         token_ms=math.inf if each is None else each,
-    )
-
-
-def _decision(choice: Choice, policy: Policy, now: float) -> Decision:
-    placement = choice.placement
-    alone = "decode_only" if placement.decode.role is Role.DECODE else "prefill_only"
-    return Decision(
-        request_id=choice.request.request_id,
-        attempt=choice.attempt,
-        at=now,
-        policy=policy.value,
-        decision="pair" if placement.prefill is not None else alone,
-        reason=placement.reason,
-        prompt_tokens=choice.request.num_prompt_tokens,
-        prefill=placement.prefill.node_id if placement.prefill is not None else "",
-        decode=placement.decode.node_id,
-        bits=placement.decode.bits,
-        continues_only_at=choice.origin.who if choice.origin is not None else "",
-        way=choice.way,
-        query=choice.query,
     )

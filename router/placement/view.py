@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import TypeAlias, cast
+from typing import cast
 
 from cachetools import FIFOCache
 
@@ -18,8 +16,9 @@ from baton.messages.kv_cache import KVFormat
 from baton.messages.node import LoadReport, NodeDescription, Role
 from baton.messages.operator import NodeStatus
 from baton.registry import DesiredState, NodeRecord
-from router.admission.admission import is_full
-from router.placement.placement import Candidate, Candidates, Demand, NodeSize, Origin, disagreement, may_serve, size_of
+from router.listeners import Listeners
+from router.placement.known_node import KnownNode, NodeState, Partners
+from router.placement.placement import Candidate, Candidates, Demand, NodeSize, Origin, may_serve, size_of
 from router.placement.versions import Registered, Serving, left_out, serving_versions
 
 LOST_SHOWN_S = 60.0
@@ -29,60 +28,6 @@ SIZE_REMEMBERED_S = 600.0
 they are too large: long enough to replace a machine and load a model."""
 _MOST_SIZES = 64
 """How many different sizes of nodes are remembered."""
-
-
-_Partners: TypeAlias = Mapping[str, Mapping[tuple[Role, KVFormat], NodeDescription]]
-"""By the bits of a version, an attached node of each role and format of the KV."""
-
-
-class NodeState(enum.Enum):
-    """The state of a node as operators see it."""
-
-    STARTING = "Starting"
-    READY = "Ready"
-    CORDONED = "Cordoned"
-    DRAINING = "Draining"
-    SUSPECT = "Suspect"
-    LOST = "Lost"
-    INCOMPATIBLE = "Incompatible"
-    """Only shown: the node is ready, but gets no new requests, see `router.placement.versions`."""
-
-
-@dataclass(slots=True)
-class _Node:
-    """What is known of one incarnation."""
-
-    record: NodeRecord
-    cordoned: bool = False
-    """Whether an operator wants no new requests on it."""
-    registered: bool = True
-    description: NodeDescription | None = None
-    version: tuple[str, str, KVFormat] | None = None
-    """The model, the bits and the format of the KV, of the description."""
-    attached: bool = False
-    load: LoadReport = field(default_factory=LoadReport)
-    others: int = 0
-    """Number of sequences of other routers on it, as far as its last report shows."""
-    in_flight: dict[AttemptKey, int] = field(default_factory=dict)
-    """For each of our legs on it, the number of sequences that it computes."""
-    ours: int = 0
-    """The sum of `in_flight`: number of our sequences on it."""
-    attached_at: float = 0.0
-    last_chosen: int = 0
-    lost_at: float | None = None
-    detail: str = ""
-    """Why it is lost; empty: it is not."""
-    notice: str = ""
-    """A message of the node for operators."""
-    adapters: frozenset[str] = frozenset()
-    """Digests of the adapters that it acknowledges."""
-    refused_adapters: Mapping[str, str] = field(default_factory=dict)
-    """Why it refuses others, by digest."""
-
-    def forget_ours(self) -> None:
-        """Forget our legs: nothing that we sent there runs any more."""
-        self.in_flight.clear()
-        self.ours = 0
 
 
 class ClusterView:
@@ -95,7 +40,7 @@ class ClusterView:
         """
         self._clock = clock
         self._needs_pairs = needs_pairs
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, KnownNode] = {}
         self._ordered: dict[str, int] | None = None
         """The place of each incarnation in a stable order; None: to be computed, since nodes came or went."""
         self._slots: list[Candidate | None] = []
@@ -125,7 +70,7 @@ class ClusterView:
         self.num_adapter_reports = 0
         """How often nodes have said which adapters they acknowledge."""
         self._desired = DesiredState()
-        self.on_cordoned_work: Callable[[], None] = lambda: None
+        self.on_cordoned_work: Listeners[[]] = Listeners()
         """Called when a cordoned node has reported how much work it has left, or is gone."""
 
     def registered(self, records: Iterable[NodeRecord]) -> None:
@@ -134,7 +79,7 @@ class ClusterView:
         for incarnation, record in current.items():
             node = self._nodes.get(incarnation)
             if node is None:
-                self._nodes[incarnation] = _Node(record, record.name in self._desired.cordoned)
+                self._nodes[incarnation] = KnownNode(record, record.name in self._desired.cordoned)
             else:
                 if node.record.state != record.state:
                     self._candidate_changed(node)
@@ -234,11 +179,7 @@ class ClusterView:
         if self._abilities is None:
             self._abilities = {}
             for incarnation, node in self._nodes.items():
-                if (
-                    node.description is not None
-                    and incarnation not in left_out
-                    and self._state(node) is NodeState.READY
-                ):
+                if node.description is not None and incarnation not in left_out and node.state is NodeState.READY:
                     self._abilities.setdefault(node.description.model, set()).add(node.description.can)
         return self._abilities.get(model, frozenset())
 
@@ -276,7 +217,7 @@ class ClusterView:
         self._is_left_out_known = False
         self._served_by = self._abilities = None
 
-    def _candidate_changed(self, node: _Node) -> None:
+    def _candidate_changed(self, node: KnownNode) -> None:
         """The node's candidate has changed, and is made again when it is needed."""
         self._changed.add(node.record.incarnation)
 
@@ -349,7 +290,8 @@ class ClusterView:
             self._changed = set(self._ordered)
         changed = []
         for incarnation in self._changed:
-            place, candidate = self._ordered[incarnation], self._candidate(self._nodes[incarnation])
+            place, is_left_out = self._ordered[incarnation], incarnation in self._left_out
+            candidate = self._nodes[incarnation].candidate(is_left_out=is_left_out)
             are_same &= (candidate is None) is (self._slots[place] is None)
             self._slots[place] = candidate
             if candidate is not None:
@@ -361,24 +303,6 @@ class ClusterView:
         nodes = cast("list[Candidate]", self._slots) if has_all else filter(None, self._slots)
         return Candidates(nodes, before.marker, changed)
 
-    def _candidate(self, node: _Node) -> Candidate | None:
-        """Make the candidate of a node; None if it takes no work."""
-        description, load = node.description, node.load
-        if description is None or self._state(node) is not NodeState.READY:
-            return None
-        sequences = node.others + node.ours
-        return Candidate(
-            description,
-            float(sequences),
-            node.last_chosen,
-            is_full(description, sequences, load.waiting, load.uncomputed_tokens),
-            load.uncomputed_tokens,
-            load.context_tokens,
-            node.attached_at,
-            node.adapters,
-            node.record.incarnation in self._left_out,
-        )
-
     def _why_left_out(self) -> Mapping[str, str]:
         """Why nodes that take work get no new requests, by incarnation."""
         if self._is_left_out_known and self._passes_at < math.inf and self._clock() >= self._passes_at:
@@ -386,7 +310,7 @@ class ClusterView:
             # Requests that wait for a node may have one now.
             self._described = None
         if not self._is_left_out_known:
-            ready = [node for node in self._nodes.values() if self._state(node) is NodeState.READY]
+            ready = [node for node in self._nodes.values() if node.state is NodeState.READY]
             is_mixed = len({node.version for node in ready}) > 1
             nodes = [
                 Registered(one.description, one.record.start_number) for one in ready if one.description is not None
@@ -405,14 +329,7 @@ class ClusterView:
     def is_full(self, incarnation: str) -> bool:
         """Whether a further request would only wait on the node (`admission.is_full`), or the node is gone."""
         node = self._nodes.get(incarnation)
-        return node is None or self._is_full(node)
-
-    @staticmethod
-    def _is_full(node: _Node) -> bool:
-        load, description = node.load, node.description
-        if description is None:
-            return True
-        return is_full(description, node.others + node.ours, load.waiting, load.uncomputed_tokens)
+        return node is None or node.is_full
 
     def descriptions(self) -> tuple[NodeDescription, ...]:
         """The descriptions of all attached nodes; the same tuple until one comes or goes."""
@@ -438,7 +355,7 @@ class ClusterView:
     def state(self, incarnation: str) -> NodeState | None:
         """The state of one incarnation; None if it is unknown."""
         node = self._nodes.get(incarnation)
-        return None if node is None else self._state(node)
+        return None if node is None else node.state
 
     def statuses(self, now: float, wall: float) -> tuple[NodeStatus, ...]:
         """All nodes as operators see them, by name. `wall`: wall-clock time in seconds."""
@@ -451,19 +368,9 @@ class ClusterView:
                 partners.setdefault(bits, {}).setdefault((node.description.role, kv_format), node.description)
         return tuple(self._status(node, wall, partners) for node in nodes)
 
-    @staticmethod
-    def _state(node: _Node) -> NodeState:
-        if node.attached:
-            if node.load.draining or node.record.state == "draining":
-                return NodeState.DRAINING
-            return NodeState.CORDONED if node.cordoned else NodeState.READY
-        if node.lost_at is None:
-            return NodeState.STARTING
-        return NodeState.SUSPECT if node.registered else NodeState.LOST
-
-    def _status(self, node: _Node, wall: float, partners: _Partners) -> NodeStatus:
+    def _status(self, node: KnownNode, wall: float, partners: Partners) -> NodeStatus:
         record, load = node.record, node.load
-        state, why_left_out = self._state(node), self._why_left_out().get(record.incarnation, "")
+        state, why_left_out = node.state, self._why_left_out().get(record.incarnation, "")
         if why_left_out:
             state = NodeState.INCOMPATIBLE
         return NodeStatus(
@@ -483,11 +390,7 @@ class ClusterView:
             free_blocks=load.free_blocks,
             leased_blocks=load.leased_blocks,
             quarantined_blocks=load.quarantined_blocks,
-            detail=node.detail
-            or self._role_change(node)
-            or node.notice
-            or why_left_out
-            or self._limits(node, partners),
+            detail=node.detail or self._role_change(node) or node.notice or why_left_out or node.limits(partners),
             bit_exact=record.bit_exact,
             is_verified=record.is_verified,
             cordoned=node.cordoned,
@@ -499,17 +402,7 @@ class ClusterView:
             bits=node.description.bits if node.description is not None else "",
         )
 
-    @staticmethod
-    def _limits(node: _Node, partners: _Partners) -> str:
-        """What a node that gets new requests can't do, or does not promise."""
-        description = node.description
-        if description is None or node.version is None or not node.attached:
-            return ""
-        if why_alone := disagreement(description, [*partners[node.version[1]].values()]):
-            return why_alone
-        return "" if description.bit_exact else "is not bit-exact: a stream that it began goes on at no other node"
-
-    def _role_change(self, node: _Node) -> str:
+    def _role_change(self, node: KnownNode) -> str:
         role = self._desired.role_of(node.record.name)
         is_changing = node.attached and role not in (None, node.record.role)
         return f"becomes a {role} node when its work is done" if is_changing else ""
@@ -525,7 +418,7 @@ class ClusterView:
         """
         left_out = self._why_left_out()
         for incarnation, node in self._nodes.items():
-            record, state = node.record, self._state(node)
+            record, state = node.record, node.state
             drained = node.load.draining or record.state == "draining"
             named = record.name, record.role, record.address
             yield incarnation, (*named, state, node.detail, node.notice, drained, left_out.get(incarnation, ""))

@@ -23,7 +23,7 @@ from tests.support.caller import TokenCount
 from tests.support.given_spans import random_rows, safetensors_of, span_of, with_placeholders
 from tests.support.mini_cluster import BOTH_KINDS, mini_cluster
 from tests.support.tiny_models import TINY_MODELS
-from tests.unit.router.test_prompt_embeds_checks import BAD_FILES
+from tests.unit.router.test_prompt_inputs import BAD_FILES
 
 pytestmark = pytest.mark.one_transport
 

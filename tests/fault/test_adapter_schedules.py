@@ -27,7 +27,7 @@ from baton.registry import DesiredState
 from baton.registry.desired import NamedAdapter
 from baton.runner.simulated import expected_tokens
 from router.operations.adapters import ClusterAdapters
-from router.operations.event_ring import EventRing
+from router.operations.cluster_events import EventRing
 from router.timers import LoopTimers
 from tests.doubles.fake_adapter_threads import FakeAdapterThreads
 from tests.fault.test_fault_schedules import Schedule
@@ -75,9 +75,9 @@ class AdapterCluster(SimulatedCluster):
         super().__init__(*args)
         self._struck = struck
         self._sources = sources
-        requests = self.dispatcher.requests
         self._adapters = ClusterAdapters(
             self.card.name,
+            self.dispatcher.requests,
             self.view,
             self._links,
             LoopTimers(),
@@ -85,9 +85,7 @@ class AdapterCluster(SimulatedCluster):
             _never,
             _never,
             self._set_names,
-            requests.adapters_in_use,
         )
-        requests.on_node, requests.on_adapters = self._adapters.on_node, self._adapters.on_report
         self.move_names()
 
     def make_adapter_threads(self, node: SimulatedNode) -> AdapterThreads:

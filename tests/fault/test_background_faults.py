@@ -26,7 +26,7 @@ from router.app import run_router
 from router.http.client import Client
 from router.http.server import _Server
 from router.losses import NodeLosses
-from router.operations.live_totals import LiveTotals
+from router.operations.live_history import LiveTotals
 from router.operations.steering import Steering
 from router.process import RouterAddresses, RouterProcess
 from router.timers import LoopTimers
@@ -132,7 +132,7 @@ async def test_a_timer_that_raises_ends_the_process(ended: asyncio.Queue[Backgro
 
 @pytest.mark.parametrize(
     ("owner", "work", "kind"),
-    [(NodeLosses, "resolve_flights", "lost-nodes"), (WaitingRoom, "serve", "request-queue")],
+    [(NodeLosses, "resolve_flights", "lost-nodes"), (WaitingRoom, "next_to_place", "request-queue")],
 )
 async def test_a_turn_of_the_loop_that_raises_ends_the_process(
     monkeypatch: pytest.MonkeyPatch, ended: asyncio.Queue[BackgroundFault], owner: type, work: str, kind: str
@@ -146,9 +146,8 @@ async def test_a_turn_of_the_loop_that_raises_ends_the_process(
             rig.nodes["d1"].die()
         else:
             # More requests than one turn serves: the rest is left to the next turn.
-            monkeypatch.setattr(owner, work, lambda *_: True)
-            rig.dispatcher.requests._serve_queue()
-            monkeypatch.setattr(owner, work, Broken(lambda *_: False))
+            rig.dispatcher.requests._next_placements.request()
+            monkeypatch.setattr(owner, work, Broken(lambda *_: None))
         assert str(await ended.get()) == f"background task {kind} failed: ValueError('out of luck')"
         reader.task.cancel()
         await asyncio.gather(reader.task, return_exceptions=True)
@@ -215,14 +214,13 @@ PACKAGES = (
 STARTERS = {"create_task", "ensure_future", "Thread", "ThreadPoolExecutor", "DaemonWorker", "run_coroutine_threadsafe"}
 GUARDED_OTHERWISE = {
     "router/app.py": (1, "the question to another router awaits it"),
-    "router/process.py": (4, "the run itself awaits them"),
+    "router/process.py": (2, "the run itself awaits them"),
+    "router/timers.py": (1, "who waits for the first of them awaits them"),
     "router/http/audio/endpoint.py": (1, "the call awaits it; once its client is gone, its error concerns nobody"),
     "router/http/audio/transcription.py": (1, "each part hands its error to the call, which raises it"),
     "router/http/answers.py": (1, "each prompt's stream hands its error to the answer, which raises it"),
     "router/http/server.py": (1, "the start awaits it"),
     "router/node_links.py": (1, "the link's task awaits the attachment"),
-    "router/operations/adapters.py": (2, "the follower of adapters awaits them"),
-    "router/operations/steering.py": (2, "the drain that waits awaits them"),
     "kv_transfer/link/link.py": (4, "the link's run awaits them"),
     "kv_transfer/mover/digest_thread.py": (
         2,

@@ -159,8 +159,8 @@ class Flaps(Schedule):
         """Tokens that each request had of which there was another attempt."""
 
     async def _ask(self, number: int) -> None:
-        for router in self.cluster.routers.values():
-            router.dispatcher.requests.on_retry = partial(self._placed_again, router.dispatcher)
+        for router in self.cluster.routers.values() if number == 0 else ():
+            router.dispatcher.requests.on_retry.add(partial(self._placed_again, router.dispatcher))
         await super()._ask(number)
 
     def _placed_again(self, dispatcher: Dispatcher, request_id: str, attempt: int, cause: str) -> None:

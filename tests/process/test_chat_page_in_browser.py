@@ -17,7 +17,7 @@ from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from baton.text.prompts import ImagePrompts
-from router.admission.images import ImageRules
+from router.admission.prompt_inputs import ImageRules
 from router.http.pages.operations import OPERATIONS
 from tests.support.browser import Browser
 from tests.support.chat_page import DROP, PASTE, TEMPLATE, opened, text_of

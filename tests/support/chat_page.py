@@ -12,7 +12,7 @@ from typing import Any
 
 from baton.messages.generation import ModelCard
 from baton.security.pages import PageAuthenticator
-from router.admission.images import ImageRules
+from router.admission.prompt_inputs import ImageRules
 from router.http.server import HttpServer
 from tests.support.browser import Browser
 from tests.support.http_rig import CARD, HttpRig, chunk, finished

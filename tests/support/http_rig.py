@@ -12,7 +12,7 @@ from baton.security.pages import PageAuthenticator
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from baton.text.model_template import ModelTemplate
 from baton.text.prompt_template import PromptTemplate
-from router.admission.images import ImageRules
+from router.admission.prompt_inputs import ImageRules
 from router.http.app import HttpFront
 from router.http.audio.endpoint import SpeechRules
 from router.http.endpoint import Handler

@@ -12,8 +12,8 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
 from baton.messages.sampling import TokenLogprobs
 from router.dispatcher import Dispatcher
-from router.flight.flight_journal import FlightJournal
-from router.flight.request_spans import RequestSpans
+from router.flight.flight_record import FlightJournal
+from router.flight.timeline import RequestSpans
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placement.placer import Placer

@@ -14,7 +14,7 @@ from baton.client.continuation import Call, CallKind, Continuation, EndpointRota
 from baton.errors import BatonError, Unreachable
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
 from router.dispatcher import Dispatcher
-from router.flight.flight_journal import FlightJournal
+from router.flight.flight_record import FlightJournal
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placement.view import ClusterView

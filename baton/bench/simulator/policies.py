@@ -14,10 +14,10 @@ from random import Random
 from baton.messages.node import NodeDescription, Role
 from router.admission.request import ValidRequest
 from router.placement.cost_model import NodeCosts, PlacementQuery, Way, cheapest
-from router.placement.decisions import DecisionLog
-from router.placement.placement import Candidate, Demand, Origin, Placement, choose, fitting_nodes
+from router.placement.decisions import Choice, DecisionLog
+from router.placement.placement import Candidate, Demand, Origin, Placement, choose, demand_of, fitting_nodes
 from router.placement.placement import with_room as only_with_room
-from router.placement.placer import Choice, PlacementSettings, Placer, Policy, demand_of
+from router.placement.placer import PlacementSettings, Placer, Policy
 
 POLICIES = ("cost", "least-loaded", "round-robin", "random", "load-balanced", "local-cache", "global-cache")
 _BALANCING = 1.5

@@ -35,10 +35,9 @@ from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.registry import NodeRecord
 from router.admission.request import ValidRequest
-from router.flight.active_request import ActiveRequest
+from router.flight.active_request import ActiveRequest, ClientCall
 from router.flight.answer import Answer
-from router.flight.event_queue import EventQueue
-from router.flight.fair_queue import FairQueue
+from router.flight.event_queue import EventQueue, FairQueue
 from router.flight.flight_table import AttemptCause
 from router.limits import DispatchLimits
 from router.live_requests import LiveRequests
@@ -104,7 +103,7 @@ class SampledView(ClusterView):
     def candidates(self) -> Candidates:
         drawn = [self._rng.sample(names, min(self._choices, len(names))) for names in self._by_role.values()]
         nodes = [self._nodes[name] for names in drawn for name in names]
-        return Candidates((one for node in nodes if (one := self._candidate(node))), None, None)
+        return Candidates((one for node in nodes if (one := node.candidate())), None, None)
 
 
 class SimulatedClient(EventQueue):
@@ -263,7 +262,7 @@ class SimulatedRouter:
         valid = ValidRequest(request_id, MODEL, prompt, self._params_for(request.output_length))
         client = SimulatedClient(request, request_id, planned_s, self._turns, self._read, self._end)
         self.num_open += 1
-        self._requests.start(self._requests.open(valid, Answer(None, valid), client, self._timeline.now))
+        self._requests.start(self._requests.open(valid, Answer(None, valid), client, ClientCall(self._timeline.now)))
 
     def _params_for(self, output_length: int) -> SamplingParams:
         length = max(1, output_length)

@@ -16,8 +16,7 @@ from baton.messages.capabilities import Capability
 from baton.model_formats.audio import AudioLimits, Recording, UnusableAudio, decode_audio, divided
 from baton.model_formats.limits import AUDIO_RATE
 from baton.text.prompts import SpeechPrompts
-from router.admission.capable import check_can
-from router.admission.validation import check_model
+from router.admission.checks import check_can, check_model
 from router.http.answers import ending_with_errors, path_headers
 from router.http.audio.formats import SEGMENTS, Segment, Transcript, event, token_usage, words_of, written
 from router.http.audio.forms import MORE_BYTES, SpeechBody, boundary_of, check_origin, read_form

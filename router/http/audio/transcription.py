@@ -23,7 +23,7 @@ from baton.messages.pooling import Pooling, PoolingRequest
 from baton.model_formats.audio import Recording, pcm_of
 from baton.model_formats.limits import AUDIO_RATE
 from baton.text.prompts import SAMPLES_PER_ROW, SpeechPrompts
-from router.admission.validation import longest_answer
+from router.admission.sampling import longest_answer
 from router.http.endpoint import Handler
 from router.pooling import numbers_of, part_ids
 

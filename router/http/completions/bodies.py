@@ -20,8 +20,8 @@ from baton.messages.request_limits import (
     MAX_TEMPLATE_VARIABLES,
     MAX_WORDS,
 )
-from router.admission.prompt_embeds import NOT_TAKEN
-from router.admission.validation import check_text
+from router.admission.checks import check_text
+from router.admission.prompt_inputs import NOT_TAKEN
 from router.http.bodies.content_parts import (
     Content,
     ImagePart,

@@ -10,14 +10,8 @@ from baton.clock import Clock
 from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted, GenerateRequest, ModelCard
 from baton.messages.request_limits import MAX_CALL_PROMPT_LOGPROB_VALUES, MAX_CALL_SEQUENCES, MAX_SEQUENCES
-from router.admission.validation import (
-    DEFAULT_MAX_TOKENS,
-    check_model,
-    check_output_size,
-    check_prompt_logprobs,
-    check_token_ids,
-    longest_answer,
-)
+from router.admission.checks import check_model, check_token_ids
+from router.admission.sampling import DEFAULT_MAX_TOKENS, check_output_size, check_prompt_logprobs, longest_answer
 from router.http.answers import Collected, StreamWriter
 from router.http.completions.answers import EchoedPrompt, whole_answer
 from router.http.completions.bodies import ChatBody, CompletionBody, plan_chat

@@ -6,7 +6,7 @@ import json
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_TOKEN_IDS
-from router.admission.validation import check_model, check_token_ids
+from router.admission.checks import check_model, check_token_ids
 from router.http.bodies.fields import Strict, TokenIds, read_as
 from router.http.client import Client
 from router.http.completions.bodies import ChatPrompt, chat_prompt

@@ -11,7 +11,8 @@ from starlette.types import Scope
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted
-from router.admission.validation import check_model, longest_answer
+from router.admission.checks import check_model
+from router.admission.sampling import longest_answer
 from router.http.answers import Collected, in_turns
 from router.http.bodies.fields import read_as
 from router.http.bodies.tools import ToolBody

@@ -13,7 +13,7 @@ from baton.messages.capabilities import Capability, in_order
 from baton.messages.generation import ModelCard
 from baton.observe.metrics import CONTENT_TYPE
 from baton.wire.services.operator_service import AdapterHandler
-from router.admission.validation import check_model
+from router.admission.checks import check_model
 from router.http.bodies.fields import Strict, read_as
 from router.http.json_body import parse_json, read_body
 from router.http.model import ServedModel

@@ -15,10 +15,9 @@ from pydantic import AfterValidator, Field, PlainValidator
 from baton.errors import InvalidRequest
 from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_INPUTS, MAX_POOLING_BODY_BYTES, MAX_WORDS
-from router.admission.validation import check_text
+from router.admission.checks import check_text
 from router.http.bodies.fields import Bounded, Ignored, OnlyTrue, Strict, Texts, TextsOrIds, Truncation, is_ids
-from router.pooling import PoolingCall, PoolingInput
-from router.scoring import TextPair
+from router.pooling import PoolingCall, PoolingInput, TextPair
 
 
 class PoolingBody(Strict):

@@ -16,8 +16,7 @@ from router.http.client import Client
 from router.http.endpoint import JSON, BodyEndpoint, Handler, HttpCall
 from router.http.model import ServedModel
 from router.http.pooling.bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody, ScoringBody
-from router.pooling import SMALL_VECTORS, PoolingCall, numbers_of, pool_all
-from router.scoring import Scores, TextPair, score_pairs
+from router.pooling import SMALL_VECTORS, PoolingCall, Scores, TextPair, numbers_of, pool_all, score_pairs
 
 B = TypeVar("B", bound=PoolingBody)
 

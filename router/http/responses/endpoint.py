@@ -18,7 +18,8 @@ from baton.errors import BatonError, InvalidRequest
 from baton.messages.generation import Accepted
 from baton.messages.request_limits import MAX_MESSAGES, MAX_REQUEST_BYTES
 from baton.security.matrix import current_caller
-from router.admission.validation import check_model, longest_answer
+from router.admission.checks import check_model
+from router.admission.sampling import longest_answer
 from router.http.answers import Collected, in_turns, runs_of
 from router.http.bodies.fields import read_as
 from router.http.chat_plan import plan_offer, reasoning_variables

@@ -15,7 +15,7 @@ from baton.messages.operator import ClusterEvent
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import RpcServer
 from baton.wire.services.operator_service import AdapterHandler, OperatorHandler, OperatorServicer, SteeringHandler
-from router.operations.event_ring import EventRing
+from router.operations.cluster_events import EventRing
 
 
 def event(seq: int, time: float, reason: str, router: str, subject: str = "d0") -> ClusterEvent:

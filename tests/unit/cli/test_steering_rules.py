@@ -16,7 +16,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription, Role
 from baton.messages.operator import ClusterEvent, DrainProgress, NodeStatus
 from baton.node.leftovers import GIVE_UP_AFTER_S
-from router.operations.event_ring import EventRing
+from router.operations.cluster_events import EventRing
 from router.operations.steering import SETTLE_S, Steering
 from router.placement.placer import Placer
 from router.placement.view import ClusterView

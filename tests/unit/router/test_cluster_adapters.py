@@ -24,9 +24,9 @@ from baton.messages.node import Leg, NodeDescription, Outcome, RequestDelta, Sub
 from baton.model_formats.adapters import AdapterInfo
 from baton.registry import DesiredChange, DesiredState
 from baton.registry.desired import NamedAdapter
-from router.flight.attempt_budget import MAX_REFUSALS
+from router.flight.flight_attempt import MAX_REFUSALS
 from router.operations.adapters import ACKNOWLEDGE_S, CHECK_EVERY_S, MAX_LOADING, ClusterAdapters
-from router.operations.event_ring import EventRing
+from router.operations.cluster_events import EventRing
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
 
@@ -46,9 +46,9 @@ class Adapters:
         self.rig = rig
         self.state = DesiredState()
         self.events = EventRing("router-1.a", rig.timers.monotonic)
-        requests = rig.dispatcher.requests
         self.cluster = ClusterAdapters(
             MODEL,
+            rig.dispatcher.requests,
             rig.view,
             rig.links,
             rig.timers,
@@ -56,9 +56,7 @@ class Adapters:
             rig.fakes.connect,
             self._write,
             self._set_names,
-            requests.adapters_in_use,
         )
-        requests.on_node, requests.on_adapters = self.cluster.on_node, self.cluster.on_report
 
     async def _write(self, change: DesiredChange) -> None:
         # A registry takes its time.

@@ -12,10 +12,10 @@ from baton.errors import InvalidRequest, NoCapacity, Status
 from baton.messages.node import Leg, Outcome, RequestDelta, Submit
 from router.flight.flight_table import AttemptCause
 from router.limits import DispatchLimits
+from router.live_requests import PLACED_PER_TURN
 from router.losses import FLIGHTS_PER_TURN
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.view import SIZE_REMEMBERED_S
-from router.waiting_room import PLACED_PER_TURN
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
 

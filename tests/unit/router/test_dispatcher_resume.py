@@ -19,20 +19,13 @@ from baton.errors import (
     InvalidRequest,
     RequestNotFound,
 )
-from baton.messages.generation import (
-    Accepted,
-    Chunk,
-    GenerateRequest,
-    ModelCard,
-    PromptLogprobs,
-    SequenceFinished,
-)
+from baton.messages.generation import Accepted, Chunk, GenerateRequest, ModelCard, PromptLogprobs, SequenceFinished
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Adopt, Leg, NodeDescription, Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.registry.base import ENDED_S
 from router.admission.request import ValidRequest
-from router.flight.flight_journal import READS_PER_TURN
+from router.flight.flight_record import READS_PER_TURN
 from router.placement.placement import Placement
 from tests.doubles.fake_flight_records import LIFETIME_S
 from tests.doubles.fake_tokenizer import FakeTokenizer

@@ -21,8 +21,8 @@ from baton.messages.pooling import (
     Pooling,
     PoolingRequest,
 )
-from router.admission.pooling import check_generates
-from router.embed_call import embed
+from router.admission.checks import check_generates
+from router.front import embed
 from router.pooling import part_ids
 from tests.doubles.fake_handler import FakeHandler
 from tests.doubles.fake_tokenizer import FakeTokenizer

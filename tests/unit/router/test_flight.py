@@ -18,9 +18,8 @@ from baton.messages.node import Leg, NodeDescription, Outcome, RequestDelta, Sta
 from baton.messages.sampling import TokenLogprobs
 from baton.messages.spans import EncoderContent
 from baton.messages.speculation import NO_DRAFTS, DraftCounts
-from router.flight.attempt_budget import MAX_UNRELATED_LOSSES, REFILL_TOKENS
 from router.flight.flight import MIN_UNRELATED_NODES, Flight
-from router.flight.flight_leg import AttemptTimings
+from router.flight.flight_attempt import MAX_UNRELATED_LOSSES, REFILL_TOKENS, AttemptTimings
 from router.flight.flight_table import (
     FLIGHT_TABLE,
     LIVE,

@@ -16,8 +16,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import ContentKind, EncoderContent, source_spans
 from router.admission.request import ValidRequest
-from router.flight.flight_journal import FlightJournal
-from router.flight.flight_record import FlightRecord, read_record
+from router.flight.flight_record import FlightJournal, FlightRecord, read_record
 from router.placement.placement import Origin, Placement
 from tests.doubles.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from tests.support.router_parts import decode, prefill

@@ -291,7 +291,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("asks_for", ["strict", "call", "format"])
-@pytest.mark.parametrize("checked_by", ["router.admission.validation", "baton.text.constraint_checker"])
+@pytest.mark.parametrize("checked_by", ["router.admission.sampling", "baton.text.constraint_checker"])
 @pytest.mark.parametrize("path", STRICT_CALLS)
 async def test_a_refused_constraint_is_named_as_the_client_asked_for_it(
     path: str, checked_by: str, asks_for: str, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from baton.messages.generation import ModelCard
 from baton.messages.spans import PLACEHOLDER, EncoderContent
 from baton.model_formats.images import ImageLimits
 from baton.text.prompts import ImagePrompts
-from router.admission.images import ImageRules, check_takes_images
+from router.admission.prompt_inputs import ImageRules, check_takes_images
 from router.http.bodies.content_parts import ImagePart, content_of
 from router.http.bodies.fields import read_as
 from router.http.messages.bodies import CountBody

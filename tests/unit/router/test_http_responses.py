@@ -16,7 +16,7 @@ from baton.messages.sampling import SamplingDefaults, TokenLogprobs
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
-from router.admission.validation import longest_answer
+from router.admission.sampling import longest_answer
 from tests.support.http_client import Exchange
 from tests.support.http_rig import BOUNDS, CARD, HttpRig, chunk, finished
 from tests.support.router_parts import MODEL

@@ -17,10 +17,10 @@ from router.operations.live_history import (
     NUM_SAMPLES,
     SAMPLE_EVERY_S,
     LiveHistory,
+    LiveTotals,
     RouterTotals,
     quantile,
 )
-from router.operations.live_totals import LiveTotals
 from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
 from tests.doubles.fake_timers import FakeTimers
 from tests.support.live_cluster_page import BUCKETS, history_of, totals

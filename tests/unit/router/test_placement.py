@@ -15,8 +15,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, LoadReport, NodeDescription, Submit
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams
-from router.placement.placement import Candidate, Demand, Placement, choose, disagreement, size_of
-from router.placement.placer import demand_of
+from router.placement.placement import Candidate, Demand, Placement, choose, demand_of, disagreement, size_of
 from router.placement.view import LOST_SHOWN_S, ClusterView
 from tests.support.router_parts import MODEL, decode, key, prefill, record_of, request
 

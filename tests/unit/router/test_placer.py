@@ -28,8 +28,9 @@ from baton.messages.spans import EncoderContent, rows_key
 from baton.observe.metrics import Distribution, Figure
 from baton.wire.codec.operator import PLACEMENT_DECISION
 from router.admission.request import ValidRequest
-from router.operations.explained import explained
-from router.placement.placer import Choice, PlacementSettings, Placer, Policy
+from router.operations.operator_handler import explained
+from router.placement.decisions import Choice
+from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.rates import StepRates
 from router.placement.view import ClusterView
 from tests.support.router_parts import MODEL, decode, prefill, record_of

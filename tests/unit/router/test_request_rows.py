@@ -10,7 +10,7 @@ from baton.cli.commands.describe import request_lines
 from baton.messages.node import Leg, Outcome, StageTimings
 from baton.messages.operator import RequestRow
 from baton.wire.codec.operator import REQUEST_ROW
-from router.operations.request_rows import ended_rows, running_rows
+from router.operations.operator_handler import ended_rows, running_rows
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
 

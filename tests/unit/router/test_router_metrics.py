@@ -11,8 +11,8 @@ from baton.errors import Cancelled, DeadlineExceeded
 from baton.messages.node import Outcome
 from baton.observe.metrics import declared_figures, render
 from router.flight.flight_table import AttemptCause
+from router.limits import Served
 from router.operations.metrics import figures
-from router.served import Served
 from tests.support.http_rig import finished
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import router_rig

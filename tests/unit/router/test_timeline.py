@@ -16,7 +16,7 @@ from baton.messages.ids import new_request_id
 from baton.messages.node import StageTimings
 from baton.messages.operator import Timeline, TimelineStage
 from baton.wire.codec.operator import TIMELINE
-from router.flight.flight_leg import AttemptTimings
+from router.flight.flight_attempt import AttemptTimings
 from router.flight.timeline import EndedRequest, Moments, TimelineLog, timeline
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import run_virtually

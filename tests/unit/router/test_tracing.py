@@ -14,7 +14,7 @@ from baton.messages.node import Leg, Outcome, Submit
 from baton.messages.sampling import SamplingParams
 from baton.node.attempts.attempt_times import AttemptClock, AttemptSpans, Stage, stages
 from baton.observe.start_tracing import is_asked_for, start_tracing
-from router.flight.request_spans import RequestSpans
+from router.flight.timeline import RequestSpans
 from router.placement.placement import Placement
 from tests.doubles.fake_tracing import FakeTracer
 from tests.support.router_parts import MODEL, decode, prefill

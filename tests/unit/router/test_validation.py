@@ -15,7 +15,8 @@ from baton.messages.pooling import Pooling, PoolingParams, PoolingRequest
 from baton.messages.sampling import Constraint, RepetitionDetection, SamplingDefaults, SamplingParams
 from baton.model_formats.encoder_decoders import EncoderDecoder
 from router.admission.request import ValidRequest
-from router.admission.validation import longest_answer, validate
+from router.admission.sampling import longest_answer
+from router.admission.validation import validate
 
 CARD = ModelCard("demo", max_model_len=32, vocab_size=100)
 

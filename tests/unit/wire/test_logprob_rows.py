@@ -14,7 +14,7 @@ from baton.messages.logprob_rows import BLOCK_ROWS, LogprobLog, LogprobRows, joi
 from baton.messages.sampling import TokenLogprobs
 from baton.wire.codec.generation import chunk_to_pb, event_from_pb
 from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb
-from router.flight.output_merge import OutputMerge
+from router.flight.flight_sequence import OutputMerge
 
 EQUAL = [TokenLogprobs(7 * n, -0.5 * n, n + 1, [(n, -0.25), (n + 1, float("-inf"))]) for n in range(9)]
 RAGGED = [TokenLogprobs(2**32 - 1, -1.5, 3, [(n, -0.5 * n) for n in range(count)]) for count in (2, 0, 5, 1, 0)]

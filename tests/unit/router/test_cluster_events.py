@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from baton.registry.desired import DesiredState
-from router.operations.cluster_changes import ClusterChange, ClusterSnapshot, NodeSnapshot, cluster_changes
-from router.operations.event_ring import EventRing
-from router.placement.view import NodeState
+from router.operations.cluster_events import ClusterChange, ClusterSnapshot, EventRing, NodeSnapshot, cluster_changes
+from router.placement.known_node import NodeState
 
 READY = NodeSnapshot("d1", "decode", "h:1", NodeState.READY)
 CALM = ClusterSnapshot(nodes={"d1.a": READY}, has_served=True)

@@ -1,0 +1,113 @@
+"""What the view knows of one node: its record, its description, its load, and the state that follows from these."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from baton.messages.ids import AttemptKey
+from baton.messages.kv_cache import KVFormat
+from baton.messages.node import LoadReport, NodeDescription, Role
+from baton.registry import NodeRecord
+from router.admission.admission import is_full
+from router.placement.placement import Candidate, disagreement
+
+Partners: TypeAlias = Mapping[str, Mapping[tuple[Role, KVFormat], NodeDescription]]
+"""By the bits of a version, an attached node of each role and format of the KV."""
+
+
+class NodeState(enum.Enum):
+    """The state of a node as operators see it."""
+
+    STARTING = "Starting"
+    READY = "Ready"
+    CORDONED = "Cordoned"
+    DRAINING = "Draining"
+    SUSPECT = "Suspect"
+    LOST = "Lost"
+    INCOMPATIBLE = "Incompatible"
+    """Only shown: the node is ready, but gets no new requests, see `router.placement.versions`."""
+
+
+@dataclass(slots=True)
+class KnownNode:
+    """What is known of one incarnation."""
+
+    record: NodeRecord
+    cordoned: bool = False
+    """Whether an operator wants no new requests on it."""
+    registered: bool = True
+    description: NodeDescription | None = None
+    version: tuple[str, str, KVFormat] | None = None
+    """The model, the bits and the format of the KV, of the description."""
+    attached: bool = False
+    load: LoadReport = field(default_factory=LoadReport)
+    others: int = 0
+    """Number of sequences of other routers on it, as far as its last report shows."""
+    in_flight: dict[AttemptKey, int] = field(default_factory=dict)
+    """For each of our legs on it, the number of sequences that it computes."""
+    ours: int = 0
+    """The sum of `in_flight`: number of our sequences on it."""
+    attached_at: float = 0.0
+    last_chosen: int = 0
+    lost_at: float | None = None
+    detail: str = ""
+    """Why it is lost; empty: it is not."""
+    notice: str = ""
+    """A message of the node for operators."""
+    adapters: frozenset[str] = frozenset()
+    """Digests of the adapters that it acknowledges."""
+    refused_adapters: Mapping[str, str] = field(default_factory=dict)
+    """Why it refuses others, by digest."""
+
+    def forget_ours(self) -> None:
+        """Forget our legs: nothing that we sent there runs any more."""
+        self.in_flight.clear()
+        self.ours = 0
+
+    @property
+    def state(self) -> NodeState:
+        if self.attached:
+            if self.load.draining or self.record.state == "draining":
+                return NodeState.DRAINING
+            return NodeState.CORDONED if self.cordoned else NodeState.READY
+        if self.lost_at is None:
+            return NodeState.STARTING
+        return NodeState.SUSPECT if self.registered else NodeState.LOST
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a further request would only wait on the node (`admission.is_full`), or no stream to it was open."""
+        load, description = self.load, self.description
+        if description is None:
+            return True
+        return is_full(description, self.others + self.ours, load.waiting, load.uncomputed_tokens)
+
+    def candidate(self, *, is_left_out: bool = False) -> Candidate | None:
+        """The node as one that can be given work; None if it takes none."""
+        description, load = self.description, self.load
+        if description is None or self.state is not NodeState.READY:
+            return None
+        sequences = self.others + self.ours
+        return Candidate(
+            description,
+            float(sequences),
+            self.last_chosen,
+            is_full(description, sequences, load.waiting, load.uncomputed_tokens),
+            load.uncomputed_tokens,
+            load.context_tokens,
+            self.attached_at,
+            self.adapters,
+            is_left_out,
+        )
+
+    def limits(self, partners: Partners) -> str:
+        """What a node that gets new requests can't do, or does not promise."""
+        description = self.description
+        if description is None or self.version is None or not self.attached:
+            return ""
+        if why_alone := disagreement(description, [*partners[self.version[1]].values()]):
+            return why_alone
+        return "" if description.bit_exact else "is not bit-exact: a stream that it began goes on at no other node"

@@ -12,9 +12,8 @@ from baton.bench.compare.interleaved import CompareConfig, MeasuredArrangement, 
 from baton.bench.compare.run import Comparison
 from baton.bench.compare.verdict import Contender, Trial, decide
 from baton.bench.results.result_file import Result, new_result
-from baton.bench.results.slo import Slo
 from baton.bench.results.spread import Spread
-from baton.bench.results.summary import distributions, ttft_parts
+from baton.bench.results.summary import Slo, distributions, ttft_parts
 
 _P99_GAP = "p99_largest_gap_ms"
 

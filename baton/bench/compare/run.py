@@ -1,30 +1,178 @@
 """Starts every arrangement on the same cores, puts the same load on each in turn, and compares them.
 
-First the steps of the arrangements are tuned, one cluster after the other (`baton.bench.compare.tuning`). Then all
-clusters run the whole time. A cluster without requests sleeps, so the measured one has the cores to itself, and
-switching between clusters costs nothing. Disturbances of the machine affect all of them alike.
+First the number of tokens of a step is tuned for the SLO, one cluster after the other. With small steps prompts take
+longer, with large ones running streams pause longer; a comparison at one fixed size flatters one of the arrangements:
+colocated nodes pause their streams for a whole step of prompt tokens, disaggregated ones don't. So each arrangement is
+first measured with several sizes.
+
+Then all clusters run the whole time. A cluster without requests sleeps, so the measured one has the cores to itself,
+and switching between clusters costs nothing. Disturbances of the machine affect all of them alike.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 from baton.bench.arrangement import Arrangement
-from baton.bench.compare.interleaved import CompareConfig, InterleavedRuns, MeasuredArrangement, Report, default_slo
-from baton.bench.compare.tuning import FIRST_SIZE, RunningArrangement, StartArrangement, Tuned, tune
-from baton.bench.live_cluster import arrangement_flags, live_cluster, model_flags
+from baton.bench.compare.interleaved import (
+    CompareConfig,
+    InterleavedRuns,
+    MeasuredArrangement,
+    Report,
+    RunLoad,
+    default_slo,
+)
+from baton.bench.live_cluster import FoundCluster, arrangement_flags, live_cluster, model_flags, pin_nodes
 from baton.bench.load.endpoint import Target
 from baton.bench.load.probe import probe
-from baton.bench.nodes.find import FoundCluster
-from baton.bench.nodes.run import run_watched
-from baton.bench.pinning import pin_nodes
-from baton.bench.results.slo import Slo
-from baton.bench.results.summary import Summary
+from baton.bench.load.run import LoadPlan
+from baton.bench.nodes.run import NodesRun, run_watched
+from baton.bench.results.summary import Slo, Summary
 from baton.clock import Clock, SystemClock
-from baton.errors import BatonError
+from baton.errors import BatonError, Cancelled
+
+SMALLEST = 64
+"""A step must have room for a token of each running request, of which a node has 64 by default."""
+LARGEST = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class TriedSize:
+    """A size and the goodput that was found with it, in requests per second."""
+
+    max_num_batched_tokens: int
+    goodput: float
+
+
+class ChunkSizeSearch:
+    """Tries the first size, then half of it, and goes on in the direction in which the goodput rises."""
+
+    def __init__(self, first: int, max_tries: int) -> None:
+        self._max_tries = max_tries
+        self._factor = 0.5
+        self._next: int | None = first
+        self.tried: list[TriedSize] = []
+
+    @property
+    def size(self) -> int | None:
+        """The next size to measure; None if the search is over."""
+        return self._next
+
+    @property
+    def best(self) -> TriedSize:
+        """The size with the highest goodput; of equal ones the one that was tried first."""
+        return max(self.tried, key=lambda each: each.goodput)
+
+    def add_result(self, goodput: float) -> None:
+        """Says the goodput at `size`, and chooses the next size."""
+        size = self._next
+        assert size is not None
+        self.tried.append(TriedSize(size, goodput))
+        if len(self.tried) == 1:
+            self._propose(size)
+            return
+        if self.best.max_num_batched_tokens == size:
+            self._propose(size)
+        elif self._factor < 1 and len(self.tried) == 2:
+            self._factor = 2.0
+            self._propose(self.tried[0].max_num_batched_tokens)
+        else:
+            self._next = None
+
+    def _propose(self, start: int) -> None:
+        size = round(start * self._factor)
+        if size < SMALLEST and len(self.tried) == 1:
+            self._factor = 2.0
+            size = start * 2
+        is_possible = SMALLEST <= size <= LARGEST and len(self.tried) < self._max_tries
+        self._next = size if is_possible else None
+
+
+FIRST_SIZE = 512
+"""The default of --max-num-batched-tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningArrangement:
+    """A started arrangement, ready for load."""
+
+    target: Target
+    cores: Mapping[str, int]
+    """The core of each node."""
+    run_load: Callable[[LoadPlan], NodesRun]
+
+
+StartArrangement = Callable[[Arrangement, int], AbstractContextManager[RunningArrangement]]
+"""Starts an arrangement whose steps compute at most this many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The sizes that were tried for one arrangement, and the SLO that they were tried for."""
+
+    arrangement: Arrangement
+    tried: list[TriedSize]
+    best: TriedSize
+    """The default, with a goodput of 0, if no size could be measured."""
+    slo: Slo | None
+    """None: nothing was measured from which one follows."""
+
+
+def tune(
+    config: CompareConfig,
+    arrangement: Arrangement,
+    slo: Slo | None,
+    report: Report,
+    clock: Clock,
+    deadline_s: float,
+    start: StartArrangement,
+) -> Tuned:
+    """Measures the goodput of an arrangement with several sizes, one after the other.
+
+    `slo`: None: from the latency of single requests, as in `default_slo`. `deadline_s`: when the last run must have
+    ended, on the clock. Raises Cancelled.
+    """
+    search = ChunkSizeSearch(FIRST_SIZE, config.max_sizes)
+    longest_s, known = 0.0, 0.0
+    while (size := search.size) is not None:
+        since_s = clock.monotonic()
+        if search.tried and since_s + longest_s > deadline_s:
+            report(f"{arrangement}: no time for steps of {size} tokens")
+            break
+        share_s = (deadline_s - since_s) / (config.max_sizes - len(search.tried))
+        try:
+            with start(arrangement, size) as running:
+                one = MeasuredArrangement(arrangement, running.cores, size, first_rate=known)
+                runs = InterleavedRuns(
+                    replace(config, arrangements=[arrangement], max_tries=config.tune_tries),
+                    *([one], [running.target], lambda _: None, since_s + share_s, clock),
+                    _run_load_of(running),
+                )
+                undisturbed = runs.calibrate()
+                slo = slo or default_slo(undisturbed, config.ttft_factor)
+                goodput = runs.find_goodput(slo, undisturbed)
+        except Cancelled:
+            raise
+        except BatonError as error:
+            # Mostly too little time. What is wrong with the arrangement itself is met again when it is compared.
+            report(f"{arrangement}: steps of {size} tokens were not measured: {error}")
+            break
+        known = max(known, goodput)
+        longest_s = max(longest_s, clock.monotonic() - since_s)
+        report(f"{arrangement} with steps of {size} tokens: goodput {goodput:.2f}/s")
+        search.add_result(goodput)
+    best = search.best if search.tried else TriedSize(FIRST_SIZE, 0.0)
+    report(f"{arrangement} is compared with steps of {best.max_num_batched_tokens} tokens")
+    return Tuned(arrangement, search.tried, best, slo)
+
+
+def _run_load_of(running: RunningArrangement) -> RunLoad:
+    """Runs all loads on this arrangement."""
+    return lambda _, plan: running.run_load(plan)
+
 
 _STOP_S = 30.0
 """Part of the time budget that is kept for stopping everything and writing the result."""

@@ -7,8 +7,7 @@ from typing import Any
 
 from baton.bench.load.run import LoadPlan, LoadRun
 from baton.bench.results.result_file import Result, new_result
-from baton.bench.results.slo import Slo
-from baton.bench.results.summary import Summary, distributions, summarize, ttft_parts
+from baton.bench.results.summary import Slo, Summary, distributions, summarize, ttft_parts
 
 METRICS = {
     "ttft": "Time to first token",

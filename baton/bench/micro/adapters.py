@@ -6,7 +6,8 @@ both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -14,18 +15,69 @@ from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from baton.bench.micro.adapter_files import lora_tensors, write_adapter
+import numpy as np
+import numpy.typing as npt
+
 from baton.bench.micro.engine import EngineBenchConfig
 from baton.bench.micro.engine_drive import EngineDrive, load_with_room
 from baton.bench.results.spread import Spread
 from baton.messages.adapters import NO_ADAPTER
-from baton.model_formats.adapters import open_adapter
+from baton.model_formats.adapters import CONFIG_NAME, WEIGHTS_NAME, open_adapter
 from baton.runner import TorchSpec
 
 if TYPE_CHECKING:
     from baton.runner.model_runner import TorchModelRunner
+
+
+# Writes adapters of random numbers as PEFT writes them, for benchmarks and tests; without torch.
+
+
+PREFIX = "base_model.model."
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+
+
+def lora_tensors(
+    modules: Mapping[str, tuple[int, int]], rank: int = 4, seed: int = 0, scale: float = 1.0
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Random tensors A and B for modules, by names, each with its numbers of outputs and inputs."""
+    random = np.random.default_rng(seed)
+    tensors: dict[str, npt.NDArray[np.float32]] = {}
+    for module, (outputs, inputs) in modules.items():
+        a = random.standard_normal((rank, inputs), dtype=np.float32)
+        b = random.standard_normal((outputs, rank), dtype=np.float32)
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = a * np.float32(scale)
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = b * np.float32(scale)
+    return tensors
+
+
+def write_adapter(directory: Path, tensors: Tensors, rank: int = 4, **settings: object) -> Path:
+    """Write an adapter's two files; `settings` go over those of a plain LoRA adapter. Returns the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, **settings}
+    (directory / CONFIG_NAME).write_text(json.dumps(config), encoding="utf-8")
+    (directory / WEIGHTS_NAME).write_bytes(safetensors_bytes(tensors))
+    return directory
+
+
+def safetensors_bytes(tensors: Tensors) -> bytes:
+    """The content of a safetensors file with these tensors."""
+    names = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16"}
+    header: dict[str, object] = {}
+    at = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": names.get(tensor.dtype, "I64"),
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(tensor.tobytes() for tensor in tensors.values())
+
 
 _BLOCK_SIZE = 16
 _ROUNDS = 6

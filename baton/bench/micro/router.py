@@ -23,10 +23,8 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from baton.bench.micro.direct_reader import DirectReader
-from baton.bench.micro.http_front import HttpFront
-from baton.bench.micro.relay_clients import Front, GrpcFront, RelayClients
-from baton.bench.micro.relay_nodes import RelayNode, RelayNodes
+from baton.bench.micro.relay_clients import Front, GrpcFront, HttpFront, RelayClients
+from baton.bench.micro.relay_nodes import DirectReader, RelayNode, RelayNodes
 from baton.bench.micro.router_process import RouterProcess, router_process
 from baton.bench.results.host import processor
 from baton.bench.results.spread import Spread

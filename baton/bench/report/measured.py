@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from baton.bench.report.distribution import Distribution, of_histogram
 from baton.bench.results.result_file import SCHEMA
-from baton.bench.results.slo import Slo
 from baton.bench.results.spread import Spread
+from baton.bench.results.summary import Slo
 from baton.errors import InvalidRequest
 
 Values = npt.NDArray[np.float64]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
 from baton.bench.report import plots
 from baton.bench.report.comparison import answer, rate_of
 from baton.bench.report.figures import percent, plural
-from baton.bench.report.markup import Markup, join, tag, unbroken
-from baton.bench.report.measured import MeasuredResult
-from baton.bench.report.section import Section, render, table
+from baton.bench.report.html import Markup, Section, join, render, table, tag, unbroken
+from baton.bench.report.measured import MeasuredResult, parse_result
 from baton.bench.report.timeline import timelines
+from baton.bench.results.result_file import write_text
 
 _KINDS = {
     "serve": "Benchmark of a running endpoint",
@@ -121,3 +123,11 @@ def _policy(script: str) -> str:
 
 def _asset(name: str) -> str:
     return resources.files("baton.bench.report").joinpath(name).read_text(encoding="utf-8")
+
+
+# Writes a result as an HTML page.
+
+
+def write_report(result: Mapping[str, Any], path: Path) -> None:
+    """Writes one self-contained HTML file atomically; raises InvalidRequest for an invalid result, and OSError."""
+    write_text(page(parse_result(result)), path)

@@ -15,13 +15,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from baton.bench.simulator.counted_decodes import same_token_output
-from baton.bench.simulator.decode_run import DecodeRun
 from baton.bench.simulator.drafts import SimulatedDrafts, num_tokens_of
 from baton.bench.simulator.events import Event, Timeline
 from baton.bench.simulator.handoff import HandOffs, OfferingConnector, ReadingConnector
 from baton.bench.simulator.prompt import TOKEN, RepeatedToken, SimulatedPrompt
-from baton.bench.simulator.scheduler import SimulatedScheduler
+from baton.bench.simulator.scheduler import DecodeRun, SimulatedScheduler, same_token_output
 from baton.bench.simulator.shared_host import RunningStep, SharedHost
 from baton.bench.simulator.step_times import StepTimes
 from baton.engine.batch import (

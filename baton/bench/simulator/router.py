@@ -13,7 +13,7 @@ from random import Random
 
 from baton.bench.results.outcome import Outcome
 from baton.bench.simulator.events import Timeline
-from baton.bench.simulator.network import Network
+from baton.bench.simulator.handoff import Network
 from baton.bench.simulator.node import SimulatedNode, TokenTimes
 from baton.bench.simulator.policies import Fetch, FetchingPlacer
 from baton.bench.simulator.prompt import SimulatedPrompt

@@ -13,8 +13,7 @@ from baton.bench.arrangement import Arrangement
 from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.simulator.drafts import DraftTotals, SimulatedDrafts, SimulatedSpeculation
 from baton.bench.simulator.events import Timeline
-from baton.bench.simulator.handoff import HandOffs
-from baton.bench.simulator.network import Network
+from baton.bench.simulator.handoff import HandOffs, Network
 from baton.bench.simulator.node import SimulatedNode, TimelineEntry
 from baton.bench.simulator.policies import make_placer
 from baton.bench.simulator.router import MODEL, FirstTokenParts, SimulatedRouter

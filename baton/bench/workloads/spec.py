@@ -6,14 +6,18 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from baton.bench.workloads.arrivals import Arrivals, GammaArrivals, RampArrivals, SteadyArrivals, UnpacedArrivals
-from baton.bench.workloads.azure import AZURE
-from baton.bench.workloads.mooncake import MOONCAKE
-from baton.bench.workloads.multi_turn import MultiTurn
-from baton.bench.workloads.random_lengths import RandomLengths, sharegpt_like
-from baton.bench.workloads.shared_prefix import SharedPrefixes
-from baton.bench.workloads.trace import Trace, TraceScale
-from baton.bench.workloads.workload import Lengths, Synthetic, Workload
+from baton.bench.workloads.synthetic import MultiTurn, RandomLengths, SharedPrefixes, sharegpt_like
+from baton.bench.workloads.trace import AZURE, MOONCAKE, Trace, TraceScale
+from baton.bench.workloads.workload import (
+    Arrivals,
+    GammaArrivals,
+    Lengths,
+    RampArrivals,
+    SteadyArrivals,
+    Synthetic,
+    UnpacedArrivals,
+    Workload,
+)
 from baton.errors import InvalidRequest
 
 DATASETS = ("random", "sharegpt-like", "prefix_repetition", "multi_turn", "mooncake", "azure")

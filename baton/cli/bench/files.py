@@ -34,7 +34,7 @@ def check_files(*files: Path | None) -> None:
 
 def write_files(result: Mapping[str, Any], result_file: Path | None, report: Path | None) -> None:
     """Writes the files whose path is given, and says where they are; raises OSError."""
-    from baton.bench.report.write import write_report
+    from baton.bench.report.page import write_report
     from baton.bench.results.result_file import write_result
 
     sys.stdout.flush()  # the printed results come first, even if a file can't be written

@@ -35,7 +35,7 @@ from baton.errors import InvalidRequest, UsageError
 from baton.security.access import DEFAULT_CLUSTER, Access, default_access
 
 if TYPE_CHECKING:
-    from baton.bench.nodes.find import FoundCluster
+    from baton.bench.live_cluster import FoundCluster
 
 _COLUMNS = ("NODE", "ROLE", "RUN", "WAIT", "WAIT REMOTE KV", "KV%", "LEASED", "SAMPLES", "MISSED")
 
@@ -90,7 +90,7 @@ def nodes(
     from baton.bench.load.report import remarks, rows
     from baton.bench.load.run import LoadPlan
     from baton.bench.nodes.run import nodes_result, run_watched
-    from baton.bench.nodes.samples import peak_rows
+    from baton.bench.nodes.timeline import peak_rows
     from baton.bench.results.result_file import without_outcomes
     from baton.bench.workloads.spec import WorkloadSpec
 
@@ -162,7 +162,7 @@ def _cluster(
     name: str,
 ) -> Iterator[FoundCluster]:
     from baton.bench.arrangement import chosen as chosen_arrangements
-    from baton.bench.nodes.find import find_by_operator, find_in_registry
+    from baton.bench.live_cluster import find_by_operator, find_in_registry
     from baton.bench.nodes.run import pinned_cluster
 
     if start:

@@ -13,7 +13,7 @@ from baton.cli.output import Format, OutputOption, print_json, print_note, print
 from baton.errors import ExitCode
 
 if TYPE_CHECKING:
-    from baton.bench.overload.overload import OverloadReport
+    from baton.bench.overload import OverloadReport
 
 
 class Front(enum.StrEnum):
@@ -45,7 +45,7 @@ def overload(
     run at once. A probe with a tenth of the capacity runs before, during and after the overload. Exits with 1 if a
     check fails.
     """
-    from baton.bench.overload.overload import OverloadConfig, run
+    from baton.bench.overload import OverloadConfig, run
 
     check_files(None if out is None else out / "overload.json")
     config = OverloadConfig(
@@ -106,7 +106,7 @@ def _print(report: OverloadReport) -> None:
 def _write(report: OverloadReport, folder: Path) -> None:
     import json
 
-    from baton.bench.overload.overload_plot import render_svg
+    from baton.bench.report.overload import render_svg
     from baton.bench.results.result_file import write_text
 
     write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n", folder / "overload.json")

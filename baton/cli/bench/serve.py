@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from baton.bench.load.endpoint import Target
     from baton.bench.load.generator import Progress
     from baton.bench.load.run import LoadPlan, LoadRun
-    from baton.bench.results.slo import Slo
+    from baton.bench.results.summary import Slo
     from baton.bench.workloads.spec import WorkloadSpec
 
 _WIDTH = 60
@@ -331,7 +331,7 @@ def count_requests(workload: WorkloadSpec) -> int:
 
 def slo_of(goodput: Sequence[str] | None, more: Sequence[str] | None) -> Slo:
     """The SLO of --goodput and of the arguments that follow it on the command line; raises a usage error."""
-    from baton.bench.results.slo import Slo
+    from baton.bench.results.summary import Slo
 
     if more and not goodput:
         raise UsageError(f"unexpected argument {more[0]!r}; limits of an SLO follow --goodput")

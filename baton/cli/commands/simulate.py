@@ -315,7 +315,7 @@ def simulate(
 
 def _plan(preset: Preset | None, trace: Path | None, seed: int) -> SimulationPlan:
     from baton.bench.arrangement import Arrangement
-    from baton.bench.simulator import presets
+    from baton.bench.simulator import plan as presets
     from baton.bench.simulator.plan import SimulationPlan
     from baton.bench.simulator.simulation import SimulationConfig
     from baton.bench.workloads.spec import WorkloadSpec

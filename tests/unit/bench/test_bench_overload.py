@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from baton.bench.overload.overload import (
+from baton.bench.overload import (
     GREEDY,
     MODEST,
     PROBE,

@@ -15,8 +15,7 @@ import pytest
 
 from baton.bench.arrangement import Arrangement
 from baton.bench.load.endpoint import Target
-from baton.bench.load.load import GeneratorLoad
-from baton.bench.load.run import LoadPlan, LoadRun
+from baton.bench.load.run import GeneratorLoad, LoadPlan, LoadRun
 from baton.bench.nodes.run import NodesRun
 from baton.bench.nodes.timeline import NodeStep, NodeTimeline
 from baton.bench.report.comparison import answer
@@ -27,12 +26,10 @@ from baton.bench.simulator.node import TimelineEntry
 from baton.bench.simulator.shared_host import Contention
 from baton.bench.simulator.simulation import NodeSizes, SimulationConfig, simulate
 from baton.bench.simulator.step_times import FormulaTimes
-from baton.bench.validate.background_load import ProcBackgroundLoad
-from baton.bench.validate.drafts import observed_speculation
 from baton.bench.validate.fit import costs, costs_of, fit
-from baton.bench.validate.predict import Predictor, Segment
+from baton.bench.validate.predict import Predictor, Segment, observed_speculation
 from baton.bench.validate.report import rows, validation_result, verdict
-from baton.bench.validate.run import ValidateConfig, Validated, Validation
+from baton.bench.validate.run import ProcBackgroundLoad, ValidateConfig, Validated, Validation
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.cli.main import main
 from baton.engine.request import Request, RequestStatus

@@ -12,13 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.arrangement import chosen
-from baton.bench.compare.interleaved import CompareConfig, InterleavedRuns, MeasuredArrangement, default_slo
-from baton.bench.compare.pace import OVERHEAD_S, Pace
+from baton.bench.compare.interleaved import (
+    OVERHEAD_S,
+    CompareConfig,
+    InterleavedRuns,
+    MeasuredArrangement,
+    Pace,
+    default_slo,
+)
 from baton.bench.compare.report import compare_result, verdict
 from baton.bench.compare.run import Comparison
 from baton.bench.load.endpoint import Target
-from baton.bench.load.load import GeneratorLoad
-from baton.bench.load.run import LoadPlan, LoadRun
+from baton.bench.load.run import GeneratorLoad, LoadPlan, LoadRun
 from baton.bench.nodes.run import NodesRun
 from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.workloads.spec import WorkloadSpec

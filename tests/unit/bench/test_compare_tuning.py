@@ -12,13 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.arrangement import Arrangement, chosen
-from baton.bench.compare.chunk_size import LARGEST, SMALLEST, ChunkSizeSearch, TriedSize
-from baton.bench.compare.interleaved import CompareConfig
-from baton.bench.compare.pace import OVERHEAD_S
-from baton.bench.compare.run import tune_all
-from baton.bench.compare.tuning import RunningArrangement, Tuned
+from baton.bench.compare.interleaved import OVERHEAD_S, CompareConfig
+from baton.bench.compare.run import LARGEST, SMALLEST, ChunkSizeSearch, RunningArrangement, TriedSize, Tuned, tune_all
 from baton.bench.load.endpoint import Target
-from baton.bench.results.slo import Slo
+from baton.bench.results.summary import Slo
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.models.resolve import FoundModel
 from baton.testing.fake_clock import FakeClock

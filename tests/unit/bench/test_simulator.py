@@ -16,7 +16,7 @@ import pytest
 from baton.bench.arrangement import Arrangement
 from baton.bench.results.goodput import find_goodput
 from baton.bench.simulator.events import Timeline
-from baton.bench.simulator.network import Network
+from baton.bench.simulator.handoff import Network
 from baton.bench.simulator.prompt import SimulatedPrompt
 from baton.bench.simulator.simulation import Failure, NodeSizes, Simulation, SimulationConfig
 from baton.bench.simulator.step_times import FormulaTimes, TableTimes, read_step_times

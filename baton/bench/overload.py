@@ -27,7 +27,7 @@ from baton.bench.load.probe import probe
 from baton.bench.load.run import LoadPlan, LoadRun, run_concurrently, run_load
 from baton.bench.results.outcome import Outcomes
 from baton.bench.results.result_file import machine, versions
-from baton.bench.results.slo import Slo
+from baton.bench.results.summary import Slo
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import BatonError
 from baton.security.keys import new_key, write_keys

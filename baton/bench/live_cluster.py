@@ -289,3 +289,24 @@ async def _routers(url: str, cluster: str) -> list[tuple[str, str]]:
         await registry.close()
     records = [record for record in snapshot.values() if record.role == "router" and record.operator_address]
     return [(record.address, record.operator_address) for record in sorted(records, key=lambda one: one.name)]
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedCluster(FoundCluster):
+    """A cluster that was started on this machine, with each node on cores of its own while there are enough."""
+
+    live: LiveCluster
+    cores: Mapping[str, int]
+    """The first core of each node."""
+
+
+@contextmanager
+def pinned_cluster(
+    arrangement: Arrangement, model: FoundModel, dtype: str, *flags: str, threads: int = 1
+) -> Iterator[PinnedCluster]:
+    """Starts the arrangement, with as many threads and cores for each node; `flags`: more of `baton up`."""
+    words = [*model_flags(model, dtype), "--threads", str(threads), *arrangement_flags(arrangement), *flags]
+    with live_cluster(*words) as live:
+        nodes = live.nodes()
+        cores = pin_nodes(nodes, sorted(os.sched_getaffinity(0)), threads)
+        yield PinnedCluster(live.grpc_address, nodes, live, cores)

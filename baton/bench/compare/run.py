@@ -11,27 +11,26 @@ and switching between clusters costs nothing. Disturbances of the machine affect
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from baton.bench.arrangement import Arrangement
 from baton.bench.compare.interleaved import (
-    CompareConfig,
     InterleavedRuns,
     MeasuredArrangement,
-    Report,
-    RunLoad,
+    RunningArrangement,
     default_slo,
 )
-from baton.bench.live_cluster import FoundCluster, arrangement_flags, live_cluster, model_flags, pin_nodes
+from baton.bench.config import CompareConfig
+from baton.bench.experiment import Experiment, Report
+from baton.bench.live_cluster import pinned_cluster
 from baton.bench.load.endpoint import Target
 from baton.bench.load.probe import probe
-from baton.bench.load.run import LoadPlan
-from baton.bench.nodes.run import NodesRun, run_watched
+from baton.bench.nodes.run import run_watched
 from baton.bench.results.summary import Slo, Summary
-from baton.clock import Clock, SystemClock
+from baton.clock import SystemClock
 from baton.errors import BatonError, Cancelled
 
 SMALLEST = 64
@@ -91,18 +90,12 @@ class ChunkSizeSearch:
         self._next = size if is_possible else None
 
 
+_STOP_S = 30.0
+"""Part of the time budget that is kept for stopping everything and writing the result."""
+_TUNING_SHARE = 0.4
+"""Largest share of the time budget for tuning."""
 FIRST_SIZE = 512
 """The default of --max-num-batched-tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunningArrangement:
-    """A started arrangement, ready for load."""
-
-    target: Target
-    cores: Mapping[str, int]
-    """The core of each node."""
-    run_load: Callable[[LoadPlan], NodesRun]
 
 
 StartArrangement = Callable[[Arrangement, int], AbstractContextManager[RunningArrangement]]
@@ -125,16 +118,14 @@ def tune(
     config: CompareConfig,
     arrangement: Arrangement,
     slo: Slo | None,
-    report: Report,
-    clock: Clock,
-    deadline_s: float,
+    experiment: Experiment,
     start: StartArrangement,
 ) -> Tuned:
     """Measures the goodput of an arrangement with several sizes, one after the other.
 
-    `slo`: None: from the latency of single requests, as in `default_slo`. `deadline_s`: when the last run must have
-    ended, on the clock. Raises Cancelled.
+    `slo`: None: from the latency of single requests, as in `default_slo`. Raises Cancelled.
     """
+    report, clock, deadline_s = experiment.report, experiment.clock, experiment.deadline_s
     search = ChunkSizeSearch(FIRST_SIZE, config.max_sizes)
     longest_s, known = 0.0, 0.0
     while (size := search.size) is not None:
@@ -148,8 +139,9 @@ def tune(
                 one = MeasuredArrangement(arrangement, running.cores, size, first_rate=known)
                 runs = InterleavedRuns(
                     replace(config, arrangements=[arrangement], max_tries=config.tune_tries),
-                    *([one], [running.target], lambda _: None, since_s + share_s, clock),
-                    _run_load_of(running),
+                    [one],
+                    [running],
+                    Experiment(lambda _: None, clock, since_s + share_s),
                 )
                 undisturbed = runs.calibrate()
                 slo = slo or default_slo(undisturbed, config.ttft_factor)
@@ -169,17 +161,6 @@ def tune(
     return Tuned(arrangement, search.tried, best, slo)
 
 
-def _run_load_of(running: RunningArrangement) -> RunLoad:
-    """Runs all loads on this arrangement."""
-    return lambda _, plan: running.run_load(plan)
-
-
-_STOP_S = 30.0
-"""Part of the time budget that is kept for stopping everything and writing the result."""
-_TUNING_SHARE = 0.4
-"""Largest share of the time budget for tuning."""
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """All measurements of a comparison."""
@@ -197,15 +178,17 @@ class Comparison:
 def compare(config: CompareConfig, report: Report) -> Comparison:
     """Measures all arrangements; raises BatonError if that fails before anything was measured."""
     clock = SystemClock()
-    deadline_s = clock.monotonic() + config.budget_s - _STOP_S
-    cores = sorted(os.sched_getaffinity(0))
+    began_s = clock.monotonic()
+    experiment = Experiment(report, clock, began_s + config.budget_s - _STOP_S)
 
     @contextmanager
     def start(arrangement: Arrangement, size: int) -> Iterator[RunningArrangement]:
-        with _running(config, arrangement, size, cores) as running:
-            yield running
+        flags = ("--max-num-batched-tokens", str(size), *config.up_flags)
+        with pinned_cluster(arrangement, config.model, config.dtype, *flags) as cluster:
+            target = probe(Target("baton", cluster.grpc_address, connections=2)).target
+            yield RunningArrangement(target, cluster.cores, partial(run_watched, cluster))
 
-    tuned = tune_all(config, report, clock, clock.monotonic() + config.budget_s * _TUNING_SHARE, start)
+    tuned = tune_all(config, replace(experiment, deadline_s=began_s + config.budget_s * _TUNING_SHARE), start)
     with ExitStack() as stack:
         measured, running = [], []
         for arrangement in config.arrangements:
@@ -216,10 +199,7 @@ def compare(config: CompareConfig, report: Report) -> Comparison:
             measured.append(
                 MeasuredArrangement(arrangement, running[-1].cores, size, first_rate=best.goodput if best else 0.0)
             )
-        runs = InterleavedRuns(
-            *(config, measured, [one.target for one in running], report, deadline_s, clock),
-            lambda number, plan: running[number].run_load(plan),
-        )
+        runs = InterleavedRuns(config, measured, running, experiment)
         undisturbed = runs.calibrate()
         slo = config.slo or next((one.slo for one in tuned if one.slo), default_slo(undisturbed, config.ttft_factor))
         report(f"SLO {', '.join(f'{name} {limit}' for name, limit in slo.texts().items())}")
@@ -227,9 +207,7 @@ def compare(config: CompareConfig, report: Report) -> Comparison:
     return Comparison(slo, undisturbed, measured, failure, tuned)
 
 
-def tune_all(
-    config: CompareConfig, report: Report, clock: Clock, deadline_s: float, start: StartArrangement
-) -> list[Tuned]:
+def tune_all(config: CompareConfig, experiment: Experiment, start: StartArrangement) -> list[Tuned]:
     """Tunes the arrangements that are to be tuned, all for the same SLO."""
     if config.max_num_batched_tokens is not None:
         return []
@@ -237,18 +215,7 @@ def tune_all(
     tuned: list[Tuned] = []
     for number, arrangement in enumerate(chosen):
         slo = config.slo or next((one.slo for one in tuned if one.slo), None)
-        share_s = (deadline_s - clock.monotonic()) / (len(chosen) - number)
-        tuned.append(tune(config, arrangement, slo, report, clock, clock.monotonic() + share_s, start))
+        share_s = experiment.left_s() / (len(chosen) - number)
+        part = replace(experiment, deadline_s=experiment.clock.monotonic() + share_s)
+        tuned.append(tune(config, arrangement, slo, part, start))
     return tuned
-
-
-@contextmanager
-def _running(
-    config: CompareConfig, arrangement: Arrangement, size: int, cores: Sequence[int]
-) -> Iterator[RunningArrangement]:
-    words = [*model_flags(config.model, config.dtype), "--threads", "1", *arrangement_flags(arrangement)]
-    with live_cluster(*words, "--max-num-batched-tokens", str(size), *config.up_flags) as cluster:
-        found = FoundCluster(cluster.grpc_address, cluster.nodes())
-        pinned: Mapping[str, int] = pin_nodes(found.nodes, cores)
-        target = probe(Target("baton", cluster.grpc_address, connections=2)).target
-        yield RunningArrangement(target, pinned, lambda plan: run_watched(found, plan))

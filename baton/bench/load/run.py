@@ -20,7 +20,7 @@ from baton.bench.load.endpoint import Target
 from baton.bench.load.generator import Progress
 from baton.bench.results.outcome import Outcomes
 from baton.bench.workloads.spec import WorkloadSpec
-from baton.errors import BatonError, Unreachable
+from baton.errors import BatonError, Cancelled, Unreachable
 
 # How busy the load generator itself was, and whether it was the bottleneck of a measurement.
 
@@ -120,6 +120,13 @@ class LoadRun:
     """No connection could be made any more, so the run was ended."""
     began_s: float = 0.0
     """About the workload's start on this process's monotonic clock, for comparison with what this process saw."""
+
+    def check(self, unreachable: str) -> None:
+        """Raises Cancelled if Ctrl-C ended the run, and Unreachable with this text if the endpoint went away."""
+        if self.was_interrupted:
+            raise Cancelled("interrupted")
+        if self.is_unreachable:
+            raise Unreachable(unreachable)
 
 
 def run_load(plan: LoadPlan, on_progress: OnProgress = lambda _: None) -> LoadRun:

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.bench.micro.engine import EngineBenchConfig
-from baton.bench.micro.engine_drive import EngineDrive, load_with_room
-from baton.bench.results.spread import Spread
+from baton.bench.micro.engine_drive import EngineDrive, by_turns, load_with_room, rates_by_turns
 from baton.messages.adapters import NO_ADAPTER
 from baton.model_formats.adapters import CONFIG_NAME, WEIGHTS_NAME, open_adapter
 from baton.runner import TorchSpec
@@ -128,8 +127,12 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
         def new_prompt() -> list[int]:
             return [rng.randrange(runner.model.vocab_size) for _ in range(length)]
 
-        figures = [
-            _by_turns(
+        def figures(step: str, num_tokens: int, own: Callable[[], float], plain: Callable[[], float]) -> AdapterFigures:
+            turns = by_turns(lambda _: own(), lambda _: plain(), _ROUNDS)
+            return AdapterFigures(step, *rates_by_turns(num_tokens, *turns))
+
+        found = [
+            figures(
                 f"prefill, {_adapters(1)}",
                 length,
                 lambda: drive.prefill(new_prompt(), adapters=digests[:1]),
@@ -150,15 +153,9 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
             known = 1 if different > 1 else 0
             for prompt, adapter in list(zip(prompts, own, strict=True))[known:]:
                 drive.prefill(prompt, adapters=[adapter])
-            figures.append(
-                _by_turns(
-                    f"decode {count}, {_adapters(different)}",
-                    count,
-                    lambda own=own: decode(own),  # type: ignore[misc]
-                    lambda: decode([NO_ADAPTER] * count),
-                )
-            )
-        return figures
+            step = f"decode {count}, {_adapters(different)}"
+            found.append(figures(step, count, partial(decode, own), partial(decode, [NO_ADAPTER] * count)))
+        return found
 
 
 def _adapters(count: int) -> str:
@@ -174,25 +171,3 @@ def _load_adapters(runner: TorchModelRunner, place: Path, count: int, rank: int)
         digests.append(open_adapter(directory).digest())
         runner.load_adapter(directory, digests[-1])
     return digests
-
-
-def _by_turns(
-    step: str, num_tokens: int, with_adapters: Callable[[], float], plain: Callable[[], float]
-) -> AdapterFigures:
-    """Measure both, which return the seconds of a step, in turns; the first turn warms up."""
-    own: list[float] = []
-    without: list[float] = []
-    for turn in range(_ROUNDS + 1):
-        sides = [(with_adapters, own), (plain, without)]
-        for work, seconds in sides if turn % 2 else sides[::-1]:
-            seconds.append(work())
-    pairs = list(zip(own, without, strict=True))[1:]
-    ratio = Spread.of([other / one for one, other in pairs])
-    return AdapterFigures(
-        step,
-        num_tokens / median(own[1:]),
-        num_tokens / median(without[1:]),
-        ratio.median,
-        ratio.p10,
-        ratio.p90,
-    )

@@ -14,16 +14,13 @@ from dataclasses import dataclass, replace
 from random import Random
 from statistics import median
 
+from baton.bench.config import HandoffBenchConfig
 from baton.bench.live_cluster import LiveCluster, live_cluster, model_flags
 from baton.bench.micro.bare_reads import bare_sender, read_times
+from baton.bench.micro.engine_drive import engine_core
 from baton.client import GenerationClient
-from baton.clock import SystemClock
-from baton.engine.core import EngineCore
-from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.runner import KVLayout
-from baton.engine.scheduler import Scheduler
-from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import BatonError, ConfigError
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest
 from baton.messages.kv_format import block_sizes_fit
@@ -58,16 +55,7 @@ class SoloEngine:
                 dequantize=model.dequantize,
             )
         )
-        limits = SchedulerConfig(
-            num_blocks=self.runner.memory.num_blocks,
-            windows=self.runner.layout.windows,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=min(64, max_num_batched_tokens),
-            max_model_len=self.runner.model.max_model_len,
-            long_sequences=self.runner.model.long_sequences,
-        )
-        key_fields = CacheKeyFields.of(self.runner.model, self.runner.layout)
-        self._core = EngineCore(Scheduler(limits, key_fields, SystemClock()), self.runner)
+        self._core = engine_core(self.runner, max_num_batched_tokens, min(64, max_num_batched_tokens))
         self._count = 0
 
     @property
@@ -90,23 +78,6 @@ class SoloEngine:
 
 
 _WARM_UP = 2
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffBenchConfig:
-    """What to measure."""
-
-    model: FoundModel
-    dtype: str = "auto"
-    prompt_tokens: int = 1024
-    new_tokens: int = 16
-    requests: int = 20
-    max_num_batched_tokens: int = 512
-    threads: int = 1
-    kv_cache_bytes: int = 512 << 20
-    other_block_size: int = 32
-    """Reads between nodes of the model's block size and of this one are measured, too."""
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from baton.bench.arrangement import Arrangement
-from baton.bench.live_cluster import FoundCluster, arrangement_flags, live_cluster, model_flags, pin_nodes
+from baton.bench.live_cluster import FoundCluster
 from baton.bench.load.report import serve_result
 from baton.bench.load.run import LoadPlan, LoadRun, OnProgress, run_load
 from baton.bench.nodes.timeline import NodeSamples, NodeTimeline, impossible_spans
@@ -21,7 +19,6 @@ from baton.bench.results.result_file import Result
 from baton.bench.results.summary import Slo
 from baton.errors import BatonError
 from baton.messages.cluster import NodeStatus
-from baton.models.resolve import FoundModel
 from baton.security.access import default_access
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.credentials import Dialer
@@ -113,17 +110,6 @@ class NodesRun:
     def timeline_rows(self) -> dict[str, list[list[Any]]]:
         """The timelines of a result file; times count from the workload's start."""
         return {name: one.rows(self.run.began_s) for name, one in self.timelines.items()}
-
-
-@contextmanager
-def pinned_cluster(arrangement: Arrangement, model: FoundModel, dtype: str) -> Iterator[FoundCluster]:
-    """Starts the arrangement on this machine, and pins each node to its own core while there are enough."""
-    named = [*model_flags(model, dtype), "--model-name", model.name]
-    words = [*named, "--threads", "1", *arrangement_flags(arrangement)]
-    with live_cluster(*words) as cluster:
-        nodes = cluster.nodes()
-        pin_nodes(nodes, sorted(os.sched_getaffinity(0)))
-        yield FoundCluster(cluster.grpc_address, nodes)
 
 
 def run_watched(cluster: FoundCluster, plan: LoadPlan, on_progress: OnProgress = lambda _: None) -> NodesRun:

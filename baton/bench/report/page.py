@@ -125,9 +125,6 @@ def _asset(name: str) -> str:
     return resources.files("baton.bench.report").joinpath(name).read_text(encoding="utf-8")
 
 
-# Writes a result as an HTML page.
-
-
 def write_report(result: Mapping[str, Any], path: Path) -> None:
     """Writes one self-contained HTML file atomically; raises InvalidRequest for an invalid result, and OSError."""
     write_text(page(parse_result(result)), path)

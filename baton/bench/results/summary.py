@@ -7,7 +7,7 @@ offered requests, failed ones included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from baton.errors import InvalidRequest
 # Service level objectives (SLOs): the latency limits that a request must keep to count as good.
 
 
+Values = NDArray[np.float64]
 _NAMES = ("ttft", "tpot", "e2el")
 
 
@@ -65,12 +66,16 @@ class Slo:
 
     def is_met(self, outcomes: Outcomes) -> NDArray[np.bool_]:
         """Which requests kept all limits; a failed request kept none."""
-        good = outcomes.is_complete
-        times = ((self.ttft_ms, outcomes.ttft_s), (self.tpot_ms, outcomes.tpot_s), (self.e2el_ms, outcomes.e2el_s))
-        for limit_ms, seconds in times:
-            if limit_ms is not None:
-                good &= seconds * 1e3 <= limit_ms
-        return good
+        kept = self.is_kept(outcomes.ttft_s * 1e3, outcomes.tpot_s * 1e3, outcomes.e2el_s * 1e3)
+        return outcomes.is_complete & kept
+
+    def is_kept(self, ttft_ms: Values, tpot_ms: Values, e2el_ms: Values) -> NDArray[np.bool_]:
+        """Which requests with these latencies kept all limits."""
+        kept = np.ones(len(e2el_ms), dtype=bool)
+        for took, limit in ((ttft_ms, self.ttft_ms), (tpot_ms, self.tpot_ms), (e2el_ms, self.e2el_ms)):
+            if limit is not None:
+                kept &= took <= limit
+        return kept
 
 
 def limit_text(ms: float) -> str:
@@ -148,6 +153,17 @@ def distributions(outcomes: Outcomes, summary: Summary) -> dict[str, Any]:
             [scale, float(slo.scaled(scale).is_met(outcomes).sum()) / offered] for scale in SLO_SCALES
         ]
     return drawn
+
+
+def measurement(rate: object, outcomes: Outcomes, summary: Summary, more: Mapping[str, Any]) -> dict[str, Any]:
+    """One entry of `rates` in a result file: the summary of a run, what a report draws of it, and more fields."""
+    return {
+        "rate": rate,
+        "summary": summary,
+        **distributions(outcomes, summary),
+        "ttft_parts": ttft_parts(outcomes),
+        **more,
+    }
 
 
 def ttft_parts(outcomes: Outcomes) -> dict[str, float] | None:

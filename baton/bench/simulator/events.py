@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+_KEPT_ENDS = 1 << 11
 
 
 class Event:
@@ -55,3 +59,41 @@ class Timeline:
                 self.now = when
                 event.action = None
                 action()
+
+
+class StepEnds:
+    """When a node's latest steps ended: the times of tokens that it drew in steps right after each other."""
+
+    def __init__(self) -> None:
+        self._ends = array("d")
+        self._first = 0
+        """The number of the first step that is kept."""
+        self._num_kept = _KEPT_ENDS
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step that ends next."""
+        return self._first + len(self._ends)
+
+    def since(self, step: int) -> Sequence[float]:
+        """The ends of all steps from this one on."""
+        return self._ends[step - self._first :]
+
+    def add(self, ends: Sequence[float], wanted: Iterable[int | None]) -> None:
+        """Adds steps. Now and then those are dropped that are before all wanted ones."""
+        self._ends.extend(ends)
+        if len(self._ends) > 2 * self._num_kept:
+            first = min((step for step in wanted if step is not None), default=self.next_step)
+            del self._ends[: first - self._first]
+            self._first = first
+            self._num_kept = max(_KEPT_ENDS, len(self._ends))
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEntry:
+    """A step or a run of steps, for plots. `kind`: prefill, decode or mixed; `tokens`: computed in it."""
+
+    start_s: float
+    end_s: float
+    kind: str
+    tokens: int

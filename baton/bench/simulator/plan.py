@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from baton.bench.arrangement import Arrangement
 from baton.bench.results.goodput import Goodput, find_goodput
 from baton.bench.results.result_file import Result, new_result
-from baton.bench.results.summary import Slo, distributions, summarize
+from baton.bench.results.summary import Slo, measurement, summarize
 from baton.bench.simulator.cells import simulate_cells
-from baton.bench.simulator.node import TimelineEntry
+from baton.bench.simulator.config import NodeSizes, SimulationConfig
+from baton.bench.simulator.events import TimelineEntry
 from baton.bench.simulator.shapes import RankFigures
-from baton.bench.simulator.simulation import NodeSizes, Simulated, SimulationConfig
+from baton.bench.simulator.simulation import Simulated
 from baton.bench.simulator.step_times import FormulaTimes
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.messages.node import Role
@@ -103,18 +103,12 @@ def _rate(
     done = simulate_cells(workload, config, progress)
     took_s = _cpu_s() - started
     summary = summarize(done.outcomes, done.duration_s, plan.slo, plan.percentiles)
-    values: dict[str, Any] = {
-        "rate": None if rate == float("inf") else rate,
-        "summary": summary,
-        **distributions(done.outcomes, summary),
-        "ttft_parts": done.parts.means_ms(),
-        "simulator": _simulator(done, took_s, config.cells),
-    }
+    more = {"ttft_parts": done.parts.means_ms(), "simulator": _simulator(done, took_s, config.cells)}
     if plan.keeps_outcomes:
-        values["outcomes"] = done.outcomes.columns(0.0)
+        more["outcomes"] = done.outcomes.columns(0.0)
     if done.timeline is not None:
-        values["timeline"] = timeline_rows(done)
-    return values
+        more["timeline"] = timeline_rows(done)
+    return measurement(None if rate == float("inf") else rate, done.outcomes, summary, more)
 
 
 def _cpu_s() -> float:
@@ -163,11 +157,9 @@ def _compared(arrangements: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 # Simulations of published experiments, with published coefficients where there are any.
 
-PRESETS = ("distserve", "mooncake", "fleet")
 
-
-def preset(name: str, trace: Path | None, seed: int) -> SimulationPlan:
-    """Makes the plan of a name in PRESETS; raises KeyError for other names."""
+def preset_plan(name: str, trace: str | None, seed: int) -> SimulationPlan:
+    """Makes the plan of a `Preset`; raises KeyError for other names."""
     plans = {"distserve": distserve, "fleet": fleet}
     return mooncake(trace, seed) if name == "mooncake" else plans[name](seed)
 
@@ -198,7 +190,7 @@ LLAMA2_70B_ON_8_A800 = FormulaTimes(
 reads 140 GB of weights at 7 TB/s, and 328 kB of keys and values for each token at 16 TB/s."""
 
 
-def mooncake(trace: Path | None, seed: int = 0) -> SimulationPlan:
+def mooncake(trace: str | None, seed: int = 0) -> SimulationPlan:
     """Mooncake's conversation trace on 8 prefill and 8 decode nodes, with its policies (FAST 2025, figure 8)."""
     sizes = NodeSizes(
         times=LLAMA2_70B_ON_8_A800,
@@ -210,7 +202,7 @@ def mooncake(trace: Path | None, seed: int = 0) -> SimulationPlan:
     )
     arrangement = Arrangement(8, 8)
     return SimulationPlan(
-        WorkloadSpec(dataset="mooncake", dataset_path=str(trace or ""), time_scale=MOONCAKE_SPEED, seed=seed),
+        WorkloadSpec(dataset="mooncake", dataset_path=trace or "", time_scale=MOONCAKE_SPEED, seed=seed),
         SimulationConfig(arrangement, sizes, nic_bytes_per_s=100e9, seed=seed),
         [arrangement],
         ("random", "load-balanced", "local-cache", "global-cache"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
+from baton.bench.simulator.config import NodeSizes
+from baton.bench.simulator.prompt import TOKEN, RepeatedToken
 from baton.clock import Clock
-from baton.engine.batch import ModelRunnerOutput
+from baton.engine.batch import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton.engine.connector import KVConnector
 from baton.engine.decode_set import NO_DECODES, DecodeGroup, DecodeSet
 from baton.engine.kv_cache.allocation import AllocationAnswer
@@ -16,6 +18,8 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_plan import StepPlan
+from baton.messages.node import NodeDescription
+from baton.messages.sampling import SamplingParams
 
 # Running requests whose tokens are known in advance: their tokens are counted instead of computed.
 #
@@ -237,3 +241,50 @@ class SimulatedScheduler(Scheduler):
             self._admission.admit_waiting(plan, self._pending)
             self._state.filling += drafted
         super()._fill_step(plan)
+
+    def cache_blocks(self, keys: Sequence[bytes]) -> bool:
+        """Puts blocks with these keys into the prefix cache; without room returns False and changes nothing."""
+        manager, size = self.kv_cache_manager, self.config.block_size
+        request = Request(f"fetched-{keys[-1].hex()}", (TOKEN,), SamplingParams())
+        request.take_prompt(RepeatedToken(len(keys) * size + 1))
+        request.block_hashes = list(keys)
+        computed = manager.get_computed_blocks(request)
+        missing = len(keys) * size - computed.num_tokens
+        allocation = manager.allocate_slots(request, missing, computed=computed) if missing > 0 else None
+        if allocation is None or allocation.answer is not AllocationAnswer.OK:
+            return allocation is None
+        manager.cache_blocks(request, len(keys) * size)
+        manager.free(request.request_id)
+        return True
+
+
+def scheduled(decided: SchedulerOutput) -> Sequence[NewRequestData | CachedRequestData]:
+    """What a step says of its requests, new ones first."""
+    return (*decided.scheduled_new_reqs, *decided.scheduled_cached_reqs)
+
+
+def prompt_chunks(decided: SchedulerOutput, requests: Mapping[str, Request]) -> list[tuple[int, int]]:
+    """Start and end position of each prompt's chunk in a step; the end is exclusive."""
+    chunks = []
+    for data in scheduled(decided):
+        if data.request_id in decided.scheduled_spec_decode_tokens:
+            continue
+        # A decoding request that got a block has no entry; it computes one token.
+        num_tokens = decided.num_scheduled_tokens.get(data.request_id, 1)
+        if num_tokens > 1 or not requests[data.request_id].output_token_ids:
+            chunks.append((data.num_computed_tokens, data.num_computed_tokens + num_tokens))
+    return chunks
+
+
+def scheduler_config(node: NodeDescription, sizes: NodeSizes) -> SchedulerConfig:
+    """The limits of a node's scheduler."""
+    longest = min(sizes.max_model_len, node.num_blocks * sizes.block_size + 1)
+    return SchedulerConfig(
+        num_blocks=node.num_blocks + 1,
+        block_size=sizes.block_size,
+        max_num_batched_tokens=node.max_num_batched_tokens,
+        max_num_seqs=sizes.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        enable_prefix_caching=sizes.enable_prefix_caching,
+        enable_chunked_prefill=not sizes.prompts_first or node.max_num_batched_tokens < longest,
+    )

@@ -6,19 +6,10 @@ A node computes at full speed while it is the only one that computes, and at a f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
+from baton.bench.simulator.config import Contention
 from baton.bench.simulator.events import Event, Timeline
-
-
-@dataclass(frozen=True, slots=True)
-class Contention:
-    """The slowdown of a step while another node computes, by kind of step: 0.25 means 1.25 times as long."""
-
-    prefill: float = 0.0
-    """Slowdown of steps with prompts, with or without decodes."""
-    decode: float = 0.0
 
 
 class RunningStep:

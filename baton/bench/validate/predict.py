@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from baton.bench.arrangement import Arrangement
 from baton.bench.nodes.run import NodesRun
 from baton.bench.results.outcome import Column, Outcomes
-from baton.bench.simulator.drafts import DraftTotals, SimulatedSpeculation
-from baton.bench.simulator.simulation import NodeSizes, Simulated, SimulationConfig, simulate
+from baton.bench.simulator.config import NodeSizes, SimulatedSpeculation, SimulationConfig
+from baton.bench.simulator.drafts import DraftTotals
+from baton.bench.simulator.simulation import Simulated, simulate
 from baton.bench.simulator.step_times import FormulaTimes
 from baton.bench.validate.fit import Fitted, StepCost, costs_of, fit
 from baton.bench.workloads.spec import WorkloadSpec

@@ -12,28 +12,27 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from baton.bench.arrangement import Arrangement
-from baton.bench.live_cluster import FoundCluster, arrangement_flags, live_cluster, model_flags, pin_nodes, processes_of
+from baton.bench.config import ValidateConfig
+from baton.bench.experiment import Experiment
+from baton.bench.live_cluster import pinned_cluster, processes_of
 from baton.bench.load.endpoint import Target
 from baton.bench.load.probe import probe
 from baton.bench.load.run import LoadPlan
 from baton.bench.nodes.run import NodesRun, run_watched
 from baton.bench.results.outcome import Outcomes
-from baton.bench.simulator.drafts import SimulatedSpeculation
+from baton.bench.simulator.config import SimulatedSpeculation
 from baton.bench.validate.fit import Fitted
 from baton.bench.validate.predict import MAX_BACKGROUND_SHARE, LoadPair, Means, Predictor, Segment, speculation_of
 from baton.bench.workloads.spec import WorkloadSpec
-from baton.clock import Clock
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unreachable
+from baton.errors import BatonError, Cancelled, DeadlineExceeded
 from baton.messages.node import NodeDescription
-from baton.models.resolve import FoundModel
 
 # Measures how much of this machine's cores other processes use during a measurement.
 
@@ -136,30 +135,6 @@ _CAPACITY_PROMPTS = 100_000
 _PREPARATION_SHARE = 0.25
 """Largest share of the time left for each run before the loads."""
 
-Report = Callable[[str], None]
-"""Shows a line of progress."""
-
-
-@dataclass(frozen=True, slots=True)
-class ValidateConfig:
-    """What to validate with one model."""
-
-    name: str
-    model: FoundModel
-    dtype: str
-    workload: WorkloadSpec
-    """Its rate and number of requests are replaced in each segment."""
-    arrangement: Arrangement
-    loads: Sequence[float]
-    """Rates as shares of the capacity, which is measured with a closed loop."""
-    run_s: float
-    """Seconds of arrivals of each load, if there is time for them."""
-    up_flags: Sequence[str] = ()
-    rounds: int = 3
-    """Number of segments of each load."""
-    threads_per_node: int = 1
-    """Threads of each node, at least one for each of its ranks, and cores that it is pinned to."""
-
 
 @dataclass(frozen=True, slots=True)
 class Validated:
@@ -178,25 +153,19 @@ class Validated:
     """The shapes of the nodes, by role."""
 
 
-def validate(config: ValidateConfig, report: Report, clock: Clock, deadline_s: float) -> Validated:
+def validate(config: ValidateConfig, experiment: Experiment) -> Validated:
     """Measures and simulates until the deadline; raises BatonError if that fails before anything was measured."""
-    report(f"{config.name}: starting {config.arrangement}")
-    with _cluster(config) as (cluster, descriptions, background):
+    experiment.report(f"{config.name}: starting {config.arrangement}")
+    with pinned_cluster(
+        config.arrangement, config.model, config.dtype, *config.up_flags, threads=config.threads_per_node
+    ) as cluster:
+        pids = processes_of([process.pid for process in cluster.live.processes()])
+        background = ProcBackgroundLoad(pids, sorted(os.sched_getaffinity(0)))
+        descriptions = {node.role: cluster.live.describe(node) for node in cluster.nodes}
         target = probe(Target("baton", cluster.grpc_address, connections=2)).target
         load = partial(run_watched, cluster)
-        return Validation(config, descriptions, target, load, background, report, clock, deadline_s - _STOP_S).run()
-
-
-@contextmanager
-def _cluster(config: ValidateConfig) -> Iterator[tuple[FoundCluster, Mapping[str, NodeDescription], BackgroundLoad]]:
-    threads = config.threads_per_node
-    named = [*model_flags(config.model, config.dtype), "--threads", str(threads)]
-    words = [*named, *arrangement_flags(config.arrangement)]
-    with live_cluster(*words, *config.up_flags) as live:
-        nodes, cores = live.nodes(), sorted(os.sched_getaffinity(0))
-        pin_nodes(nodes, cores, threads)
-        background = ProcBackgroundLoad(processes_of([process.pid for process in live.processes()]), cores)
-        yield FoundCluster(live.grpc_address, nodes), {node.role: live.describe(node) for node in nodes}, background
+        time_left = replace(experiment, deadline_s=experiment.deadline_s - _STOP_S)
+        return Validation(config, descriptions, target, load, background, time_left).run()
 
 
 class Validation:
@@ -209,18 +178,16 @@ class Validation:
         target: Target,
         load: Callable[[LoadPlan], NodesRun],
         background: BackgroundLoad,
-        report: Report,
-        clock: Clock,
-        deadline_s: float,
+        experiment: Experiment,
     ) -> None:
         self._config = config
         self._descriptions = descriptions
         self._target = target
         self._run_load = load
         self._background = background
-        self._report = report
-        self._clock = clock
-        self._deadline_s = deadline_s - _SIMULATING_S
+        self._report = experiment.report
+        self._clock = experiment.clock
+        self._deadline_s = experiment.deadline_s - _SIMULATING_S
         self._num_runs = 0
         self._singles: list[Segment] = []
         self._by_rate: dict[float, list[Segment]] = {}
@@ -340,10 +307,7 @@ class Validation:
         self._wait_until_others_are_idle()
         self._background.mark()
         ran = self._run_load(plan)
-        if ran.run.was_interrupted:
-            raise Cancelled("interrupted")
-        if ran.run.is_unreachable:
-            raise Unreachable(f"{self._config.arrangement} went away during a run")
+        ran.run.check(f"{self._config.arrangement} went away during a run")
         return Segment(workload, ran, self._background.share(), max_concurrency)
 
     def _wait_until_others_are_idle(self) -> None:

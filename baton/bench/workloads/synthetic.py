@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -30,14 +29,6 @@ class RandomLengths:
     def _bounds(self, length: int) -> tuple[int, int]:
         return max(1, int(length * (1 - self.range_ratio))), max(1, int(length * (1 + self.range_ratio)))
 
-    def describe(self) -> dict[str, Any]:
-        return {
-            "dataset": "random",
-            "random_input_len": self.input_length,
-            "random_output_len": self.output_length,
-            "random_range_ratio": self.range_ratio,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class LognormalLengths:
@@ -49,7 +40,6 @@ class LognormalLengths:
     output_sigma: float
     max_input: int
     max_output: int
-    name: str = "lognormal"
 
     def shapes(self, count: int, seed: int) -> Iterator[Shape]:
         rng = np.random.default_rng((seed, 2))
@@ -57,17 +47,6 @@ class LognormalLengths:
         outputs = rng.lognormal(np.log(self.output_median), self.output_sigma, count).clip(1, self.max_output)
         for index in range(count):
             yield Shape((unique_piece(int(inputs[index]), seed, index),), int(outputs[index]))
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "dataset": self.name,
-            "input_median": self.input_median,
-            "input_sigma": self.input_sigma,
-            "output_median": self.output_median,
-            "output_sigma": self.output_sigma,
-            "max_input": self.max_input,
-            "max_output": self.max_output,
-        }
 
 
 def sharegpt_like() -> LognormalLengths:
@@ -77,7 +56,7 @@ def sharegpt_like() -> LognormalLengths:
     within its 2,048 tokens of context. The lognormal shape and its sigma are our reading of DistServe's histograms.
     """
     # These medians have those means after clipping.
-    return LognormalLengths(623.2, 1.0, 148.5, 1.0, 1536, 512, "sharegpt-like")
+    return LognormalLengths(623.2, 1.0, 148.5, 1.0, 1536, 512)
 
 
 # Prompts that start with one of a few prefixes, as with system prompts, documents or examples.
@@ -100,15 +79,6 @@ class SharedPrefixes:
         for index in range(count):
             prefix = unique_piece(self.prefix_length, seed, _PREFIX, int(chosen[index]))
             yield Shape((prefix, unique_piece(self.suffix_length, seed, _SUFFIX, index)), self.output_length)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "dataset": "prefix_repetition",
-            "prefix_repetition_num_prefixes": self.num_prefixes,
-            "prefix_repetition_prefix_len": self.prefix_length,
-            "prefix_repetition_suffix_len": self.suffix_length,
-            "prefix_repetition_output_len": self.output_length,
-        }
 
 
 # Conversations: each prompt is the whole conversation so far and a new question.
@@ -161,16 +131,3 @@ class MultiTurn:
                     float(pauses[turn]) if turn else 0.0,
                 )
                 pieces.append(unique_piece(self.output_length, self.seed, _ANSWER, session, turn))
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "dataset": "multi_turn",
-            "sessions": self.sessions,
-            "turns": self.turns,
-            "first_length": self.first_length,
-            "turn_length": self.turn_length,
-            "output_length": self.output_length,
-            "think_s": self.think_s,
-            "request_rate": self.arrivals.rate if self.arrivals.rate != float("inf") else "inf",
-            "seed": self.seed,
-        }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from baton.bench.workloads.workload import Piece, WorkloadRequest, unique_piece
 from baton.errors import InvalidRequest
@@ -38,7 +38,6 @@ Parse = Callable[[str], TraceLine]
 class TraceFormat(NamedTuple):
     """The file format of a trace."""
 
-    name: str
     parse: Parse
     header: str | None
     """The first line; None: there is no header."""
@@ -94,25 +93,6 @@ class Trace:
                     break
                 first_s = line.timestamp_s if first_s is None else first_s
                 yield self._request(index, line, first_s)
-
-    def describe(self) -> dict[str, Any]:
-        scale = self.scale
-        return {
-            "dataset": self.format.name,
-            "path": self.path.name,
-            "num_prompts": len(self),
-            "num_skipped": self.num_skipped,
-            "time_scale": scale.time,
-            "length_scale": scale.length,
-            "output_scale": scale.output,
-            "max_input": scale.max_input,
-            "max_output": scale.max_output,
-            "seed": self.seed,
-        }
-
-    def scaled(self, time: float) -> Trace:
-        """The same trace, `time` times as fast."""
-        return replace(self, scale=replace(self.scale, time=self.scale.time * time))
 
     def _lines(self, file: TextIO) -> Iterator[TraceLine]:
         latest = float("-inf")
@@ -205,7 +185,7 @@ def _parse_mooncake(text: str) -> TraceLine:
     )
 
 
-MOONCAKE = TraceFormat("mooncake", _parse_mooncake, None, _BLOCK_TOKENS)
+MOONCAKE = TraceFormat(_parse_mooncake, None, _BLOCK_TOKENS)
 
 
 # Azure's LLM inference traces (Patel et al., ISCA 2024): CSV lines TIMESTAMP,ContextTokens,GeneratedTokens.
@@ -244,4 +224,4 @@ def _tokens(text: str, name: str, least: int) -> int:
     return whole_number(int(text), name, least)
 
 
-AZURE = TraceFormat("azure", _parse_azure, "TIMESTAMP,ContextTokens,GeneratedTokens", 1)
+AZURE = TraceFormat(_parse_azure, "TIMESTAMP,ContextTokens,GeneratedTokens", 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,10 +52,6 @@ class WorkloadRequest:
     turn: int = 0
     think_s: float = 0.0
 
-    def block_ids(self) -> Sequence[Piece]:
-        """The prompt as pieces, for callers that need no tokens."""
-        return self.pieces
-
     def token_ids(self, vocab_size: int) -> list[int]:
         """The prompt, each id in [0, vocab_size)."""
         parts = [piece_tokens(piece, vocab_size) for piece in self.pieces]
@@ -96,11 +92,6 @@ Times = NDArray[np.float64]
 class Arrivals(Protocol):
     """Draws the arrival times of a workload."""
 
-    @property
-    def rate(self) -> float:
-        """Average requests per second; infinity: all are due at once."""
-        ...
-
     def times(self, count: int, rng: np.random.Generator) -> Times:
         """Seconds from the workload's start, in rising order."""
         ...
@@ -109,10 +100,6 @@ class Arrivals(Protocol):
 @dataclass(frozen=True, slots=True)
 class UnpacedArrivals:
     """All requests are due at once; with a limited concurrency the load is a closed loop."""
-
-    @property
-    def rate(self) -> float:
-        return float("inf")
 
     def times(self, count: int, rng: np.random.Generator) -> Times:
         return np.zeros(count)
@@ -152,10 +139,6 @@ class RampArrivals:
     is_exponential: bool = False
     burstiness: float = 1.0
 
-    @property
-    def rate(self) -> float:
-        return (self.start + self.end) / 2
-
     def times(self, count: int, rng: np.random.Generator) -> Times:
         progress = np.arange(count) / max(count - 1, 1)
         if self.is_exponential:
@@ -164,9 +147,6 @@ class RampArrivals:
             rates = self.start + (self.end - self.start) * progress
         even = self.burstiness == float("inf")
         return np.cumsum(1.0 / rates if even else rng.gamma(self.burstiness, 1.0 / (rates * self.burstiness)))
-
-
-# A workload: requests in the order of their arrival, the same ones in every iteration.
 
 
 class Workload(Protocol):
@@ -178,10 +158,6 @@ class Workload(Protocol):
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
         """Makes the requests one at a time, always the same ones."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """The workload's parameters for the result file, as JSON values."""
         ...
 
 
@@ -198,8 +174,6 @@ class Lengths(Protocol):
     def shapes(self, count: int, seed: int) -> Iterator[Shape]:
         """Yields `count` requests."""
         ...
-
-    def describe(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +193,3 @@ class Synthetic:
         for index, shape in enumerate(self.lengths.shapes(self.count, self.seed)):
             tokens = sum(piece.length for piece in shape.pieces)
             yield WorkloadRequest(index, float(times[index]), tokens, shape.output_length, shape.pieces)
-
-    def describe(self) -> dict[str, Any]:
-        rate = self.arrivals.rate
-        return {
-            **self.lengths.describe(),
-            "num_prompts": self.count,
-            "request_rate": rate if rate != float("inf") else "inf",
-            "burstiness": getattr(self.arrivals, "burstiness", None),
-            "seed": self.seed,
-        }

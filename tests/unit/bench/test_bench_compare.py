@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.arrangement import Arrangement, chosen
-from baton.bench.compare.interleaved import CompareConfig, MeasuredArrangement, RateRun, common_rate, seed_of
+from baton.bench.compare.interleaved import MeasuredArrangement, RateRun, common_rate, seed_of
 from baton.bench.compare.report import compare_result, ratios, verdict
 from baton.bench.compare.run import Comparison
+from baton.bench.config import CompareConfig
 from baton.bench.load.run import GeneratorLoad, LoadRun
 from baton.bench.nodes.run import NodesRun
 from baton.bench.nodes.timeline import impossible_spans

@@ -24,9 +24,9 @@ from baton.bench.load.run import GeneratorLoad, LoadPlan, run_load, shares, with
 from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.results.result_file import read_result
 from baton.bench.results.summary import summarize
-from baton.bench.workloads import Piece, SteadyArrivals, WorkloadRequest
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.bench.workloads.synthetic import MultiTurn
+from baton.bench.workloads.workload import Piece, SteadyArrivals, WorkloadRequest
 from baton.cli.bench.serve import result_path
 from baton.cli.main import main
 from baton.errors import Unreachable

@@ -24,7 +24,7 @@ from baton.bench.report.measured import parse_result
 from baton.bench.report.page import page, write_report
 from baton.bench.report.tabular import to_csv, to_json
 from baton.bench.results.result_file import read_result
-from baton.cli.bench.files import write_files
+from baton.cli.bench.options import write_files
 from baton.cli.main import main
 from baton.errors import InvalidRequest
 from tests.support.example_results import (

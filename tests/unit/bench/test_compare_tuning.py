@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.arrangement import Arrangement, chosen
-from baton.bench.compare.interleaved import OVERHEAD_S, CompareConfig
-from baton.bench.compare.run import LARGEST, SMALLEST, ChunkSizeSearch, RunningArrangement, TriedSize, Tuned, tune_all
+from baton.bench.compare.interleaved import OVERHEAD_S, RunningArrangement
+from baton.bench.compare.run import LARGEST, SMALLEST, ChunkSizeSearch, TriedSize, Tuned, tune_all
+from baton.bench.config import CompareConfig
+from baton.bench.experiment import Experiment
 from baton.bench.load.endpoint import Target
 from baton.bench.results.summary import Slo
 from baton.bench.workloads.spec import WorkloadSpec
@@ -81,7 +83,7 @@ def tuned(
         max_num_batched_tokens=fixed,
         is_baseline_tuned_alone=alone,
     )
-    return tune_all(config, lines.append, clock, deadline_s, start), lines, started
+    return tune_all(config, Experiment(lines.append, clock, deadline_s), start), lines, started
 
 
 def test_each_arrangement_gets_the_size_with_its_highest_goodput() -> None:

@@ -23,8 +23,7 @@ from baton.bench.report.chart import (
 )
 from baton.bench.report.comparison import Capacity, Compared, capacities, compared, limits, rate_of
 from baton.bench.report.distribution import Distribution
-from baton.bench.report.figures import NOTHING, milliseconds, number, percent, plural
-from baton.bench.report.html import Markup, Section, join, table, tag
+from baton.bench.report.html import NOTHING, Markup, Section, join, milliseconds, number, percent, plural, table, tag
 from baton.bench.report.measured import Arrangement, MeasuredResult, Measurement
 from baton.bench.results.summary import SLO_SCALES, limit_text
 

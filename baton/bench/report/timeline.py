@@ -24,8 +24,7 @@ from baton.bench.report.chart import (
     work_colours,
 )
 from baton.bench.report.comparison import Compared, compared, rate_of
-from baton.bench.report.figures import number, percent, plural
-from baton.bench.report.html import Markup, Section, join, table, tag
+from baton.bench.report.html import Markup, Section, join, number, percent, plural, table, tag
 from baton.bench.report.measured import Interval, MeasuredResult
 
 # Timelines of nodes, one lane for each node: as shares of time, or step by step.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from baton.bench.simulator.config import NodeSizes
 from baton.bench.simulator.drafts import SimulatedDrafts, num_tokens_of
-from baton.bench.simulator.events import Event, StepEnds, Timeline, TimelineEntry
+from baton.bench.simulator.events import Event, RunningStep, SharedHost, StepEnds, Timeline, TimelineEntry
 from baton.bench.simulator.handoff import HandOffs, OfferingConnector, ReadingConnector
 from baton.bench.simulator.prompt import TOKEN, SimulatedPrompt
 from baton.bench.simulator.scheduler import (
@@ -27,7 +27,6 @@ from baton.bench.simulator.scheduler import (
     scheduled,
     scheduler_config,
 )
-from baton.bench.simulator.shared_host import RunningStep, SharedHost
 from baton.engine.batch import (
     EngineCoreOutput,
     EngineCoreOutputs,

@@ -12,12 +12,11 @@ from random import Random
 from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.simulator.config import Failure, NodeSizes, SimulationConfig
 from baton.bench.simulator.drafts import DraftTotals, SimulatedDrafts
-from baton.bench.simulator.events import Timeline, TimelineEntry
+from baton.bench.simulator.events import SharedHost, Timeline, TimelineEntry
 from baton.bench.simulator.handoff import HandOffs, Network
 from baton.bench.simulator.node import SimulatedNode
 from baton.bench.simulator.policies import make_placer
 from baton.bench.simulator.router import MODEL, FirstTokenParts, SimulatedRouter
-from baton.bench.simulator.shared_host import SharedHost
 from baton.bench.workloads.workload import WorkloadRequest
 from baton.errors import BatonError
 from baton.messages.node import NodeDescription, Role

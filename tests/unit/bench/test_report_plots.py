@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.bench.report.chart import EXTENT, exact, in_order, linear, logarithmic, work_colours
 from baton.bench.report.distribution import Distribution, of_histogram
-from baton.bench.report.figures import milliseconds, number, percent
+from baton.bench.report.html import milliseconds, number, percent
 from baton.bench.report.measured import Interval
 from baton.bench.report.timeline import busy_shares
 from baton.bench.results.gaps import Gaps

@@ -34,6 +34,7 @@ from baton.runner.model.random_model import write_module
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stages_here import start_on
+from baton.runner.spec import TorchSpec
 from tests.support.runner_driver import RunnerDriver
 
 PROMPTS = (128, 512, 2048)
@@ -62,7 +63,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             write_module(Path(directory), made_module(LLAMA_1B, device, torch.bfloat16, "sdpa"))
             torch.cuda.empty_cache()
-            runner = load_runner(Path(directory), dtype="bfloat16", num_blocks=NUM_BLOCKS, device="cuda")
+            runner = load_runner(TorchSpec(Path(directory), dtype="bfloat16", num_blocks=NUM_BLOCKS, device="cuda"))
             _compare_stages(Path(directory), runner, arguments.stages)
         return
     runner = made_runner(LLAMA_1B, device, NUM_BLOCKS)
@@ -79,11 +80,7 @@ def _compare_stages(directory: Path, alone: TorchModelRunner, count: int) -> Non
         return start_on([str(where)] * (count - 1), model_dir, num_threads)
 
     divided = load_runner(
-        directory,
-        dtype="bfloat16",
-        num_blocks=NUM_BLOCKS,
-        device="cuda",
-        pipeline_parallel=count,
+        TorchSpec(directory, dtype="bfloat16", num_blocks=NUM_BLOCKS, device="cuda", pipeline_parallel=count),
         start_stages=start_here,
     )
     print(f"stages: {divided.model.compute_paths[-1].runs}; bit-exact: {divided.model.bit_exact}")

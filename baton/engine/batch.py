@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import field
 from typing import Annotated, Literal, NamedTuple
 
-from baton.engine.counters import EngineCounters
-from baton.engine.prefix_cache_stats import PrefixCacheStats
-from baton.engine.sampling.grammar import TokenMatcher
-from baton.engine.speculation.stats import SpecDecodingStats
+from baton.engine.constraints import TokenMatcher
+from baton.engine.stats import EngineCounters, PrefixCacheStats, SpecDecodingStats
 from baton.errors import TransferCause
 from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Outcome

@@ -19,11 +19,10 @@ from baton.engine.batch import (
     StepTimes,
 )
 from baton.engine.connector import KVTransferOutput
-from baton.engine.encoder_cache import EncoderWork
-from baton.engine.encoder_input import EncoderInput
+from baton.engine.constraints import TokenMatcher
+from baton.engine.encoder_cache import EncoderInput, EncoderWork
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import LazyExecutor, ModelRunner, RunnerLost, StepExecutor
-from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler import Scheduler
 from baton.errors import ConfigError, InvalidRequest
 

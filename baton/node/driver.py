@@ -25,11 +25,11 @@ from baton.engine.batch import (
     StepTimes,
 )
 from baton.engine.connector import KVTransferOutput
+from baton.engine.constraints import TokenMatcher
 from baton.engine.core import EngineCore
-from baton.engine.encoder_input import EncoderInput
+from baton.engine.encoder_cache import EncoderInput
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.request import Request, RequestStatus
-from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, CacheInUse, InvalidRequest
 from baton.messages.node import Outcome
 from baton.node.adapters.adapter_cache import (

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 
 import numpy as np
 
-from baton.engine.speculation.stats import SpecDecodingStats
+from baton.engine.stats import SpecDecodingStats
 from baton.errors import BatonError, ConfigError, InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.messages.pooling import PoolingRequest

@@ -19,7 +19,7 @@ from baton.engine.runner import ModelInfo
 from baton.runner.execution.draft_model import DraftModel
 from baton.runner.execution.micro_batches import divide
 from baton.runner.execution.step_results import StepResults, StepRows
-from baton.runner.images.image_inputs import ImageInputs
+from baton.runner.images import ImageInputs
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.ranks.micro_batch import Task
 from baton.runner.ranks.pipelined_transformer import PipelinedTransformer

@@ -21,7 +21,7 @@ import xxhash
 
 from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo, OneProcessRunner
-from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.beams import BeamSearch
 from baton.errors import AdapterRefused, InvalidRequest
 from baton.messages.capabilities import Capability
 from baton.messages.encoder_contents import EncoderContent

@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
+from baton.engine.sequences.beams import MAX_BEAMS, MIN_BEAMS
 from baton.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import GenerateRequest, ModelCard

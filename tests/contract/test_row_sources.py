@@ -13,7 +13,7 @@ import pytest
 
 from baton.background import BackgroundWatch, current_watch
 from baton.clock import SystemClock
-from baton.engine.encoder_input import EncoderInput
+from baton.engine.encoder_cache import EncoderInput
 from baton.engine.runner import ModelInfo
 from baton.errors import BackgroundFault, DeadlineExceeded
 from baton.messages.encoder_contents import EncoderContent

@@ -26,7 +26,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model
 from baton.runner.self_check import why_not_bit_exact
-from baton.runner.spec import CacheSpec
+from baton.runner.spec import CacheSpec, WeightSpec
 from baton.runner.torch_threads import elementwise_threads
 from tests.support.tiny_models import TINY_MODELS
 
@@ -229,7 +229,7 @@ def load(
     attention.register()
     layers.register()
     torch.set_num_threads(elementwise_threads(num_threads))
-    loaded = load_model(directory, dtype)
+    loaded = load_model(directory, WeightSpec(dtype))
     chosen = operations or choose_operations(num_threads)
     transformer = Transformer(loaded, chosen, BLOCK_SIZE, CacheSpec(num_blocks=800, dtype=cache_dtype), num_threads)
     return Run(transformer, loaded.config.vocab_size, length), why_not_bit_exact(loaded, transformer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from baton.bench.micro.engine import EngineBenchConfig
+from baton.bench.micro.engine import BLOCK_SIZE, EngineBenchConfig
 from baton.bench.micro.engine_drive import EngineDrive, by_turns, load_with_room, rates_by_turns
 from baton.messages.adapters import NO_ADAPTER
-from baton.model_formats.adapters import CONFIG_NAME, WEIGHTS_NAME, open_adapter
-from baton.runner import TorchSpec
+from baton.model_formats.adapters import CONFIG_NAME, DEFAULT_MAX_RANK, WEIGHTS_NAME, open_adapter
 
 if TYPE_CHECKING:
     from baton.runner.model_runner import TorchModelRunner
@@ -78,7 +77,6 @@ def safetensors_bytes(tensors: Tensors) -> bytes:
     return len(text).to_bytes(8, "little") + text + b"".join(tensor.tobytes() for tensor in tensors.values())
 
 
-_BLOCK_SIZE = 16
 _ROUNDS = 6
 
 
@@ -104,21 +102,10 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
     from baton.runner.loading import load_runner
 
     count, length = num_adapters, config.context_tokens
-    blocks_of_one = -(-(length + config.steps + 4) // _BLOCK_SIZE) + 1
-    spec = TorchSpec(config.model_dir)
-    load = partial(
-        load_runner,
-        config.model_dir,
-        dtype=config.dtype,
-        block_size=_BLOCK_SIZE,
-        cache_dtype=config.cache_dtype,
-        num_threads=config.threads,
-        quantization=config.quantization,
-        dequantize=config.dequantize,
-        max_lora_rank=max(rank, spec.max_lora_rank),
-    )
+    blocks_of_one = -(-(length + config.steps + 4) // BLOCK_SIZE) + 1
+    spec = replace(config.spec(), max_lora_rank=max(rank, DEFAULT_MAX_RANK))
     num_stripes = 2 + (3 * count + 2 * _ROUNDS + 2) * blocks_of_one
-    runner = load_with_room(lambda num_blocks: load(num_blocks=num_blocks), num_stripes)
+    runner = load_with_room(lambda num_blocks: load_runner(replace(spec, num_blocks=num_blocks)), num_stripes)
     with closing(runner), TemporaryDirectory(prefix="baton-adapters-") as place:
         digests = _load_adapters(runner, Path(place), count, rank)
         drive = EngineDrive(runner, length, count)

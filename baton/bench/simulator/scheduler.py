@@ -11,8 +11,8 @@ from baton.clock import Clock
 from baton.engine.batch import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton.engine.connector import KVConnector
 from baton.engine.decode_set import NO_DECODES, DecodeGroup, DecodeSet
-from baton.engine.kv_cache.allocation import AllocationAnswer
 from baton.engine.kv_cache.block_hash import CacheKeyFields
+from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler

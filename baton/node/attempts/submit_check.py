@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
+from baton.engine.sequences.beams import MAX_BEAMS, MIN_BEAMS
 from baton.messages.adapters import is_adapter_digest
 from baton.messages.capabilities import Capability
 from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans

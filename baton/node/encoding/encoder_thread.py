@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import structlog
 
 from baton.clock import Clock
-from baton.engine.encoder_input import EncoderInput
+from baton.engine.encoder_cache import EncoderInput
 from baton.engine.runner import ModelRunner
 from baton.errors import BatonError, EngineFault
 

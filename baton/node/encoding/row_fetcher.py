@@ -11,7 +11,7 @@ import structlog
 
 from baton.background import OnFault, current_watch
 from baton.clock import Clock
-from baton.engine.encoder_input import EncoderInput
+from baton.engine.encoder_cache import EncoderInput
 from baton.engine.runner import ModelInfo
 from baton.errors import BatonError
 from baton.messages.encoder_rows import RowsRequest

@@ -1,9 +1,11 @@
-"""Executes steps on an encoder: the implementation of `ModelRunner` for models that generate nothing."""
+"""Loads an encoder, and executes steps on it: the implementation of `ModelRunner` for models that generate nothing."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,20 @@ from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, OneProcessRunner
 from baton.errors import AdapterRefused, InvalidRequest
 from baton.messages.encoder_contents import EncoderContent
+from baton.messages.node_report import ComputePath
 from baton.messages.pooling import PoolingParams
 from baton.model_formats.adapters import AdapterInfo
+from baton.runner.backends.device import resolve_device
+from baton.runner.backends.operations import Operations
+from baton.runner.compute_paths import products_path
 from baton.runner.encoder.encoder import Encoder
-from baton.runner.execution.input_batch import RequestTable, Scheduled, flatten
+from baton.runner.execution.input_batch import RequestTable, Rows, Scheduled, flatten, flatten_rows
 from baton.runner.execution.pooling import Pooler
+from baton.runner.load_steps import model_info, named_errors, prepared_operations, refuse_settings, settle
+from baton.runner.model.pooling_files import read_pooling
+from baton.runner.model.weights import load_model_for
+from baton.runner.self_check import TOO_SMALL, require_finite, why_missed
+from baton.runner.spec import TorchSpec
 
 
 class EncoderRunner(OneProcessRunner):
@@ -127,3 +138,69 @@ def _token_types(scheduled: Sequence[Scheduled], num_rows: int) -> npt.NDArray[n
             types[first + second : first + share.count] = 1
         first += share.count
     return types
+
+
+_CHECKED_LENGTHS = (1, 9, 17, 5, 23)
+"""The tokens of the texts with which the check at start compares bits."""
+
+
+def load_encoder(spec: TorchSpec, operations: Operations | None = None) -> EncoderRunner:
+    """Load an encoder; `operations` replaces the machine's kernels (tests). Raises ConfigError."""
+    refuse_settings(
+        spec,
+        "is an encoder, which is computed plainly: leave {} out",
+        {
+            "--tp, --pp and --hosts": spec.is_divided,
+            "--quantization": spec.quantization is not None,
+            "--kv-cache-dtype": spec.cache_dtype != "auto",
+            "--host-cache-memory": spec.host_cache_bytes > 0,
+            "--speculative-config": spec.draft is not None,
+        },
+    )
+    device = resolve_device(spec.device)
+    chosen = prepared_operations(spec, device, operations)
+    pooling = read_pooling(spec.model_dir)
+    with named_errors(spec.model_dir):
+        loaded = load_model_for(chosen, spec.model_dir, spec.weights, device)
+        encoder = Encoder(loaded, pooling, chosen, spec.block_size, spec.cache, spec.num_threads)
+        reason = settle(chosen, encoder.set_rows_per_call, partial(_why_not_bit_exact, encoder))
+    info = replace(
+        model_info(spec, loaded, chosen, encoder.layout, pooling.max_length, reason),
+        # It generates nothing that could end.
+        eos_token_ids=frozenset(),
+        embedding_size=encoder.embedding_size,
+        capabilities=pooling.capabilities,
+        pooling=pooling,
+        compute_paths=(
+            ComputePath("weights", f"{loaded.dtype}, {loaded.weights.num_bytes >> 20} MiB"),
+            products_path(chosen),
+            ComputePath("encoder", "transformers' loop over the layers, several texts in a step"),
+        ),
+    )
+    return EncoderRunner(info, encoder)
+
+
+def _why_not_bit_exact(encoder: Encoder) -> str | None:
+    """Compute texts together and one by one, and compare the bits of their hidden states."""
+    if (why := why_missed(encoder.missed_products)) is not None:
+        return why
+    lengths = [min(length, encoder.max_length) for length in _CHECKED_LENGTHS]
+    texts = [(np.arange(length) * 7919 + 13 * number) % encoder.vocab_size for number, length in enumerate(lengths)]
+    size, first, sequences = encoder.layout.block_size, 1, []
+    for text in texts:
+        width = -(-text.size // size)
+        sequences.append(Rows(text.astype(np.int64), 0, 1, np.arange(first, first + width, dtype=np.int32)))
+        first += width
+    if first > encoder.num_blocks:
+        return TOO_SMALL
+
+    def hidden(some: list[Rows]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+        batch = flatten_rows(some, encoder.layout, encoder.row_quantum)
+        return encoder.compute(batch, np.zeros(batch.token_ids.size, dtype=np.int64))[: batch.query_start[-1]]
+
+    together = hidden(sequences)
+    require_finite(together, "numbers")
+    alone = np.concatenate([hidden([one]) for one in sequences])
+    if not np.array_equal(together.view(np.uint32), alone.view(np.uint32)):
+        return "the check at start found different bits for a text alone and beside others"
+    return None

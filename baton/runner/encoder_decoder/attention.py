@@ -19,7 +19,7 @@ from baton.errors import ConfigError
 from baton.runner.backends.cache_rows import read_blocks
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.operations import Operations
-from baton.runner.model.attention import ENCODER_DECODER_ATTENTION, dense_rows
+from baton.runner.model.attention import ENCODER_DECODER_ATTENTION, dense_rows, register_without_masks
 
 _SELF_NAMES = frozenset({"self_attn", "SelfAttention"})
 _CROSS_NAMES = frozenset({"encoder_attn", "EncDecAttention"})
@@ -36,16 +36,8 @@ class Sequences:
     seq_lens: torch.Tensor
     """Int32 [B]: keys of each sequence."""
     block_tables: torch.Tensor
-    """Int32 [B, W]: blocks of these keys."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderStep:
-    """The step that is being computed."""
-
-    own: Sequences
-    cross: Sequences
-    """Each row of the decoder is a sequence of its own here, since it attends to all rows of its input."""
+    """Int32 [B, W]: blocks of these keys. In the cross-attention each row of the decoder is a sequence of its own: it
+    attends to all rows of its input."""
 
 
 class Attends(Protocol):
@@ -213,14 +205,9 @@ def _forward(
     return attends.attend(query, key, value, scale, position_bias).unsqueeze(0), None
 
 
-def _no_mask(*_arguments: Any, **_keywords: Any) -> None:
-    """Returns no mask: one input is encoded at a time, and the decoder's keys follow from the block tables."""
-
-
 def register() -> None:
-    """Register this attention with transformers under ENCODER_DECODER_ATTENTION."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
+    """Register this attention with transformers under ENCODER_DECODER_ATTENTION.
 
-    AttentionInterface.register(ENCODER_DECODER_ATTENTION, _forward)
-    AttentionMaskInterface.register(ENCODER_DECODER_ATTENTION, _no_mask)
+    It needs no masks: one input is encoded at a time, and the decoder's keys follow from the block tables.
+    """
+    register_without_masks(ENCODER_DECODER_ATTENTION, _forward)

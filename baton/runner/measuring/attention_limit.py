@@ -15,8 +15,9 @@ from torch.nn import functional
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.operations import Operations
-from baton.runner.measuring.limits import seconds_of, torch_threads
+from baton.runner.measuring.limits import seconds_of
 from baton.runner.model.weights import DTYPES
+from baton.runner.torch_threads import torch_threads
 
 REQUESTS, LENGTH, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 1024, 32, 8, 64, 16
 _BLOCKS = LENGTH // BLOCK_SIZE

@@ -6,6 +6,7 @@ Every attention module has an attribute `baton_attend`, to which it passes queri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -341,8 +342,13 @@ def _no_mask(*_arguments: Any, **_keywords: Any) -> None:
 
 def register() -> None:
     """Register Baton's attention with transformers under ATTENTION_NAME."""
+    register_without_masks(ATTENTION_NAME, _forward)
+
+
+def register_without_masks(name: str, forward: Callable[..., Any]) -> None:
+    """Register an attention with transformers for which no masks are made."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, _no_mask)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.device import CPU
-from baton.runner.model import attention, layers
+from baton.runner.load_steps import prepare
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.ranks.group_files import RankFiles
@@ -17,7 +15,7 @@ from baton.runner.ranks.rank_parts import RankParts
 from baton.runner.ranks.rank_spec import RankSpec
 from baton.runner.ranks.stage_part import compute_part
 from baton.runner.ranks.stage_ring import StageRing
-from baton.runner.torch_threads import elementwise_threads
+from baton.runner.spec import WeightSpec
 
 
 class FollowingRank:
@@ -34,18 +32,9 @@ class FollowingRank:
     def load(self) -> None:
         """Read the model's configuration, and map its weights. Raises ConfigError."""
         spec = self._spec
-        torch.set_num_threads(elementwise_threads(spec.least_threads))
-        attention.register()
-        layers.register()
-        self._model = load_model_for(
-            self._parts.operations,
-            Path(spec.model_dir),
-            spec.dtype,
-            CPU,
-            spec.quantization,
-            dequantize=spec.dequantize,
-            in_parts=True,
-        )
+        prepare(spec.least_threads)
+        how = WeightSpec(spec.dtype, spec.quantization, spec.dequantize, in_parts=True)
+        self._model = load_model_for(self._parts.operations, Path(spec.model_dir), how, CPU)
 
     def follow(self, on_loaded: Callable[[], None] = lambda: None) -> None:
         """Compute what the first rank announces until a rank is lost; raises RankLost then.

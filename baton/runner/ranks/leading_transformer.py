@@ -16,8 +16,9 @@ import numpy.typing as npt
 from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.model.cached_model import on_host
 from baton.runner.model.decoder import ModelOutput
-from baton.runner.model.transformer import HiddenAndLogits, on_host
+from baton.runner.model.transformer import HiddenAndLogits
 from baton.runner.model.weights import LoadedModel
 from baton.runner.ranks.following_ranks import FollowingRanks
 from baton.runner.ranks.micro_batch import MicroBatch, Task

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.beams import BeamSearch
 from baton.engine.sequences.sequence_group import beam_id, split_sequence_id
 from baton.errors import DuplicateRequest, InvalidRequest
 from baton.messages.node import Leg, Outcome

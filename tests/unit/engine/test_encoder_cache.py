@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 
-from baton.engine.encoder_cache import EncoderCache
-from baton.engine.encoder_input import EncoderInput
+from baton.engine.encoder_cache import EncoderCache, EncoderInput
 from baton.messages.encoder_contents import EncoderContent
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.encoder_input import EncoderInput
+from baton.engine.encoder_cache import EncoderInput
 from baton.engine.request import RequestStatus
 from baton.engine.runner import LazyExecutor
 from baton.errors import InvalidRequest

@@ -14,11 +14,15 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from baton.model_formats.end_tokens import read_end_tokens
 from baton.model_formats.gguf.container import open_gguf
 from baton.model_formats.gguf.facts import Facts
-from baton.model_formats.gguf.pre_tokenizers import PRE_TOKENIZERS
-from baton.model_formats.gguf.tokenizer import generation_config_json, tokenizer_config_json, tokenizer_json
+from baton.model_formats.gguf.tokenizer import (
+    PRE_TOKENIZERS,
+    generation_config_json,
+    tokenizer_config_json,
+    tokenizer_json,
+)
+from baton.model_formats.special_tokens import read_end_tokens
 from baton.testing.fake_workers import FakeWorkers
 from baton.text.model_template import ModelTemplate
 from baton.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.engine.connector import ArrivedKV, KVTransferOutput
-from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.beams import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, Leg, Outcome, RequestDelta, Role, StageTimings, StepReport

@@ -12,10 +12,10 @@ import pytest
 import baton
 from baton.config import NodeConfig
 from baton.engine.batch import EngineCoreOutput
+from baton.engine.constraints import TokenMatcher
 from baton.engine.core import EngineCore
 from baton.engine.request import Request
 from baton.engine.runner import ModelInfo
-from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams

@@ -13,7 +13,7 @@ from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import ModelCard
 from baton.messages.spans import PLACEHOLDER
-from baton.model_formats.images.encoded import ImageLimits
+from baton.model_formats.images import ImageLimits
 from baton.text.image_prompts import ImagePrompts
 from router.admission.images import ImageRules, check_takes_images
 from router.http.bodies.content_parts import ImagePart, content_of

@@ -14,7 +14,7 @@ from baton.runner.backends import reference
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.low_rank import LowRank, Outputs, RowAdapters
-from baton.runner.model.quantization.quantize import quantized
+from baton.runner.model.stored.quantize import quantized
 
 ISAS = kernels.available().isas
 ROWS = 21

@@ -15,6 +15,7 @@ from baton.model_formats.adapters import open_adapter
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from tests.support.adapter_files import PREFIX, expert_tensors, lora_tensors, write_adapter
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
@@ -30,7 +31,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchModelRunner:
     """A mixture of 4 experts in 3 layers, of width 64 and 128 inside."""
     directory = tmp_path_factory.mktemp("base")
     write_random_model(directory, TINY_MODELS["mixtral"], seed=5)
-    return load_runner(directory, dtype="float32", num_blocks=64, max_lora_rank=8)
+    return load_runner(TorchSpec(directory, dtype="float32", num_blocks=64, max_lora_rank=8))
 
 
 def tokens(runner: TorchModelRunner, adapter: str = "") -> list[int]:
@@ -160,7 +161,7 @@ def test_biases_of_experts_are_refused(tmp_path: Path) -> None:
     tensors = expert_tensors(EXPERTS, [DOWN], 4)
     write(tmp_path / "adapter", tensors, target_parameters=["experts.down_proj", "experts.gate_up_proj_bias"])
     with pytest.raises(AdapterRefused, match=r"experts\.gate_up_proj_bias, which is no weight of a product"):
-        load_runner(base, dtype="float32", num_blocks=64).check_adapter(tmp_path / "adapter")
+        load_runner(TorchSpec(base, dtype="float32", num_blocks=64)).check_adapter(tmp_path / "adapter")
 
 
 def test_what_an_adapter_of_experts_is_said_to_be(runner: TorchModelRunner, tmp_path: Path) -> None:
@@ -211,7 +212,7 @@ def test_adapters_with_a_and_b_swapped_are_the_same(runner: TorchModelRunner, tm
 def test_square_tensors_are_as_the_others_in_the_file(tmp_path: Path) -> None:
     base = tmp_path / "base"
     write_random_model(base, TINY_MODELS["qwen3_moe"], seed=5)
-    square = load_runner(base, dtype="float32", num_blocks=64)
+    square = load_runner(TorchSpec(base, dtype="float32", num_blocks=64))
     tensors = dict(expert_tensors(EXPERTS, [(128, 64), (64, 64)], 4, scale=0.3))
     both, down = swapped(tensors), {name: each for name, each in tensors.items() if "base_layer" not in name}
     found = [

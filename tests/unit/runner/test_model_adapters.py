@@ -18,9 +18,10 @@ from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter, read_adapter
 from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.loading import load_runner
-from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stored.plan import CheckpointNames
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from baton.testing.fake_adapter_files import FakeAdapterFiles
 from tests.support.adapter_files import PREFIX, lora_tensors, write_adapter
 from tests.support.runner_driver import RunnerDriver
@@ -39,7 +40,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runner_of(base: Path) -> TorchModelRunner:
-    return load_runner(base, dtype="float32", num_blocks=64)
+    return load_runner(TorchSpec(base, dtype="float32", num_blocks=64))
 
 
 def tokens(runner: TorchModelRunner, *adapters: str) -> list[list[int]]:
@@ -91,7 +92,7 @@ def test_adapters_of_another_model_are_refused_before_they_are_read(
 def test_patterns_are_tried_for_modules_of_the_model_alone(base: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path, lora_tensors({"stranger": (64, 64)}), rank_pattern={"stranger": 3})
     with pytest.raises(AdapterRefused, match="changes stranger, which is no product"):
-        load_runner(base, dtype="float32", num_blocks=64).check_adapter(tmp_path)
+        load_runner(TorchSpec(base, dtype="float32", num_blocks=64)).check_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -17,6 +17,7 @@ from baton.runner.loading import load_runner
 from baton.runner.model import decode_graphs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from baton.testing.fake_attention import fake_paged_attention
 from baton.testing.fake_graph import FakeRecorder
 from tests.support.runner_driver import RunnerDriver
@@ -81,7 +82,9 @@ class CheckingAttention:
 
 
 def runner_of(directory: Path, attend: Any, record: Any = None) -> TorchModelRunner:
-    return load_runner(directory, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, attend, record))
+    return load_runner(
+        TorchSpec(directory, dtype="float32", num_blocks=64), operations=CudaOperations(CPU, attend, record)
+    )
 
 
 def tokens_of(runner: TorchModelRunner) -> dict[str, list[int]]:

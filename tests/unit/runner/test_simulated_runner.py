@@ -15,7 +15,7 @@ from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.runner import PROBE_BLOCKS
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.beams import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_id
 from baton.errors import AdapterRefused
 from baton.messages.sampling import SamplingParams

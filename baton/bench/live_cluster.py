@@ -11,19 +11,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from baton.bench.arrangement import Arrangement
 from baton.client import OperatorClient
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError, Unreachable
 from baton.messages.node import NodeDescription
 from baton.messages.node_report import TraceEvent
 from baton.messages.operator import NodeStatus
 from baton.models.resolve import FoundModel
+from baton.registry.connection import with_authority
+from baton.registry.registry import Registry
+from baton.security.access import default_access
 from baton.wire.clients.node_client import NodeClient
 
 _ANY_PROMPT = str(1 << 30)
@@ -191,3 +195,119 @@ def model_flags(model: FoundModel, dtype: str) -> list[str]:
     """The flags with which `baton up` serves a model as it would by the name that a person gave."""
     flags = ["--model", str(model.directory), "--dtype", dtype]
     return [*flags, "--dequantize"] if model.dequantize else flags
+
+
+# Pins node processes to cores, with the processes of a node's other ranks.
+
+_PROC = Path("/proc")
+_PARENT = 1
+"""Position in /proc/PID/stat after the name of the command (proc_pid_stat(5))."""
+
+
+def pin_nodes(nodes: Sequence[NodeStatus], cores: Sequence[int], per_node: int = 1) -> dict[str, int]:
+    """Pins each node to `per_node` of the cores, in turn, so that every arrangement has the same cores.
+
+    Returns the first core of each node, by the node's name.
+    """
+    placed = {}
+    for number, node in enumerate(sorted(nodes, key=lambda node: node.name)):
+        own = [cores[place % len(cores)] for place in range(number * per_node, (number + 1) * per_node)]
+        for pid in processes_of([node.pid]):
+            _pin(pid, own)
+        placed[node.name] = own[0]
+    return placed
+
+
+def processes_of(pids: Collection[int]) -> list[int]:
+    """These processes and all that they have started, directly or not: the ranks of nodes, say."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for path in _PROC.iterdir():
+        if path.name.isdigit():
+            with suppress(OSError):  # it has ended
+                fields = (path / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                children[int(fields[_PARENT])].append(int(path.name))
+    found: dict[int, None] = {}
+    waiting = list(pids)
+    while waiting:
+        pid = waiting.pop()
+        if pid not in found:
+            found[pid] = None
+            waiting += children[pid]
+    return list(found)
+
+
+def _pin(pid: int, cores: Collection[int]) -> None:
+    """Pins all threads of a process; threads that start later inherit it."""
+    pinned: set[str] = set()
+    while True:
+        try:
+            tasks = {path.name for path in (_PROC / str(pid) / "task").iterdir()}
+        except FileNotFoundError:  # it has ended
+            return
+        if tasks <= pinned:
+            return
+        for task in tasks - pinned:
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task), cores)
+        pinned |= tasks
+
+
+# Finds a running cluster by a router's operator port, or in the registry that its hosts share.
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCluster:
+    """A running cluster that a load can be put on."""
+
+    grpc_address: str
+    """Address of a router."""
+    nodes: Sequence[NodeStatus]
+
+
+def find_by_operator(grpc_address: str, operator_address: str) -> FoundCluster:
+    """The cluster as a router sees it; raises Unreachable."""
+    with closing(OperatorClient(operator_address)) as client:
+        return FoundCluster(grpc_address, [node for node in client.status().nodes if node.role != "router"])
+
+
+def find_in_registry(url: str, cluster: str) -> FoundCluster:
+    """The first router of the registry that answers, and all nodes on all hosts; raises Unreachable."""
+    routers = asyncio.run(_routers(with_authority(url, default_access.get().tls_ca), cluster))
+    for grpc_address, operator_address in routers:
+        try:
+            return find_by_operator(grpc_address, operator_address)
+        except BatonError:
+            continue
+    raise Unreachable(f"no router of cluster {cluster!r} answers; the registry lists {len(routers)}")
+
+
+async def _routers(url: str, cluster: str) -> list[tuple[str, str]]:
+    registry = Registry.connect(url, cluster)
+    try:
+        await registry.ping()
+        snapshot = await registry.read()
+    finally:
+        await registry.close()
+    records = [record for record in snapshot.values() if record.role == "router" and record.operator_address]
+    return [(record.address, record.operator_address) for record in sorted(records, key=lambda one: one.name)]
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedCluster(FoundCluster):
+    """A cluster that was started on this machine, with each node on cores of its own while there are enough."""
+
+    live: LiveCluster
+    cores: Mapping[str, int]
+    """The first core of each node."""
+
+
+@contextmanager
+def pinned_cluster(
+    arrangement: Arrangement, model: FoundModel, dtype: str, *flags: str, threads: int = 1
+) -> Iterator[PinnedCluster]:
+    """Starts the arrangement, with as many threads and cores for each node; `flags`: more of `baton up`."""
+    words = [*model_flags(model, dtype), "--threads", str(threads), *arrangement_flags(arrangement), *flags]
+    with live_cluster(*words) as live:
+        nodes = live.nodes()
+        cores = pin_nodes(nodes, sorted(os.sched_getaffinity(0)), threads)
+        yield PinnedCluster(live.grpc_address, nodes, live, cores)

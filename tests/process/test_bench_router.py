@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from baton.bench.micro.router import RouterBenchConfig, run
+from baton.bench.config import RouterBenchConfig
+from baton.bench.micro.router import run
 from baton.config import bundled_model_dir
 
 

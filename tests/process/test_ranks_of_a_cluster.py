@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.bench.pinning import processes_of
+from baton.bench.live_cluster import processes_of
 from tests.support.process_cluster import process_cluster
 from tests.support.rank_processes import command
 

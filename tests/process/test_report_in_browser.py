@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.bench.report.write import write_report
+from baton.bench.report.page import write_report
 from tests.support.browser import Browser
 from tests.support.example_results import CONDITIONAL, DISAGGREGATED, Behaviour, all_failed, comparison
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from baton.bench.micro.adapter_files import PREFIX, lora_tensors, safetensors_bytes, write_adapter
+from baton.bench.micro.adapters import PREFIX, lora_tensors, safetensors_bytes, write_adapter
 
 __all__ = ["PREFIX", "expert_tensors", "lora_tensors", "safetensors_bytes", "write_adapter", "write_simple_adapter"]
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.results.result_file import SCHEMA
-from baton.bench.results.slo import Slo
-from baton.bench.results.summary import distributions, summarize
+from baton.bench.results.summary import Slo, distributions, summarize
 
 SLO = Slo(ttft_ms=250.0, tpot_ms=100.0)
 _PREFILL_S = 0.06

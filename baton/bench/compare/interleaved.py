@@ -11,17 +11,63 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from baton.bench.arrangement import Arrangement
-from baton.bench.compare.pace import Pace, RunLength
+from baton.bench.config import CompareConfig
+from baton.bench.experiment import Experiment
 from baton.bench.load.endpoint import Target
 from baton.bench.load.run import LoadPlan, LoadRun
 from baton.bench.nodes.run import NodesRun
 from baton.bench.results.goodput import GoodputSearch
-from baton.bench.results.slo import Slo
-from baton.bench.results.summary import Summary, summarize
-from baton.bench.workloads.spec import WorkloadSpec
-from baton.clock import Clock
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unreachable
-from baton.models.resolve import FoundModel
+from baton.bench.results.summary import Slo, Summary, summarize
+from baton.errors import BatonError, Cancelled, DeadlineExceeded
+
+# Chooses the length of each run, so that a comparison ends in time, however fast its machine is.
+#
+# The time that is left is shared among the runs that are left. After its last arrival, a run waits only as long as a
+# request that keeps the SLO can take: a request without an answer by then has broken it.
+
+
+OVERHEAD_S = 3.0
+"""Time that a run takes beside its load: starting its generator, and reading the outcomes."""
+_MIN_PROMPTS = 4
+"""With fewer a run says nothing; then there are fewer runs instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """The number of a run's requests, and the seconds after which the run ends in any case."""
+
+    prompts: int
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What all runs of a comparison have in common."""
+
+    run_s: float
+    """Seconds of arrivals in a run, if there is time for them."""
+    min_prompts: int
+    """Smallest number of requests in a run, however low its rate, if there is time for them."""
+    tail_s: float
+    """Longest time from a request's arrival to its end, if it keeps the SLO."""
+    deadline_s: float = math.inf
+    """When the last run must have ended."""
+
+    def length(self, rate: float, now_s: float, runs_left: int, *, waits_for_slow: bool = False) -> RunLength | None:
+        """The length of the next run. `waits_for_slow`: requests that broke the SLO are waited for, too.
+
+        None: too little time is left for a run that says anything.
+        """
+        share_s = (self.deadline_s - now_s) / runs_left - OVERHEAD_S
+        wanted = max(self.min_prompts, round(rate * self.run_s))
+        prompts = wanted
+        if prompts / rate + self.tail_s > share_s:
+            prompts = math.floor(rate * (share_s - self.tail_s))
+        if prompts < min(wanted, _MIN_PROMPTS):
+            return None
+        tail_s = max(self.tail_s, 0.5 * prompts / rate + 2) if waits_for_slow else self.tail_s
+        return RunLength(prompts, min(prompts / rate + tail_s, share_s))
+
 
 _CALIBRATION_REQUESTS = 6
 _CALIBRATION_SHARE = 0.2
@@ -36,44 +82,15 @@ _KNOWN_STEP = 1.25
 _MAX_LOADS = 1 << 20
 """Largest number of loads in a comparison: comparisons with different seeds have no load in common."""
 
-Report = Callable[[str], None]
-"""Shows a line of progress."""
-RunLoad = Callable[[int, LoadPlan], NodesRun]
-"""Runs a load on the arrangement with this number."""
-
 
 @dataclass(frozen=True, slots=True)
-class CompareConfig:
-    """What to compare, with which load, for how long."""
+class RunningArrangement:
+    """A started arrangement, ready for load."""
 
-    arrangements: Sequence[Arrangement]
-    model: FoundModel
-    dtype: str
-    workload: WorkloadSpec
-    """Its rate and number of requests are replaced in each run."""
-    slo: Slo | None
-    """None: twice the undisturbed time per output token, and `ttft_factor` times the undisturbed first token."""
-    ttft_factor: float = 5.0
-    attainment: float = 0.9
-    """Share of the offered requests that must keep the SLO."""
-    repeats: int = 3
-    run_s: float = 15.0
-    """Seconds of arrivals in a run; fewer if the budget is too small."""
-    max_tries: int = 8
-    budget_s: float = float("inf")
-    """Seconds from the first process's start to the last one's end."""
-    min_prompts: int = 10
-    """Smallest number of requests in a run, however low its rate; fewer if the budget is too small."""
-    up_flags: Sequence[str] = ()
-    """More flags of `baton up`, for all arrangements."""
-    max_num_batched_tokens: int | None = None
-    """Most tokens of a step in all arrangements; None: tuned for each one (`baton.bench.compare.tuning`)."""
-    max_sizes: int = 4
-    """Number of sizes that are tried for one arrangement."""
-    tune_tries: int = 5
-    """Rates that are tried for one size."""
-    is_baseline_tuned_alone: bool = False
-    """Tune colocated nodes only; the others get the default, to their disadvantage if it is not their best."""
+    target: Target
+    cores: Mapping[str, int]
+    """The core of each node."""
+    run_load: Callable[[LoadPlan], NodesRun]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,34 +160,30 @@ class InterleavedRuns:
         self,
         config: CompareConfig,
         measured: Sequence[MeasuredArrangement],
-        targets: Sequence[Target],
-        report: Report,
-        deadline_s: float,
-        clock: Clock,
-        run_load: RunLoad,
+        running: Sequence[RunningArrangement],
+        experiment: Experiment,
     ) -> None:
-        """`deadline_s`: when the last run must have ended, on the clock."""
+        """`measured`: what is measured of the arrangement that runs at the same place in `running`."""
         self._config = config
         self._measured = measured
-        self._targets = targets
-        self._report = report
-        self._deadline_s = deadline_s
-        self._clock = clock
-        self._run_load = run_load
-        self._pace = Pace(config.run_s, config.min_prompts, 0.0, deadline_s)
+        self._running = running
+        self._experiment = experiment
+        self._report = experiment.report
+        self._now_s = experiment.clock.monotonic
+        self._pace = Pace(config.run_s, config.min_prompts, 0.0, experiment.deadline_s)
         self._slo = Slo()
         self._num_loads = 0
 
     def calibrate(self) -> Summary:
         """Measures single requests, one after the other; every arrangement is warm afterwards."""
         summaries = []
-        left_s = self._deadline_s - self._clock.monotonic()
-        for number, target in enumerate(self._targets):
+        left_s = self._experiment.left_s()
+        for number, running in enumerate(self._running):
             count = 1 if number else _CALIBRATION_REQUESTS
             workload = replace(self._config.workload, num_prompts=count, seed=self._next_seed())
-            limit_s = None if left_s == float("inf") else max(1.0, left_s * _CALIBRATION_SHARE / len(self._targets))
-            plan = LoadPlan(target, workload, max_concurrency=1, num_warmups=_WARM_UPS, limit_s=limit_s)
-            summaries.append(_checked(self._run_load(number, plan).run))
+            limit_s = None if left_s == float("inf") else max(1.0, left_s * _CALIBRATION_SHARE / len(self._running))
+            plan = LoadPlan(running.target, workload, max_concurrency=1, num_warmups=_WARM_UPS, limit_s=limit_s)
+            summaries.append(_checked(running.run_load(plan).run))
         return summaries[0]
 
     def find_goodput(self, slo: Slo, undisturbed: Summary) -> float:
@@ -184,8 +197,8 @@ class InterleavedRuns:
         self._set_slo(slo, undisturbed)
         num_repeats, longest = self._config.repeats, 0.0
         for repeat in range(num_repeats):
-            since = self._clock.monotonic()
-            if repeat and since + longest > self._deadline_s:
+            since = self._now_s()
+            if repeat and since + longest > self._experiment.deadline_s:
                 self._report(f"out of time after {repeat} of {num_repeats} repetitions")
                 break
             try:
@@ -196,13 +209,13 @@ class InterleavedRuns:
                 return error
             except KeyboardInterrupt:
                 return Cancelled("interrupted")
-            longest = max(longest, self._clock.monotonic() - since)
+            longest = max(longest, self._now_s() - since)
         return None
 
     def _set_slo(self, slo: Slo, undisturbed: Summary) -> None:
         config = self._config
         tail_s = longest_kept_s(slo, config.workload.random_output_len, undisturbed) + _TAIL_S
-        self._pace = Pace(config.run_s, config.min_prompts, tail_s, self._deadline_s)
+        self._pace = Pace(config.run_s, config.min_prompts, tail_s, self._experiment.deadline_s)
         self._slo = slo
 
     def _search(self, repeat: int, undisturbed: Summary) -> None:
@@ -246,7 +259,7 @@ class InterleavedRuns:
 
     def _length(self, rate: float, rounds_left: int, num_searches: int, place: int) -> RunLength | None:
         """The next run's length, with as many rounds left as there is time for beside the runs at the common rate."""
-        now_s, num_common = self._clock.monotonic(), len(self._measured)
+        now_s, num_common = self._now_s(), len(self._measured)
         for rounds in range(rounds_left, 0, -1):
             runs_left = rounds * num_searches - place + num_common
             if (length := self._pace.length(rate, now_s, runs_left)) is not None:
@@ -255,7 +268,7 @@ class InterleavedRuns:
 
     def _compare_at_one_rate(self, repeat: int, searches: Sequence[GoodputSearch]) -> None:
         rate = common_rate([search.goodput for search in searches], min(search.upper_bound for search in searches))
-        length = self._pace.length(rate, self._clock.monotonic(), len(searches), waits_for_slow=True)
+        length = self._pace.length(rate, self._now_s(), len(searches), waits_for_slow=True)
         if length is None:
             self._report(f"no time left for a comparison at {rate:.2f}/s")
             return
@@ -266,14 +279,11 @@ class InterleavedRuns:
     def _run(
         self, number: int, repeat: int, rate: float, length: RunLength, seed: int, *, is_common: bool = False
     ) -> RateRun:
-        config, arrangement = self._config, self._measured[number].arrangement
+        config, arrangement, running = self._config, self._measured[number].arrangement, self._running[number]
         workload = replace(config.workload, request_rate=rate, num_prompts=length.prompts, seed=seed)
-        watched = self._run_load(number, LoadPlan(self._targets[number], workload, limit_s=length.limit_s))
+        watched = running.run_load(LoadPlan(running.target, workload, limit_s=length.limit_s))
         run = watched.run
-        if run.was_interrupted:
-            raise Cancelled("interrupted")
-        if run.is_unreachable:
-            raise Unreachable(f"{arrangement} went away during a run at {rate:.2f} requests/s")
+        run.check(f"{arrangement} went away during a run at {rate:.2f} requests/s")
         summary = summarize(run.outcomes, run.duration_s, self._slo, offered=length.prompts)
         self._report(
             f"{repeat + 1}. {arrangement} at {'the common rate, ' if is_common else ''}{rate:.2f}/s: "

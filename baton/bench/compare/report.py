@@ -8,13 +8,13 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from baton.bench.compare.interleaved import CompareConfig, MeasuredArrangement, RateRun
+from baton.bench.compare.interleaved import MeasuredArrangement, RateRun
 from baton.bench.compare.run import Comparison
 from baton.bench.compare.verdict import Contender, Trial, decide
+from baton.bench.config import CompareConfig
 from baton.bench.results.result_file import Result, new_result
-from baton.bench.results.slo import Slo
 from baton.bench.results.spread import Spread
-from baton.bench.results.summary import distributions, ttft_parts
+from baton.bench.results.summary import Slo, measurement
 
 _P99_GAP = "p99_largest_gap_ms"
 
@@ -145,20 +145,16 @@ def _arrangement(one: MeasuredArrangement, slo: Slo) -> dict[str, Any]:
 
 def _rate(run: RateRun, *, is_common: bool) -> dict[str, Any]:
     outcomes = run.watched.run.outcomes
-    values: dict[str, Any] = {
-        "rate": run.rate,
+    more = {
         "repeat": run.repeat,
         "is_common": is_common,
-        "summary": run.summary,
-        **distributions(outcomes, run.summary),
-        "ttft_parts": ttft_parts(outcomes),
         "generator": run.watched.run.load.to_json(),
         "busy": run.watched.busy_shares(),
         "outcomes": outcomes.columns(0.0),
     }
     if is_common:
-        values["timeline"] = run.watched.timeline_rows()
-    return values
+        more["timeline"] = run.watched.timeline_rows()
+    return measurement(run.rate, outcomes, run.summary, more)
 
 
 def rows(comparison: Comparison) -> list[list[str]]:

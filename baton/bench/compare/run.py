@@ -1,35 +1,164 @@
 """Starts every arrangement on the same cores, puts the same load on each in turn, and compares them.
 
-First the steps of the arrangements are tuned, one cluster after the other (`baton.bench.compare.tuning`). Then all
-clusters run the whole time. A cluster without requests sleeps, so the measured one has the cores to itself, and
-switching between clusters costs nothing. Disturbances of the machine affect all of them alike.
+First the number of tokens of a step is tuned for the SLO, one cluster after the other. With small steps prompts take
+longer, with large ones running streams pause longer; a comparison at one fixed size flatters one of the arrangements:
+colocated nodes pause their streams for a whole step of prompt tokens, disaggregated ones don't. So each arrangement is
+first measured with several sizes.
+
+Then all clusters run the whole time. A cluster without requests sleeps, so the measured one has the cores to itself,
+and switching between clusters costs nothing. Disturbances of the machine affect all of them alike.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 from baton.bench.arrangement import Arrangement
-from baton.bench.compare.interleaved import CompareConfig, InterleavedRuns, MeasuredArrangement, Report, default_slo
-from baton.bench.compare.tuning import FIRST_SIZE, RunningArrangement, StartArrangement, Tuned, tune
-from baton.bench.live_cluster import arrangement_flags, live_cluster, model_flags
+from baton.bench.compare.interleaved import (
+    InterleavedRuns,
+    MeasuredArrangement,
+    RunningArrangement,
+    default_slo,
+)
+from baton.bench.config import CompareConfig
+from baton.bench.experiment import Experiment, Report
+from baton.bench.live_cluster import pinned_cluster
 from baton.bench.load.endpoint import Target
 from baton.bench.load.probe import probe
-from baton.bench.nodes.find import FoundCluster
 from baton.bench.nodes.run import run_watched
-from baton.bench.pinning import pin_nodes
-from baton.bench.results.slo import Slo
-from baton.bench.results.summary import Summary
-from baton.clock import Clock, SystemClock
-from baton.errors import BatonError
+from baton.bench.results.summary import Slo, Summary
+from baton.clock import SystemClock
+from baton.errors import BatonError, Cancelled
+
+SMALLEST = 64
+"""A step must have room for a token of each running request, of which a node has 64 by default."""
+LARGEST = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class TriedSize:
+    """A size and the goodput that was found with it, in requests per second."""
+
+    max_num_batched_tokens: int
+    goodput: float
+
+
+class ChunkSizeSearch:
+    """Tries the first size, then half of it, and goes on in the direction in which the goodput rises."""
+
+    def __init__(self, first: int, max_tries: int) -> None:
+        self._max_tries = max_tries
+        self._factor = 0.5
+        self._next: int | None = first
+        self.tried: list[TriedSize] = []
+
+    @property
+    def size(self) -> int | None:
+        """The next size to measure; None if the search is over."""
+        return self._next
+
+    @property
+    def best(self) -> TriedSize:
+        """The size with the highest goodput; of equal ones the one that was tried first."""
+        return max(self.tried, key=lambda each: each.goodput)
+
+    def add_result(self, goodput: float) -> None:
+        """Says the goodput at `size`, and chooses the next size."""
+        size = self._next
+        assert size is not None
+        self.tried.append(TriedSize(size, goodput))
+        if len(self.tried) == 1:
+            self._propose(size)
+            return
+        if self.best.max_num_batched_tokens == size:
+            self._propose(size)
+        elif self._factor < 1 and len(self.tried) == 2:
+            self._factor = 2.0
+            self._propose(self.tried[0].max_num_batched_tokens)
+        else:
+            self._next = None
+
+    def _propose(self, start: int) -> None:
+        size = round(start * self._factor)
+        if size < SMALLEST and len(self.tried) == 1:
+            self._factor = 2.0
+            size = start * 2
+        is_possible = SMALLEST <= size <= LARGEST and len(self.tried) < self._max_tries
+        self._next = size if is_possible else None
+
 
 _STOP_S = 30.0
 """Part of the time budget that is kept for stopping everything and writing the result."""
 _TUNING_SHARE = 0.4
 """Largest share of the time budget for tuning."""
+FIRST_SIZE = 512
+"""The default of --max-num-batched-tokens."""
+
+
+StartArrangement = Callable[[Arrangement, int], AbstractContextManager[RunningArrangement]]
+"""Starts an arrangement whose steps compute at most this many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The sizes that were tried for one arrangement, and the SLO that they were tried for."""
+
+    arrangement: Arrangement
+    tried: list[TriedSize]
+    best: TriedSize
+    """The default, with a goodput of 0, if no size could be measured."""
+    slo: Slo | None
+    """None: nothing was measured from which one follows."""
+
+
+def tune(
+    config: CompareConfig,
+    arrangement: Arrangement,
+    slo: Slo | None,
+    experiment: Experiment,
+    start: StartArrangement,
+) -> Tuned:
+    """Measures the goodput of an arrangement with several sizes, one after the other.
+
+    `slo`: None: from the latency of single requests, as in `default_slo`. Raises Cancelled.
+    """
+    report, clock, deadline_s = experiment.report, experiment.clock, experiment.deadline_s
+    search = ChunkSizeSearch(FIRST_SIZE, config.max_sizes)
+    longest_s, known = 0.0, 0.0
+    while (size := search.size) is not None:
+        since_s = clock.monotonic()
+        if search.tried and since_s + longest_s > deadline_s:
+            report(f"{arrangement}: no time for steps of {size} tokens")
+            break
+        share_s = (deadline_s - since_s) / (config.max_sizes - len(search.tried))
+        try:
+            with start(arrangement, size) as running:
+                one = MeasuredArrangement(arrangement, running.cores, size, first_rate=known)
+                runs = InterleavedRuns(
+                    replace(config, arrangements=[arrangement], max_tries=config.tune_tries),
+                    [one],
+                    [running],
+                    Experiment(lambda _: None, clock, since_s + share_s),
+                )
+                undisturbed = runs.calibrate()
+                slo = slo or default_slo(undisturbed, config.ttft_factor)
+                goodput = runs.find_goodput(slo, undisturbed)
+        except Cancelled:
+            raise
+        except BatonError as error:
+            # Mostly too little time. What is wrong with the arrangement itself is met again when it is compared.
+            report(f"{arrangement}: steps of {size} tokens were not measured: {error}")
+            break
+        known = max(known, goodput)
+        longest_s = max(longest_s, clock.monotonic() - since_s)
+        report(f"{arrangement} with steps of {size} tokens: goodput {goodput:.2f}/s")
+        search.add_result(goodput)
+    best = search.best if search.tried else TriedSize(FIRST_SIZE, 0.0)
+    report(f"{arrangement} is compared with steps of {best.max_num_batched_tokens} tokens")
+    return Tuned(arrangement, search.tried, best, slo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +178,17 @@ class Comparison:
 def compare(config: CompareConfig, report: Report) -> Comparison:
     """Measures all arrangements; raises BatonError if that fails before anything was measured."""
     clock = SystemClock()
-    deadline_s = clock.monotonic() + config.budget_s - _STOP_S
-    cores = sorted(os.sched_getaffinity(0))
+    began_s = clock.monotonic()
+    experiment = Experiment(report, clock, began_s + config.budget_s - _STOP_S)
 
     @contextmanager
     def start(arrangement: Arrangement, size: int) -> Iterator[RunningArrangement]:
-        with _running(config, arrangement, size, cores) as running:
-            yield running
+        flags = ("--max-num-batched-tokens", str(size), *config.up_flags)
+        with pinned_cluster(arrangement, config.model, config.dtype, *flags) as cluster:
+            target = probe(Target("baton", cluster.grpc_address, connections=2)).target
+            yield RunningArrangement(target, cluster.cores, partial(run_watched, cluster))
 
-    tuned = tune_all(config, report, clock, clock.monotonic() + config.budget_s * _TUNING_SHARE, start)
+    tuned = tune_all(config, replace(experiment, deadline_s=began_s + config.budget_s * _TUNING_SHARE), start)
     with ExitStack() as stack:
         measured, running = [], []
         for arrangement in config.arrangements:
@@ -68,10 +199,7 @@ def compare(config: CompareConfig, report: Report) -> Comparison:
             measured.append(
                 MeasuredArrangement(arrangement, running[-1].cores, size, first_rate=best.goodput if best else 0.0)
             )
-        runs = InterleavedRuns(
-            *(config, measured, [one.target for one in running], report, deadline_s, clock),
-            lambda number, plan: running[number].run_load(plan),
-        )
+        runs = InterleavedRuns(config, measured, running, experiment)
         undisturbed = runs.calibrate()
         slo = config.slo or next((one.slo for one in tuned if one.slo), default_slo(undisturbed, config.ttft_factor))
         report(f"SLO {', '.join(f'{name} {limit}' for name, limit in slo.texts().items())}")
@@ -79,9 +207,7 @@ def compare(config: CompareConfig, report: Report) -> Comparison:
     return Comparison(slo, undisturbed, measured, failure, tuned)
 
 
-def tune_all(
-    config: CompareConfig, report: Report, clock: Clock, deadline_s: float, start: StartArrangement
-) -> list[Tuned]:
+def tune_all(config: CompareConfig, experiment: Experiment, start: StartArrangement) -> list[Tuned]:
     """Tunes the arrangements that are to be tuned, all for the same SLO."""
     if config.max_num_batched_tokens is not None:
         return []
@@ -89,18 +215,7 @@ def tune_all(
     tuned: list[Tuned] = []
     for number, arrangement in enumerate(chosen):
         slo = config.slo or next((one.slo for one in tuned if one.slo), None)
-        share_s = (deadline_s - clock.monotonic()) / (len(chosen) - number)
-        tuned.append(tune(config, arrangement, slo, report, clock, clock.monotonic() + share_s, start))
+        share_s = experiment.left_s() / (len(chosen) - number)
+        part = replace(experiment, deadline_s=experiment.clock.monotonic() + share_s)
+        tuned.append(tune(config, arrangement, slo, part, start))
     return tuned
-
-
-@contextmanager
-def _running(
-    config: CompareConfig, arrangement: Arrangement, size: int, cores: Sequence[int]
-) -> Iterator[RunningArrangement]:
-    words = [*model_flags(config.model, config.dtype), "--threads", "1", *arrangement_flags(arrangement)]
-    with live_cluster(*words, "--max-num-batched-tokens", str(size), *config.up_flags) as cluster:
-        found = FoundCluster(cluster.grpc_address, cluster.nodes())
-        pinned: Mapping[str, int] = pin_nodes(found.nodes, cores)
-        target = probe(Target("baton", cluster.grpc_address, connections=2)).target
-        yield RunningArrangement(target, pinned, lambda plan: run_watched(found, plan))

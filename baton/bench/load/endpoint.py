@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from baton.bench.workloads import WorkloadRequest
+from baton.bench.workloads.workload import WorkloadRequest
 from baton.security.tls_files import TlsFiles
 
 UNREACHABLE = "unreachable"

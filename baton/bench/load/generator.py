@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from baton.bench.load.endpoint import UNREACHABLE, Cancel, Endpoint, Usage
 from baton.bench.results.outcome import Outcome, Outcomes
-from baton.bench.workloads import WorkloadRequest
+from baton.bench.workloads.workload import WorkloadRequest
 
 Session = list[WorkloadRequest]
 """Requests that follow one another; most sessions are one request."""

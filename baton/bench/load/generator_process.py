@@ -21,8 +21,8 @@ from typing import Any
 from baton.bench.load.endpoint import Endpoint, Target
 from baton.bench.load.generator import Generator, sessions, share_of
 from baton.bench.load.grpc_endpoint import GrpcEndpoint
-from baton.bench.workloads import WorkloadRequest, unique_piece
 from baton.bench.workloads.spec import WorkloadSpec
+from baton.bench.workloads.workload import WorkloadRequest, unique_piece
 from baton.errors import BatonError
 
 _PROGRESS_S = 0.25

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.bench.load.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
-from baton.bench.workloads import WorkloadRequest
+from baton.bench.workloads.workload import WorkloadRequest
 from baton.errors import Unreachable
 from baton.messages.generation import Accepted, Chunk, GenerateRequest, PromptLogprobs, SequenceFinished
 from baton.wire.codec.generation import event_from_bytes, request_to_pb

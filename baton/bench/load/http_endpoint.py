@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.bench.load.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
-from baton.bench.workloads import WorkloadRequest
+from baton.bench.workloads.workload import WorkloadRequest
 from baton.errors import Unreachable
 from baton.text.tokenizer import Tokenizer
 

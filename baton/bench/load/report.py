@@ -7,8 +7,7 @@ from typing import Any
 
 from baton.bench.load.run import LoadPlan, LoadRun
 from baton.bench.results.result_file import Result, new_result
-from baton.bench.results.slo import Slo
-from baton.bench.results.summary import Summary, distributions, summarize, ttft_parts
+from baton.bench.results.summary import Slo, Summary, measurement, summarize
 
 METRICS = {
     "ttft": "Time to first token",
@@ -26,14 +25,8 @@ def serve_result(
     summary = summarize(run.outcomes, run.duration_s, slo, percentiles, offered=run.offered)
     workload = plan.workload
     rate = "inf" if workload.request_rate == float("inf") else workload.request_rate
-    measured = {
-        "rate": rate,
-        "summary": summary,
-        **distributions(run.outcomes, summary),
-        "ttft_parts": ttft_parts(run.outcomes),
-        "generator": run.load.to_json(),
-        "outcomes": run.outcomes.columns(0.0),
-    }
+    more = {"generator": run.load.to_json(), "outcomes": run.outcomes.columns(0.0)}
+    measured = measurement(rate, run.outcomes, summary, more)
     arrangement = {"name": label or plan.target.address, "rates": [measured]}
     described = workload.to_json() | {"prompts_offered": run.offered}
     result = new_result("serve", described, [arrangement], workload.seed, created)

@@ -6,27 +6,77 @@ both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from baton.bench.micro.adapter_files import lora_tensors, write_adapter
-from baton.bench.micro.engine import EngineBenchConfig
-from baton.bench.micro.engine_drive import EngineDrive, load_with_room
-from baton.bench.results.spread import Spread
+import numpy as np
+import numpy.typing as npt
+
+from baton.bench.micro.engine import BLOCK_SIZE, EngineBenchConfig
+from baton.bench.micro.engine_drive import EngineDrive, by_turns, load_with_room, rates_by_turns
 from baton.messages.adapters import NO_ADAPTER
-from baton.model_formats.adapters import DEFAULT_MAX_RANK, open_adapter
-from baton.runner import TorchSpec
+from baton.model_formats.adapters import CONFIG_NAME, DEFAULT_MAX_RANK, WEIGHTS_NAME, open_adapter
 
 if TYPE_CHECKING:
     from baton.runner.model_runner import TorchModelRunner
 
-_BLOCK_SIZE = 16
+
+# Writes adapters of random numbers as PEFT writes them, for benchmarks and tests; without torch.
+
+
+PREFIX = "base_model.model."
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+
+
+def lora_tensors(
+    modules: Mapping[str, tuple[int, int]], rank: int = 4, seed: int = 0, scale: float = 1.0
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Random tensors A and B for modules, by names, each with its numbers of outputs and inputs."""
+    random = np.random.default_rng(seed)
+    tensors: dict[str, npt.NDArray[np.float32]] = {}
+    for module, (outputs, inputs) in modules.items():
+        a = random.standard_normal((rank, inputs), dtype=np.float32)
+        b = random.standard_normal((outputs, rank), dtype=np.float32)
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = a * np.float32(scale)
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = b * np.float32(scale)
+    return tensors
+
+
+def write_adapter(directory: Path, tensors: Tensors, rank: int = 4, **settings: object) -> Path:
+    """Write an adapter's two files; `settings` go over those of a plain LoRA adapter. Returns the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, **settings}
+    (directory / CONFIG_NAME).write_text(json.dumps(config), encoding="utf-8")
+    (directory / WEIGHTS_NAME).write_bytes(safetensors_bytes(tensors))
+    return directory
+
+
+def safetensors_bytes(tensors: Tensors) -> bytes:
+    """The content of a safetensors file with these tensors."""
+    names = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16"}
+    header: dict[str, object] = {}
+    at = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": names.get(tensor.dtype, "I64"),
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(tensor.tobytes() for tensor in tensors.values())
+
+
 _ROUNDS = 6
 
 
@@ -52,17 +102,8 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
     from baton.runner.loading import load_runner
 
     count, length = num_adapters, config.context_tokens
-    blocks_of_one = -(-(length + config.steps + 4) // _BLOCK_SIZE) + 1
-    spec = TorchSpec(
-        config.model_dir,
-        dtype=config.dtype,
-        block_size=_BLOCK_SIZE,
-        cache_dtype=config.cache_dtype,
-        num_threads=config.threads,
-        quantization=config.quantization,
-        dequantize=config.dequantize,
-        max_lora_rank=max(rank, DEFAULT_MAX_RANK),
-    )
+    blocks_of_one = -(-(length + config.steps + 4) // BLOCK_SIZE) + 1
+    spec = replace(config.spec(), max_lora_rank=max(rank, DEFAULT_MAX_RANK))
     num_stripes = 2 + (3 * count + 2 * _ROUNDS + 2) * blocks_of_one
     runner = load_with_room(lambda num_blocks: load_runner(replace(spec, num_blocks=num_blocks)), num_stripes)
     with closing(runner), TemporaryDirectory(prefix="baton-adapters-") as place:
@@ -73,8 +114,12 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
         def new_prompt() -> list[int]:
             return [rng.randrange(runner.model.vocab_size) for _ in range(length)]
 
-        figures = [
-            _by_turns(
+        def figures(step: str, num_tokens: int, own: Callable[[], float], plain: Callable[[], float]) -> AdapterFigures:
+            turns = by_turns(lambda _: own(), lambda _: plain(), _ROUNDS)
+            return AdapterFigures(step, *rates_by_turns(num_tokens, *turns))
+
+        found = [
+            figures(
                 f"prefill, {_adapters(1)}",
                 length,
                 lambda: drive.prefill(new_prompt(), adapters=digests[:1]),
@@ -95,15 +140,9 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
             known = 1 if different > 1 else 0
             for prompt, adapter in list(zip(prompts, own, strict=True))[known:]:
                 drive.prefill(prompt, adapters=[adapter])
-            figures.append(
-                _by_turns(
-                    f"decode {count}, {_adapters(different)}",
-                    count,
-                    lambda own=own: decode(own),  # type: ignore[misc]
-                    lambda: decode([NO_ADAPTER] * count),
-                )
-            )
-        return figures
+            step = f"decode {count}, {_adapters(different)}"
+            found.append(figures(step, count, partial(decode, own), partial(decode, [NO_ADAPTER] * count)))
+        return found
 
 
 def _adapters(count: int) -> str:
@@ -119,25 +158,3 @@ def _load_adapters(runner: TorchModelRunner, place: Path, count: int, rank: int)
         digests.append(open_adapter(directory).digest())
         runner.adapters.load(directory, digests[-1])
     return digests
-
-
-def _by_turns(
-    step: str, num_tokens: int, with_adapters: Callable[[], float], plain: Callable[[], float]
-) -> AdapterFigures:
-    """Measure both, which return the seconds of a step, in turns; the first turn warms up."""
-    own: list[float] = []
-    without: list[float] = []
-    for turn in range(_ROUNDS + 1):
-        sides = [(with_adapters, own), (plain, without)]
-        for work, seconds in sides if turn % 2 else sides[::-1]:
-            seconds.append(work())
-    pairs = list(zip(own, without, strict=True))[1:]
-    ratio = Spread.of([other / one for one, other in pairs])
-    return AdapterFigures(
-        step,
-        num_tokens / median(own[1:]),
-        num_tokens / median(without[1:]),
-        ratio.median,
-        ratio.p10,
-        ratio.p90,
-    )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _BATCHES = (1, 8, 16)
 _ROUNDS = 6
-_BLOCK_SIZE = 16
+BLOCK_SIZE = 16
 _WIDTHS = {"float32": 4, "bfloat16": 2}
 _MEMORY_MARGIN = 1 << 30
 
@@ -56,6 +56,19 @@ class EngineBenchConfig:
     threads: int = 1
     seed: int = 0
 
+    def spec(self) -> TorchSpec:
+        """The engine, without the number of its blocks."""
+        return TorchSpec(
+            self.model_dir,
+            self.dtype,
+            block_size=BLOCK_SIZE,
+            cache_dtype=self.cache_dtype,
+            num_threads=self.threads,
+            name=self.name,
+            quantization=self.quantization,
+            dequantize=self.dequantize,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeFigures:
@@ -70,6 +83,10 @@ class DecodeFigures:
     """Time to read weights, and keys and values of every context, once at memory bandwidth; median over the rounds."""
     share: float
     """Floor divided by step, computed for each round; median over the rounds."""
+
+    @property
+    def step_by_floor(self) -> float:
+        return 1 / self.share
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,16 +223,7 @@ def run(config: EngineBenchConfig) -> EngineReport:
     max_tokens = read_model_files(config.model_dir).max_model_len
     if config.context_tokens + config.steps + 2 > max_tokens:
         raise ConfigError(f"the model takes at most {max_tokens} tokens; use smaller --context-tokens or --steps")
-    spec = TorchSpec(
-        config.model_dir,
-        config.dtype,
-        block_size=_BLOCK_SIZE,
-        cache_dtype=config.cache_dtype,
-        num_threads=config.threads,
-        name=config.name,
-        quantization=config.quantization,
-        dequantize=config.dequantize,
-    )
+    spec = config.spec()
     ours = load_with_room(lambda num_blocks: load_timed(replace(spec, num_blocks=num_blocks)), num_stripes(config))
     spec = replace(spec, num_blocks=ours.memory.num_blocks)
     info = ours.model
@@ -258,9 +266,9 @@ def _why_alone(work: ModelWork, info: ModelInfo, cache_bytes: int) -> str:
 
 def num_stripes(config: EngineBenchConfig) -> int:
     """So many blocks of each group of layers keep all prompts and outputs in the prefix cache."""
-    prompts = (max(_BATCHES) + _ROUNDS) * -(-config.context_tokens // _BLOCK_SIZE)
+    prompts = (max(_BATCHES) + _ROUNDS) * -(-config.context_tokens // BLOCK_SIZE)
     rounds = _ROUNDS + 1
-    generated = sum(_BATCHES) * rounds * (config.steps // _ROUNDS // _BLOCK_SIZE + 2)
+    generated = sum(_BATCHES) * rounds * (config.steps // _ROUNDS // BLOCK_SIZE + 2)
     return (prompts + generated) * 9 // 8
 
 
@@ -319,7 +327,7 @@ def _report(
     prefill = Spread.of(ours.prefill_seconds, 1e3)
     products = work.prompt_operations(config.context_tokens)
     attention = _attention_operations(config, layout)
-    kv_bytes_per_token = layout.block_bytes // _BLOCK_SIZE
+    kv_bytes_per_token = layout.block_bytes // BLOCK_SIZE
     share = median(products / (turn.rate * turn.seconds[0]) for turn in ours.prefill)
     reads = Spread.of([turn.rate for turns in ours.decode.values() for turn in turns], 1e-9)
     rates = Spread.of([turn.rate for turn in ours.prefill], 1e-9)

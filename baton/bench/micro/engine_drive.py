@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import TypeVar
 
+from baton.bench.results.spread import Spread
 from baton.clock import SystemClock
 from baton.engine.batch import EngineCoreOutput
 from baton.engine.core import EngineCore
@@ -36,6 +38,49 @@ def load_with_room(load: Callable[[int], R], num_stripes: int) -> R:
     return load(num_stripes * groups)
 
 
+def engine_core(
+    runner: ModelRunner,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    executor: StepExecutor | None = None,
+    max_loras: int = 8,
+) -> EngineCore:
+    """An engine with its scheduler, as a node has one."""
+    config = SchedulerConfig(
+        num_blocks=runner.memory.num_blocks,
+        block_size=runner.layout.block_size,
+        windows=runner.layout.windows,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=runner.model.max_model_len,
+        long_sequences=runner.model.long_sequences,
+        max_loras=max_loras,
+    )
+    key_fields = CacheKeyFields.of(runner.model, runner.layout)
+    return EngineCore(Scheduler(config, key_fields, SystemClock()), runner, executor)
+
+
+def by_turns(
+    first: Callable[[int], float], second: Callable[[int], float], rounds: int
+) -> tuple[list[float], list[float]]:
+    """The seconds that two ways take, measured in turns, so that drift of the machine's speed affects both.
+
+    Their order alternates. Both are given the number of the turn; the turn with number 0 warms up and does not count.
+    """
+    seconds: tuple[list[float], list[float]] = [], []
+    for turn in range(rounds + 1):
+        sides = list(zip((first, second), seconds, strict=True))
+        for way, taken in sides if turn % 2 else sides[::-1]:
+            taken.append(way(turn))
+    return seconds[0][1:], seconds[1][1:]
+
+
+def rates_by_turns(num_tokens: int, first_s: Sequence[float], second_s: Sequence[float]) -> Sequence[float]:
+    """Tokens a second of both ways, and how many times as fast the first one is: median, p10 and p90."""
+    ratio = Spread.of([other / one for one, other in zip(first_s, second_s, strict=True)])
+    return num_tokens / median(first_s), num_tokens / median(second_s), ratio.median, ratio.p10, ratio.p90
+
+
 class EngineDrive:
     """Scheduler and runner, without threads, network or router. A prompt is computed in one step."""
 
@@ -43,20 +88,9 @@ class EngineDrive:
         self, runner: ModelRunner, prompt_tokens: int, max_batch: int, executor: StepExecutor | None = None
     ) -> None:
         """`executor`: see `EngineCore`; closed by `close`."""
-        self._runner = runner
-        config = SchedulerConfig(
-            num_blocks=runner.memory.num_blocks,
-            block_size=runner.layout.block_size,
-            windows=runner.layout.windows,
-            # At most the last block of a prompt is missing in the prefix cache.
-            max_num_batched_tokens=max(prompt_tokens, max_batch * runner.layout.block_size),
-            max_num_seqs=max_batch,
-            max_loras=max_batch,
-            max_model_len=runner.model.max_model_len,
-            long_sequences=runner.model.long_sequences,
-        )
-        key_fields = CacheKeyFields.of(runner.model, runner.layout)
-        self._core = EngineCore(Scheduler(config, key_fields, SystemClock()), runner, executor)
+        # At most the last block of a prompt is missing in the prefix cache.
+        max_tokens = max(prompt_tokens, max_batch * runner.layout.block_size)
+        self._core = engine_core(runner, max_tokens, max_batch, executor, max_loras=max_batch)
         self._count = 0
 
     def prefill(self, *prompts: Sequence[int], adapters: Sequence[str] = ()) -> float:

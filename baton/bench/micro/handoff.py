@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from random import Random
 from statistics import median
 
+from baton.bench.config import HandoffBenchConfig
 from baton.bench.live_cluster import LiveCluster, live_cluster, model_flags
 from baton.bench.micro.bare_reads import bare_sender, read_times
-from baton.bench.micro.solo import SoloEngine, SoloRun
+from baton.bench.micro.engine_drive import engine_core
 from baton.client import GenerationClient
+from baton.engine.request import Request
 from baton.engine.runner import KVLayout
 from baton.errors import BatonError, ConfigError
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest
@@ -25,25 +27,57 @@ from baton.messages.kv_cache import block_sizes_fit
 from baton.messages.node_report import TraceEvent
 from baton.messages.sampling import SamplingParams
 from baton.models.resolve import FoundModel
+from baton.runner import TorchSpec, load
 
-_WARM_UP = 2
+# Runs requests on a single engine in this process, as a baseline for a cluster.
 
 
 @dataclass(frozen=True, slots=True)
-class HandoffBenchConfig:
-    """What to measure."""
+class SoloRun:
+    """The result of one request on one engine."""
 
-    model: FoundModel
-    dtype: str = "auto"
-    prompt_tokens: int = 1024
-    new_tokens: int = 16
-    requests: int = 20
-    max_num_batched_tokens: int = 512
-    threads: int = 1
-    kv_cache_bytes: int = 512 << 20
-    other_block_size: int = 32
-    """Reads between nodes of the model's block size and of this one are measured, too."""
-    seed: int = 0
+    ttft_ms: float
+    token_ids: Sequence[int]
+
+
+class SoloEngine:
+    """One engine with the same limits as a node's, without threads, network or router."""
+
+    def __init__(
+        self, model: FoundModel, dtype: str, cache_bytes: int, max_num_batched_tokens: int, num_threads: int
+    ) -> None:
+        self.runner = load(
+            TorchSpec(
+                model.directory,
+                dtype,
+                cache_bytes=cache_bytes,
+                num_threads=num_threads,
+                dequantize=model.dequantize,
+            )
+        )
+        self._core = engine_core(self.runner, max_num_batched_tokens, min(64, max_num_batched_tokens))
+        self._count = 0
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.runner.layout
+
+    def run(self, prompt: Sequence[int], params: SamplingParams) -> SoloRun:
+        """Runs one request to its end."""
+        self._count += 1
+        tokens: list[int] = []
+        first_ms, started = 0.0, time.perf_counter()
+        self._core.scheduler.add_request(Request(f"solo-{self._count}", prompt, params))
+        while self._core.has_work():
+            for outputs in self._core.step().values():
+                for output in outputs:
+                    tokens += output.new_token_ids
+            if tokens and not first_ms:
+                first_ms = (time.perf_counter() - started) * 1e3
+        return SoloRun(first_ms, tokens)
+
+
+_WARM_UP = 2
 
 
 @dataclass(frozen=True, slots=True)

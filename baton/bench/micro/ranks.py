@@ -7,22 +7,21 @@ are given several prompts at once, and each step while the one before it is comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from statistics import median
 
-from baton.bench.micro.engine import EngineBenchConfig
-from baton.bench.micro.engine_drive import EngineDrive, load_with_room
-from baton.bench.results.spread import Spread
+from baton.bench.micro.engine import BLOCK_SIZE, EngineBenchConfig
+from baton.bench.micro.engine_drive import EngineDrive, by_turns, load_with_room, rates_by_turns
 from baton.engine.runner import ModelRunner
 from baton.messages.node import NodeShape
 from baton.runner import TorchSpec, load
 from baton.runner.execution.step_thread import StepThread
 
 _BATCHES = (1, 8, 16)
-_BLOCK_SIZE = 16
 _ROUNDS = 6
 _PROMPTS_OF_A_STAGE = 2
 """How many prompts are computed at once for each stage."""
@@ -48,20 +47,9 @@ def measure(config: EngineBenchConfig, ranks: NodeShape) -> list[RanksFigures]:
 
     Raises ConfigError.
     """
-    num_stripes = 2 + max(_BATCHES) * (-(-(config.context_tokens + config.steps + 4) // _BLOCK_SIZE) + 1)
+    num_stripes = 2 + max(_BATCHES) * (-(-(config.context_tokens + config.steps + 4) // BLOCK_SIZE) + 1)
     specs = [
-        TorchSpec(
-            config.model_dir,
-            dtype=config.dtype,
-            block_size=_BLOCK_SIZE,
-            cache_dtype=config.cache_dtype,
-            num_threads=config.threads,
-            quantization=config.quantization,
-            dequantize=config.dequantize,
-            tensor_parallel=shape.tp,
-            pipeline_parallel=shape.pp,
-        )
-        for shape in (NodeShape(), ranks)
+        replace(config.spec(), tensor_parallel=shape.tp, pipeline_parallel=shape.pp) for shape in (NodeShape(), ranks)
     ]
 
     def loaded(spec: TorchSpec) -> ModelRunner:
@@ -78,34 +66,21 @@ def measure(config: EngineBenchConfig, ranks: NodeShape) -> list[RanksFigures]:
         rng = Random(0)
         length, vocab_size = config.context_tokens, whole.model.vocab_size
         prompts = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(max(_BATCHES))]
-        prefill: list[list[float]] = [[], []]
-        for turn in range(_ROUNDS + 1):
+
+        def prefill(drive: EngineDrive, turn: int) -> float:
             turns = [[turn, *prompts[(turn + index) % len(prompts)][1:]] for index in range(at_once)]
-            for which in _order(turn):
-                seconds = drives[which].prefill(*turns)
-                if turn:  # the first one warms up
-                    prefill[which].append(seconds / at_once)
+            return drive.prefill(*turns) / at_once
+
+        def decode(drive: EngineDrive, turn: int, batch: int) -> float:
+            return median(drive.decode(prompts[:batch], max(1, config.steps // _ROUNDS)))
+
+        def figures(step: str, num_tokens: int, seconds: Callable[[EngineDrive, int], float]) -> RanksFigures:
+            one, several = drives
+            turns = by_turns(partial(seconds, several), partial(seconds, one), _ROUNDS)
+            return RanksFigures(step, *rates_by_turns(num_tokens, *turns))
+
+        found = [figures("prefill", length, prefill)]
         for prompt in prompts:
             for drive in drives:
                 drive.prefill(prompt)
-        figures = [_figures("prefill", length, prefill)]
-        for batch in _BATCHES:
-            decode: list[list[float]] = [[], []]
-            for turn in range(_ROUNDS):
-                for which in _order(turn):
-                    steps = drives[which].decode(prompts[:batch], max(1, config.steps // _ROUNDS))
-                    decode[which].append(median(steps))
-            figures.append(_figures(f"decode {batch}", batch, decode))
-        return figures
-
-
-def _order(turn: int) -> Sequence[int]:
-    return (0, 1) if turn % 2 else (1, 0)
-
-
-def _figures(step: str, num_tokens: int, seconds: Sequence[Sequence[float]]) -> RanksFigures:
-    whole, divided = seconds
-    ratio = Spread.of([one / other for one, other in zip(whole, divided, strict=True)])
-    return RanksFigures(
-        step, num_tokens / median(divided), num_tokens / median(whole), ratio.median, ratio.p10, ratio.p90
-    )
+        return found + [figures(f"decode {batch}", batch, partial(decode, batch=batch)) for batch in _BATCHES]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
-from baton.errors import AdapterRefused
+from baton.errors import AdapterRefused, BatonError, NodeLost
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
     HEARTBEAT_S,
@@ -30,6 +32,7 @@ from baton.messages.node import (
 )
 from baton.messages.node_report import NodeReport, TraceEvent, TraceStep
 from baton.model_formats.adapters import AdapterInfo
+from baton.wire.clients.node_client import NodeClient
 from baton.wire.server.server import RpcServer
 from baton.wire.services.node_service import SERVICE_NAME, NodeServicer
 
@@ -280,3 +283,50 @@ def bench_description(index: int, count: int, model: str, vocab_size: int) -> No
         num_blocks=NUM_BLOCKS,
         eos_token_ids=frozenset(),
     )
+
+
+# Reads simulated nodes directly, without a router, and measures the latency of each token.
+
+
+class DirectReader:
+    """Attaches to all decode nodes, as a router does, and reads streams that are divided among them."""
+
+    def __init__(self, nodes: RelayNodes, num_streams: int) -> None:
+        self._nodes = nodes
+        self._num_streams = num_streams
+        self._loss: NodeLost | None = None
+        self.latencies = array("f")
+        """Latency of each token from its step's report until it was read here, seconds."""
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """A context in which the streams run; on exit they have ended and all nodes are detached."""
+        decoding = self._nodes.decoding
+        async with AsyncExitStack() as opened:
+            for node in decoding:
+                stream = await NodeClient(node.description.address).attach("bench-direct")
+                opened.push_async_callback(stream.close)
+                stream.listen(self._on_report, self._on_lost)
+            for number in range(self._num_streams):
+                name = f"direct-{number}"
+                request = self._nodes.streams[name] = RelayStream(name, number * 7, 1 << 16)
+                decoding[number % len(decoding)].run(AttemptKey(name, 1), request)
+            try:
+                yield
+            finally:
+                for node in decoding:
+                    node.end_all()
+                self._nodes.forget()
+
+    def raise_failure(self) -> None:
+        """Raises BatonError if a node was lost."""
+        if self._loss is not None:
+            raise BatonError(str(self._loss))
+
+    def _on_report(self, report: StepReport) -> None:
+        now, streams = time.monotonic(), self._nodes.streams
+        for delta in report.deltas:
+            self.latencies.append(now - streams[delta.attempt.request_id].sent_at[delta.first_index])
+
+    def _on_lost(self, loss: NodeLost) -> None:
+        self._loss = loss

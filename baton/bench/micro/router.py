@@ -19,14 +19,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
-from pathlib import Path
 from random import Random
 from statistics import median
 
-from baton.bench.micro.direct_reader import DirectReader
-from baton.bench.micro.http_front import HttpFront
-from baton.bench.micro.relay_clients import Front, GrpcFront, RelayClients
-from baton.bench.micro.relay_nodes import RelayNode, RelayNodes
+from baton.bench.config import RouterBenchConfig
+from baton.bench.micro.relay_clients import Front, GrpcFront, HttpFront, RelayClients
+from baton.bench.micro.relay_nodes import DirectReader, RelayNode, RelayNodes
 from baton.bench.micro.router_process import RouterProcess, router_process
 from baton.bench.results.host import processor
 from baton.bench.results.spread import Spread
@@ -49,28 +47,6 @@ _TEXT = (
     "The runner who finishes the first leg hands the baton to the second. It is passed in the air, at speed, within "
     "twenty metres, and a team whose hands are sure can beat one whose legs are faster. "
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RouterBenchConfig:
-    """What to measure."""
-
-    model_dir: Path
-    """Only its tokenizer is used."""
-    streams: int = 1000
-    nodes: int = 64
-    front: str = "grpc"
-    connections: int = 8
-    rounds: int = 5
-    round_s: float = 2.0
-    tokens_per_s: float = 25_000.0
-    """Token rate at which the added latency is measured."""
-    requests_per_s: float = 500.0
-    """Rate at which streams start and end in the mixed load."""
-    pending_requests: int = 128
-    """Number of open requests in the load of requests alone."""
-    settle_s: float = 1.0
-    """Pause before a measurement."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from statistics import median
 
+from baton.bench.config import SchedulerBenchConfig
 from baton.clock import SystemClock
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
@@ -27,18 +28,6 @@ _PERIODS = 2
 """A round has this many times `block_size` steps, so each request gets this many blocks in it."""
 _FIELDS = CacheKeyFields("bench", "bfloat16", "bench")
 _VOCAB = 30_000
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerBenchConfig:
-    """What to measure."""
-
-    prompt_tokens: int = 1024
-    rounds: int = 7
-    waiting: int = 10_000
-    waiting_running: int = 128
-    """Number of requests that run while `waiting` wait."""
-    admissions: int = 64
 
 
 @dataclass(frozen=True, slots=True)

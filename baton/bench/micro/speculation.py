@@ -12,10 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from baton.bench.results.spread import Spread
+from baton.bench.micro.engine_drive import rates_by_turns
 from baton.errors import BatonError
 from baton.offline import LLM, SamplingParams
 from baton.offline.outputs import RequestOutput
@@ -129,17 +128,8 @@ def _measured(llm: LLM, workload: _Workload, max_tokens: int, rounds: int) -> Sp
         if outputs[True] != outputs[False]:
             raise BatonError(f"{workload.name}: the tokens with drafts are not those without: please report this")
         num_tokens = sum(map(len, outputs[True]))
-    ratio = Spread.of([plain / fast for plain, fast in zip(seconds[False], seconds[True], strict=True)])
-    return SpeculationFigures(
-        workload.name,
-        num_tokens,
-        1.0 + accepted / drafts if drafts else 0.0,
-        num_tokens / median(seconds[True]),
-        num_tokens / median(seconds[False]),
-        ratio.median,
-        ratio.p10,
-        ratio.p90,
-    )
+    rates = rates_by_turns(num_tokens, seconds[True], seconds[False])
+    return SpeculationFigures(workload.name, num_tokens, 1.0 + accepted / drafts if drafts else 0.0, *rates)
 
 
 def _chat(llm: LLM, workload: _Workload, max_tokens: int, *, speculation: bool) -> list[Sequence[int]]:

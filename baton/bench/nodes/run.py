@@ -2,24 +2,95 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import asyncio
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
-from baton.bench.arrangement import Arrangement
-from baton.bench.live_cluster import arrangement_flags, live_cluster, model_flags
+from baton.bench.live_cluster import FoundCluster
 from baton.bench.load.report import serve_result
 from baton.bench.load.run import LoadPlan, LoadRun, OnProgress, run_load
-from baton.bench.nodes.find import FoundCluster
-from baton.bench.nodes.samples import NodeSamples, impossible_spans
-from baton.bench.nodes.timeline import NodeTimeline
-from baton.bench.nodes.watch import NodeWatch
-from baton.bench.pinning import pin_nodes
+from baton.bench.nodes.timeline import NodeSamples, NodeTimeline, impossible_spans
 from baton.bench.results.result_file import Result
-from baton.bench.results.slo import Slo
-from baton.models.resolve import FoundModel
+from baton.bench.results.summary import Slo
+from baton.errors import BatonError
+from baton.messages.operator import NodeStatus
+from baton.security.access import default_access
+from baton.wire.clients.node_client import NodeClient
+from baton.wire.credentials import Dialer
+
+# Polls every node for its load and its latest steps, on a thread of its own.
+
+
+_PERIOD_S = 0.5
+_TIMEOUT_S = 2.0
+
+
+class NodeWatch:
+    """A context manager that polls nodes until it exits; `samples` and `timelines` are by node name."""
+
+    def __init__(self, nodes: Sequence[NodeStatus]) -> None:
+        self.samples: Mapping[str, NodeSamples] = {node.name: NodeSamples(node.role) for node in nodes}
+        self.timelines: Mapping[str, NodeTimeline] = {node.name: NodeTimeline() for node in nodes}
+        self._addresses = {node.name: node.address for node in nodes}
+        # The thread does not inherit context variables, so the credentials are read here.
+        self._dialer = Dialer.to_nodes(default_access.get())
+        self._is_watching = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="node-watch", daemon=True)
+
+    def __enter__(self) -> NodeWatch:
+        self._thread.start()
+        self._is_watching.wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._watch())
+        finally:
+            self._is_watching.set()
+
+    async def _watch(self) -> None:
+        is_over = False
+        clients = {name: NodeClient(address, self._dialer) for name, address in self._addresses.items()}
+        try:
+            await asyncio.gather(*(self._skip_earlier_steps(name, client) for name, client in clients.items()))
+            self._is_watching.set()
+            while True:
+                await asyncio.gather(*(self._poll(name, client) for name, client in clients.items()))
+                if is_over:
+                    return
+                is_over = await asyncio.to_thread(self._stop.wait, _PERIOD_S)
+        finally:
+            for client in clients.values():
+                await client.close()
+
+    async def _poll(self, name: str, client: NodeClient) -> None:
+        timeline, samples = self.timelines[name], self.samples[name]
+        try:
+            report = await client.describe(_TIMEOUT_S)
+            if samples.incarnations and report.node.incarnation != samples.incarnations[-1]:
+                timeline.restart()
+            samples.add(time.monotonic(), report)
+            trace = await client.trace_steps(timeline.after, timeline.steps_after, _TIMEOUT_S)
+        except BatonError:
+            samples.misses += 1
+            return
+        timeline.add(time.monotonic(), trace)
+
+    async def _skip_earlier_steps(self, name: str, client: NodeClient) -> None:
+        with suppress(BatonError):
+            self.timelines[name].skip(await client.trace_steps(0, 0, _TIMEOUT_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +110,6 @@ class NodesRun:
     def timeline_rows(self) -> dict[str, list[list[Any]]]:
         """The timelines of a result file; times count from the workload's start."""
         return {name: one.rows(self.run.began_s) for name, one in self.timelines.items()}
-
-
-@contextmanager
-def pinned_cluster(arrangement: Arrangement, model: FoundModel, dtype: str) -> Iterator[FoundCluster]:
-    """Starts the arrangement on this machine, and pins each node to its own core while there are enough."""
-    named = [*model_flags(model, dtype), "--model-name", model.name]
-    words = [*named, "--threads", "1", *arrangement_flags(arrangement)]
-    with live_cluster(*words) as cluster:
-        nodes = cluster.nodes()
-        pin_nodes(nodes, sorted(os.sched_getaffinity(0)))
-        yield FoundCluster(cluster.grpc_address, nodes)
 
 
 def run_watched(cluster: FoundCluster, plan: LoadPlan, on_progress: OnProgress = lambda _: None) -> NodesRun:

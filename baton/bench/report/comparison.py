@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from baton.bench.report.figures import milliseconds, number, per_second, percent, plural
+from baton.bench.report.html import milliseconds, number, per_second, percent, plural
 from baton.bench.report.measured import Arrangement, MeasuredResult, Measurement
-from baton.bench.results.slo import Slo
 from baton.bench.results.spread import Spread
+from baton.bench.results.summary import Slo
 
 
 @dataclass(frozen=True, slots=True)

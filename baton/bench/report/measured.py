@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from baton.bench.report.distribution import Distribution, of_histogram
 from baton.bench.results.result_file import SCHEMA
-from baton.bench.results.slo import Slo
 from baton.bench.results.spread import Spread
+from baton.bench.results.summary import Slo
 from baton.errors import InvalidRequest
 
 Values = npt.NDArray[np.float64]
@@ -39,10 +39,7 @@ class Latencies:
 
     def within(self, slo: Slo) -> float:
         """The share of offered requests that kept all limits."""
-        kept = np.isfinite(self.e2el_ms)
-        for took, limit in ((self.ttft_ms, slo.ttft_ms), (self.tpot_ms, slo.tpot_ms), (self.e2el_ms, slo.e2el_ms)):
-            if limit is not None:
-                kept &= took <= limit
+        kept = np.isfinite(self.e2el_ms) & slo.is_kept(self.ttft_ms, self.tpot_ms, self.e2el_ms)
         return float(kept.mean()) if kept.size else 0.0
 
 

@@ -7,16 +7,25 @@ from statistics import median
 
 import numpy as np
 
-from baton.bench.report import axis, work
-from baton.bench.report.chart import Bars, Chart, Line, Mark, Point, across, draw, legend
+from baton.bench.report.chart import (
+    Axis,
+    Bars,
+    Chart,
+    Line,
+    Mark,
+    Point,
+    across,
+    draw,
+    legend,
+    linear,
+    logarithmic,
+    work_colours,
+)
 from baton.bench.report.comparison import Capacity, Compared, capacities, compared, limits, rate_of
 from baton.bench.report.distribution import Distribution
-from baton.bench.report.figures import NOTHING, milliseconds, number, percent, plural
-from baton.bench.report.markup import Markup, join, tag
+from baton.bench.report.html import NOTHING, Markup, Section, join, milliseconds, number, percent, plural, table, tag
 from baton.bench.report.measured import Arrangement, MeasuredResult, Measurement
-from baton.bench.report.section import Section, table
-from baton.bench.results.slo import limit_text
-from baton.bench.results.summary import SLO_SCALES
+from baton.bench.results.summary import SLO_SCALES, limit_text
 
 _HISTOGRAM_BARS = 48
 _MAX_SERIES = 8
@@ -53,8 +62,8 @@ def goodput(measured: MeasuredResult) -> Section:
         missing = _NO_SLO if not measured.slo else "The load had no rate: requests were sent as fast as possible."
         return Section(name, title, reading, None, None, missing)
     highest = max(point.x for line in lines for point in line.points)
-    x = axis.linear("offered, requests/s", highest, number)
-    y = axis.linear("good, requests/s", max(point.y for line in lines for point in line.points) or highest, number)
+    x = linear("offered, requests/s", highest, number)
+    y = linear("good, requests/s", max(point.y for line in lines for point in line.points) or highest, number)
     mark = Mark(f"{percent(measured.target)} of the offered rate", slope=measured.target)
     chart = Chart("plot-goodput", "Good requests per second over offered ones", x, y, lines, marks=[mark])
     best = capacities(measured)
@@ -91,8 +100,8 @@ def attainment(measured: MeasuredResult) -> Section:
     if not lines:
         return Section(name, title, reading, None, None, "The result has no outcomes of single requests.")
     highest = max(point.x for line in lines for point in line.points)
-    x = axis.linear("multiple of the SLO (left: stricter)", highest, number, count=8)
-    y = axis.linear("share of requests that keep it", 1.0, percent)
+    x = linear("multiple of the SLO (left: stricter)", highest, number, count=8)
+    y = linear("share of requests that keep it", 1.0, percent)
     marks = [Mark("the SLO", x=1.0), Mark(percent(measured.target), y=measured.target)]
     chart = Chart("plot-attainment", "Share of requests that keep a multiple of the SLO", x, y, lines, marks=marks)
     shown = [scale for scale in (0.5, 1.0, 2.0, 4.0) if scale <= highest]
@@ -137,7 +146,7 @@ def first_token_parts(measured: MeasuredResult) -> Section:
     split = [one for one in chosen if sum(one.at.ttft_parts_ms.values()) > 0]
     if not split:
         return Section(name, title, reading, None, None, "The result has no durations of stages.")
-    parts = work.colours(part for one in split for part in one.at.ttft_parts_ms)
+    parts = work_colours(part for one in split for part in one.at.ttft_parts_ms)
     longest = max(sum(one.at.ttft_parts_ms.values()) for one in split)
     bars = [_stacked(one, parts, longest) for one in split]
     label = "Mean time to first token by stage: the table has the figures"
@@ -172,19 +181,19 @@ def _distribution(
     x = _time_axis([distribution for _, distribution in drawn])
     marks = [Mark(f"SLO {limit_text(limit_ms)} ms", x=limit_ms)] if limit_ms and x.low <= limit_ms <= x.high else []
     lines = [_cumulative(one, distribution) for one, distribution in drawn]
-    y = axis.linear("share that took at most this long", 1.0, percent)
+    y = linear("share that took at most this long", 1.0, percent)
     cdf = Chart(f"plot-{name}-cdf", f"{title}: cumulative distribution", x, y, lines, marks=marks)
     figure = join(draw(cdf), *_histograms(drawn, x, name, marks))
     return Section(name, title, reading, figure, _quantiles(found, name, limit_ms))
 
 
 def _histograms(
-    drawn: Sequence[tuple[Compared, Distribution]], x: axis.Axis, name: str, marks: Sequence[Mark]
+    drawn: Sequence[tuple[Compared, Distribution]], x: Axis, name: str, marks: Sequence[Mark]
 ) -> list[Markup]:
     """A low plot for each arrangement, one below the other, with the same axes."""
     series = [_bars(one, distribution, x) for one, distribution in drawn]
     highest = max(height for bars in series for _, _, height, _ in bars.bars)
-    y = axis.Axis("", 0.0, highest or 1.0, ())
+    y = Axis("", 0.0, highest or 1.0, ())
     strips = [
         draw(
             Chart(
@@ -212,7 +221,7 @@ def _cumulative(one: Compared, distribution: Distribution) -> Line:
     return Line(one.arrangement.name, one.colour, points)
 
 
-def _bars(one: Compared, distribution: Distribution, x: axis.Axis) -> Bars:
+def _bars(one: Compared, distribution: Distribution, x: Axis) -> Bars:
     name = one.arrangement.name
     bars = []
     for bar in distribution.bars(x.low, x.high, _HISTOGRAM_BARS):
@@ -235,11 +244,11 @@ def _quantiles(found: Sequence[tuple[Compared, Distribution]], name: str, limit_
     return table(columns, rows, "Requests that were answered")
 
 
-def _time_axis(distributions: Sequence[Distribution]) -> axis.Axis:
+def _time_axis(distributions: Sequence[Distribution]) -> Axis:
     """An axis that contains 99.9 % of the values."""
     low = min(distribution.quantile(0.0005) or 1.0 for distribution in distributions)
     high = max(distribution.quantile(0.9995) or 1.0 for distribution in distributions)
-    return axis.logarithmic("", low, high, milliseconds)
+    return logarithmic("", low, high, milliseconds)
 
 
 def _stacked(one: Compared, parts: Mapping[str, str], longest: float) -> Markup:

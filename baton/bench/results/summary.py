@@ -7,7 +7,8 @@ offered requests, failed ones included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,72 @@ from numpy.typing import NDArray
 
 from baton.bench.results.gaps import Gaps
 from baton.bench.results.outcome import Outcomes
-from baton.bench.results.slo import Slo
+from baton.errors import InvalidRequest
+
+# Service level objectives (SLOs): the latency limits that a request must keep to count as good.
+
+
+Values = NDArray[np.float64]
+_NAMES = ("ttft", "tpot", "e2el")
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits in milliseconds; None: no limit."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2el_ms: float | None = None
+
+    @staticmethod
+    def parse(words: Sequence[str]) -> Slo:
+        """Reads the values of `--goodput`, as in `ttft:250 tpot:100`; raises InvalidRequest."""
+        limits: dict[str, float] = {}
+        for word in words:
+            name, colon, value = word.partition(":")
+            if not colon or name not in _NAMES:
+                raise InvalidRequest("--goodput", f"{word!r} is not one of {', '.join(f'{n}:MS' for n in _NAMES)}")
+            try:
+                limits[name] = float(value)
+            except ValueError:
+                raise InvalidRequest("--goodput", f"{value!r} is not a number of milliseconds") from None
+            if not 0 < limits[name] < float("inf"):
+                raise InvalidRequest("--goodput", f"{word!r} is not a positive, finite number of milliseconds")
+        return Slo(limits.get("ttft"), limits.get("tpot"), limits.get("e2el"))
+
+    def __bool__(self) -> bool:
+        return any(limit is not None for limit in (self.ttft_ms, self.tpot_ms, self.e2el_ms))
+
+    def scaled(self, scale: float) -> Slo:
+        """The SLO with all limits multiplied by `scale`."""
+        return Slo(*(None if ms is None else ms * scale for ms in (self.ttft_ms, self.tpot_ms, self.e2el_ms)))
+
+    def to_json(self) -> dict[str, float]:
+        values = {"ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms, "e2el_ms": self.e2el_ms}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def texts(self) -> dict[str, str]:
+        """Each limit as it was given, `250 ms` or `45.6 ms`, by the name of what it limits, such as TTFT."""
+        return {name.removesuffix("_ms").upper(): f"{limit_text(ms)} ms" for name, ms in self.to_json().items()}
+
+    def is_met(self, outcomes: Outcomes) -> NDArray[np.bool_]:
+        """Which requests kept all limits; a failed request kept none."""
+        kept = self.is_kept(outcomes.ttft_s * 1e3, outcomes.tpot_s * 1e3, outcomes.e2el_s * 1e3)
+        return outcomes.is_complete & kept
+
+    def is_kept(self, ttft_ms: Values, tpot_ms: Values, e2el_ms: Values) -> NDArray[np.bool_]:
+        """Which requests with these latencies kept all limits."""
+        kept = np.ones(len(e2el_ms), dtype=bool)
+        for took, limit in ((ttft_ms, self.ttft_ms), (tpot_ms, self.tpot_ms), (e2el_ms, self.e2el_ms)):
+            if limit is not None:
+                kept &= took <= limit
+        return kept
+
+
+def limit_text(ms: float) -> str:
+    """A limit with all its digits: `250`, `45.6`."""
+    return str(ms).removesuffix(".0")
+
 
 Summary = dict[str, Any]
 """JSON values by vLLM's keys."""
@@ -87,6 +153,17 @@ def distributions(outcomes: Outcomes, summary: Summary) -> dict[str, Any]:
             [scale, float(slo.scaled(scale).is_met(outcomes).sum()) / offered] for scale in SLO_SCALES
         ]
     return drawn
+
+
+def measurement(rate: object, outcomes: Outcomes, summary: Summary, more: Mapping[str, Any]) -> dict[str, Any]:
+    """One entry of `rates` in a result file: the summary of a run, what a report draws of it, and more fields."""
+    return {
+        "rate": rate,
+        "summary": summary,
+        **distributions(outcomes, summary),
+        "ttft_parts": ttft_parts(outcomes),
+        **more,
+    }
 
 
 def ttft_parts(outcomes: Outcomes) -> dict[str, float] | None:

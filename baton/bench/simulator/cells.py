@@ -17,11 +17,12 @@ from typing import Any
 from baton.bench.arrangement import Arrangement
 from baton.bench.results.host import usable_cores
 from baton.bench.results.outcome import Outcomes
+from baton.bench.simulator.config import Failure, SimulationConfig
 from baton.bench.simulator.drafts import DraftTotals
-from baton.bench.simulator.node import TimelineEntry
+from baton.bench.simulator.events import TimelineEntry
 from baton.bench.simulator.router import FirstTokenParts
-from baton.bench.simulator.simulation import Failure, Simulated, SimulationConfig, duration_s, simulate
-from baton.bench.workloads import Workload, WorkloadRequest
+from baton.bench.simulator.simulation import Simulated, duration_s, simulate
+from baton.bench.workloads.workload import Workload, WorkloadRequest
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.node import Role
 

@@ -9,48 +9,20 @@ price that its `StepCost` finds in the simulated steps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
+from baton.bench.simulator.config import SimulatedSpeculation
 from baton.bench.simulator.prompt import TOKEN
 from baton.engine.request import Request, RequestStatus
 from baton.engine.speculation.request_drafts import PAUSE_OF_MODEL, SHARE_OF_MODEL, DraftLength
 from baton.engine.speculation.speculation import LEAST_PRICE
 from baton.engine.speculation.step_cost import StepCost
-from baton.errors import InvalidRequest
-from baton.messages.speculation import MAX_DRAFTS, SpeculationConfig
 
 _OF_DRAFT, _OF_TEXT = 0, 1
 """What a random number decides: whether a drafted token is right, and whether there is something to draft."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedSpeculation:
-    """How nodes draft tokens. Raises InvalidRequest, which names the command's option, for a number out of bounds."""
-
-    share: float
-    """The share of drafted tokens that are right, if all tokens before them in their draft are; 0 to 1."""
-    num_speculative_tokens: int = SpeculationConfig().num_speculative_tokens
-    """The most drafted tokens of one request in one step."""
-    coverage: float = 1.0
-    """The share of steps of a request before which there is something to draft, 0 to 1: a text repeats itself only in
-    places."""
-    row_ms: float | None = None
-    """Time that a drafted token adds to a step; None: as much as one more sequence."""
-    adapts: bool = True
-    """Whether the length of drafts adapts to how often they are right; if not, all are as long as they may be."""
-
-    def __post_init__(self) -> None:
-        for name, share in (("--draft-share", self.share), ("--draft-coverage", self.coverage)):
-            if not 0.0 <= share <= 1.0:
-                raise InvalidRequest(name, f"must be from 0 to 1, not {share:g}")
-        if not 1 <= self.num_speculative_tokens <= MAX_DRAFTS:
-            raise InvalidRequest("--draft-tokens", f"must be from 1 to {MAX_DRAFTS}, not {self.num_speculative_tokens}")
-        if self.row_ms is not None and not 0.0 <= self.row_ms < math.inf:
-            raise InvalidRequest("--draft-row-ms", f"must be a duration, not {self.row_ms:g}")
 
 
 @dataclass(slots=True)

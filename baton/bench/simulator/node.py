@@ -10,34 +10,28 @@ drafts tokens (`drafts`) has no such runs, since the tokens of a step depend on 
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from baton.bench.simulator.counted_decodes import same_token_output
-from baton.bench.simulator.decode_run import DecodeRun
+from baton.bench.simulator.config import NodeSizes
 from baton.bench.simulator.drafts import SimulatedDrafts, num_tokens_of
-from baton.bench.simulator.events import Event, Timeline
+from baton.bench.simulator.events import Event, RunningStep, SharedHost, StepEnds, Timeline, TimelineEntry
 from baton.bench.simulator.handoff import HandOffs, OfferingConnector, ReadingConnector
-from baton.bench.simulator.prompt import TOKEN, RepeatedToken, SimulatedPrompt
-from baton.bench.simulator.scheduler import SimulatedScheduler
-from baton.bench.simulator.shared_host import RunningStep, SharedHost
-from baton.bench.simulator.step_times import StepTimes
-from baton.engine.batch import (
-    CachedRequestData,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
+from baton.bench.simulator.prompt import TOKEN, SimulatedPrompt
+from baton.bench.simulator.scheduler import (
+    DecodeRun,
+    SimulatedScheduler,
+    prompt_chunks,
+    same_token_output,
+    scheduled,
+    scheduler_config,
 )
+from baton.engine.batch import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from baton.engine.connector import KVTransferOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.kv_cache.events import KVEventLog
 from baton.engine.request import Request
-from baton.engine.scheduler import SchedulerConfig
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
 from baton.messages.node import (
@@ -52,28 +46,16 @@ from baton.messages.node import (
     StepReport,
     Submit,
 )
-from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import kv_cache_updates, load_of
 
 _ONE_TOKEN = (TOKEN,)
 _NOTHING = ModelRunnerOutput({})
 _SAME_TOKEN = same_token_output(TOKEN)
-_KEPT_ENDS = 1 << 11
 _KEPT_KEYS = 1024
 _LONGEST_RUN = 64
 """Largest number of steps in a run: most runs are interrupted earlier."""
 TokenTimes = dict[tuple[AttemptKey, int], Sequence[float]]
 """When the last tokens of a delta were drawn, by attempt and first token index. The reader removes them."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineEntry:
-    """A step or a run of steps, for plots. `kind`: prefill, decode or mixed; `tokens`: computed in it."""
-
-    start_s: float
-    end_s: float
-    kind: str
-    tokens: int
 
 
 @dataclass(slots=True)
@@ -102,14 +84,12 @@ class SimulatedNode:
     def __init__(
         self,
         description: NodeDescription,
-        config: SchedulerConfig,
-        times: StepTimes,
+        sizes: NodeSizes,
         timeline: Timeline,
         handoffs: HandOffs,
         report: Callable[[SimulatedNode, StepReport, TokenTimes], None],
         *,
         stepwise: bool = False,
-        prompts_first: bool = False,
         keeps_timeline: bool = False,
         host: SharedHost | None = None,
         drafts: SimulatedDrafts | None = None,
@@ -124,7 +104,7 @@ class SimulatedNode:
         self.watches_kv_cache = False
         self.num_steps = 0
         self.timeline: list[TimelineEntry] | None = [] if keeps_timeline else None
-        self._times = times
+        self._times = sizes.times
         self._clock = timeline
         self._handoffs = handoffs
         self._report = report
@@ -135,12 +115,12 @@ class SimulatedNode:
         connector = OfferingConnector(self, handoffs) if is_prefill else ReadingConnector(self, handoffs)
         fields = CacheKeyFields(description.model_fingerprint, description.dtype, description.kv_layout)
         self.scheduler = SimulatedScheduler(
-            config,
+            scheduler_config(description, sizes),
             fields,
             timeline,
             connector,
             known_token=None if stepwise else TOKEN,
-            prompts_first=prompts_first,
+            prompts_first=sizes.prompts_first,
         )
         self.scheduler.stop_events()
         # Events are read after each step, and keeping them would take much memory with hundreds of nodes.
@@ -148,9 +128,7 @@ class SimulatedNode:
             max(_KEPT_KEYS, description.num_blocks), with_tokens=False
         )
         self._attempts: dict[str, _Attempt] = {}
-        self._ends = array("d")
-        """End times of the latest steps, from step number `_first_end`."""
-        self._first_end = 0
+        self._ends = StepEnds()
         self._due: Event | RunningStep | None = None
         """The end of the current step or run."""
         self._decided: SchedulerOutput | None = None
@@ -165,7 +143,6 @@ class SimulatedNode:
         self._ended_at: float | None = None
         """When the last step ended."""
         self._next_kv_event = 0
-        self._kept_ends = _KEPT_ENDS
         self._token_times: TokenTimes = {}
 
     # Called by router and hand-offs.
@@ -228,18 +205,7 @@ class SimulatedNode:
     def cache_fetched_blocks(self, keys: Sequence[bytes]) -> bool:
         """Puts blocks from another node into the prefix cache; without room returns False and changes nothing."""
         self._interrupt()
-        manager, size = self.scheduler.kv_cache_manager, self.description.block_size
-        request = Request(f"fetched-{keys[-1].hex()}", _ONE_TOKEN, SamplingParams())
-        request.take_prompt(RepeatedToken(len(keys) * size + 1))
-        request.block_hashes = list(keys)
-        computed = manager.get_computed_blocks(request)
-        missing = len(keys) * size - computed.num_tokens
-        allocation = manager.allocate_slots(request, missing, computed=computed) if missing > 0 else None
-        if allocation is None or allocation.answer is not AllocationAnswer.OK:
-            return allocation is None
-        manager.cache_blocks(request, len(keys) * size)
-        manager.free(request.request_id)
-        return True
+        return self.scheduler.cache_blocks(keys)
 
     def fail(self) -> None:
         """The process dies. What it had computed until now was reported."""
@@ -310,26 +276,18 @@ class SimulatedNode:
             batch, more_s = batch - num_draft_tokens, num_draft_tokens * drafts.row_s
         context = decided.num_decode_context_tokens
         if decided.num_prefill_tokens:
-            return self._times.step_s(self._chunks(decided), batch, context, follows=self._follows) + more_s
+            return (
+                self._times.step_s(
+                    prompt_chunks(decided, self.scheduler.requests), batch, context, follows=self._follows
+                )
+                + more_s
+            )
         return self._times.decode_s(batch, context, follows=self._follows) + more_s
 
     @property
     def _follows(self) -> bool:
         """Whether a step that begins now follows another one; with drafts it begins only when that one is done."""
         return self._ended_at == self._clock.now and self.drafts is None
-
-    def _chunks(self, decided: SchedulerOutput) -> list[tuple[int, int]]:
-        """Start and end position of each prompt's chunk; the end is exclusive."""
-        num_scheduled, requests = decided.num_scheduled_tokens, self.scheduler.requests
-        chunks = []
-        for data in _scheduled(decided):
-            if data.request_id in decided.scheduled_spec_decode_tokens:
-                continue
-            # A decoding request that got a block has no entry; it computes one token.
-            num_tokens = num_scheduled.get(data.request_id, 1)
-            if num_tokens > 1 or not requests[data.request_id].output_token_ids:
-                chunks.append((data.num_computed_tokens, data.num_computed_tokens + num_tokens))
-        return chunks
 
     def _end_step(self) -> None:
         decided, self._decided, self._due = self._decided, None, None
@@ -338,8 +296,8 @@ class SimulatedNode:
             dict.fromkeys(decided.num_scheduled_tokens, _ONE_TOKEN) if self._stepwise else {}
         )
         joined: set[str] = set()
-        index, now = self._first_end + len(self._ends), self._clock.now
-        for data in _scheduled(decided):
+        index, now = self._ends.next_step, self._clock.now
+        for data in scheduled(decided):
             attempt = self._attempts.get(data.request_id)
             if attempt is None or attempt.first_unreported_step is not None:
                 continue
@@ -517,31 +475,16 @@ class SimulatedNode:
         self.num_steps += len(ends)
         if ends:
             self._ended_at = ends[-1]
-        self._ends.extend(ends)
-        if len(self._ends) > 2 * self._kept_ends:
-            self._forget_ends()
-
-    def _forget_ends(self) -> None:
-        """Drops the end times of steps that drew no unreported token."""
-        last = self._first_end + len(self._ends)
-        steps = (attempt.first_unreported_step for attempt in self._attempts.values())
-        first = min((step for step in steps if step is not None), default=last)
-        del self._ends[: first - self._first_end]
-        self._first_end = first
-        self._kept_ends = max(_KEPT_ENDS, len(self._ends))
+        self._ends.add(ends, (attempt.first_unreported_step for attempt in self._attempts.values()))
 
     def _collect_times(self, attempt: _Attempt, *, goes_on: bool = False) -> None:
         """Adds the times of tokens that were drawn in consecutive steps. `goes_on`: the next step draws one, too."""
         if attempt.first_unreported_step is not None:
-            attempt.times += self._ends[attempt.first_unreported_step - self._first_end :]
-            attempt.first_unreported_step = self._first_end + len(self._ends) if goes_on else None
+            attempt.times += self._ends.since(attempt.first_unreported_step)
+            attempt.first_unreported_step = self._ends.next_step if goes_on else None
 
 
 def _timeline_entry(start_s: float, end_s: float, decided: SchedulerOutput) -> TimelineEntry:
     prompts, tokens = decided.num_prefill_tokens, decided.total_num_scheduled_tokens
     kind = "decode" if not prompts else "prefill" if prompts == tokens else "mixed"
     return TimelineEntry(start_s, end_s, kind, tokens)
-
-
-def _scheduled(decided: SchedulerOutput) -> Sequence[NewRequestData | CachedRequestData]:
-    return (*decided.scheduled_new_reqs, *decided.scheduled_cached_reqs)

@@ -19,7 +19,6 @@ from router.placement.placement import Candidate, Demand, Origin, Placement, cho
 from router.placement.placement import with_room as only_with_room
 from router.placement.placer import PlacementSettings, Placer, Policy
 
-POLICIES = ("cost", "least-loaded", "round-robin", "random", "load-balanced", "local-cache", "global-cache")
 _BALANCING = 1.5
 """Blocks are fetched from a node that has cached at least this many times as much of the prompt."""
 
@@ -37,7 +36,7 @@ class Fetch:
 
 
 def make_placer(policy: str, settings: PlacementSettings, rng: Random, bytes_per_s: float) -> Placer:
-    """Makes the placer of a policy in POLICIES; raises KeyError for other names."""
+    """Makes the placer of a `Policy`; raises KeyError for other names."""
     from baton.bench.simulator.prompt import SimulatedKeys
 
     own = {"cost": Policy.COST, "local-cache": Policy.COST, "global-cache": Policy.COST, "load-balanced": Policy.COST}

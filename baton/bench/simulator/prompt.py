@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hashlib import shake_128
 from typing import SupportsIndex
 
-from baton.bench.workloads import Piece
+from baton.bench.workloads.workload import Piece
 from baton.engine.kv_cache.block_hash import KEY_BYTES
 from router.admission.request import ValidRequest
 from router.placement.cache_view import EXPECTED_BLOCKS, KeyScheme, PromptKeys

@@ -12,12 +12,13 @@ from operator import sub
 from random import Random
 
 from baton.bench.results.outcome import Outcome
+from baton.bench.simulator.config import SimulationConfig
 from baton.bench.simulator.events import Timeline
-from baton.bench.simulator.network import Network
+from baton.bench.simulator.handoff import Network
 from baton.bench.simulator.node import SimulatedNode, TokenTimes
 from baton.bench.simulator.policies import Fetch, FetchingPlacer
 from baton.bench.simulator.prompt import SimulatedPrompt
-from baton.bench.workloads import WorkloadRequest
+from baton.bench.workloads.workload import WorkloadRequest
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, GenerateEvent
 from baton.messages.ids import AttemptKey
@@ -152,10 +153,7 @@ class SimulatedRouter:
         network: Network,
         placer: Placer,
         rng: Random,
-        limits: DispatchLimits,
-        block_size: int,
-        message_s: float,
-        choices: int | None,
+        config: SimulationConfig,
         ended: Callable[[Outcome], None],
     ) -> None:
         self.num_open = 0
@@ -163,16 +161,17 @@ class SimulatedRouter:
         self.parts = FirstTokenParts()
         self._timeline = timeline
         self._network = network
-        self._block_size = block_size
-        self._message_s = message_s
+        self._block_size = config.sizes.block_size
+        self._message_s = config.message_s
         self._ended = ended
-        self._view = ClusterView() if choices is None else SampledView(choices, rng)
+        self._view = ClusterView() if config.choices is None else SampledView(config.choices, rng)
         self._nodes: dict[str, SimulatedNode] = {}
         self._records: dict[str, NodeRecord] = {}
         self._params: dict[int, SamplingParams] = {}
         self._turns = FairQueue()
         self._drawn: TokenTimes = {}
         """When the tokens of the report that is being read were drawn."""
+        limits = config.limits or DispatchLimits(queue_wait_s=1e9, capacity_wait_s=1e9, max_queue=1 << 30)
         self._requests = LiveRequests(self._view, self, timeline, rng, limits, placer=placer)
 
     @property

@@ -17,8 +17,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from baton.bench.simulator.simulation import NodeSizes
+from baton.bench.flag import Flag
+from baton.bench.simulator.config import NodeSizes
 from baton.bench.simulator.step_times import StepTimes
 from baton.errors import InvalidRequest
 from baton.messages.node import NodeShape
@@ -33,15 +35,36 @@ class RankFigures:
     prompts, and 0.016 and 0.012 ms of a prompt token. The time from stage to stage is an estimate.
     """
 
-    exchange_ms: float = 4.5
-    """Time of a step for exchanges within all layers, with more than one rank in a stage."""
-    exchange_token_ms: float = 0.014
-    """The same for each token that is computed."""
-    stage_ms: float = 0.05
-    """Time until the next stage has a micro-batch."""
-    weight_bytes: float = 26e9
-    rank_bytes: float | None = None
-    """Memory of a rank for weights and KV; None: as much as one rank needs for the weights and its KV cache."""
+    exchange_ms: Annotated[
+        float,
+        Flag(
+            "Time of a step in which --tp ranks exchange what they computed. Default: that of OPT-13B on A100, or 0 "
+            "with --step-times.",
+            min=0,
+        ),
+    ] = 4.5
+    exchange_token_ms: Annotated[float, Flag("The same for each token of a step, in milliseconds.", min=0)] = 0.014
+    stage_ms: Annotated[float, Flag("Time until a stage has what the stage before it computed.", min=0)] = 0.05
+    weight_bytes: Annotated[
+        float,
+        Flag(
+            "Size of the weights, which the ranks of a node divide: each further rank has so much more room for KV. "
+            "Default: that of OPT-13B, or 0 with --step-times.",
+            "--weights-gb",
+            min=0,
+            convert=lambda gigabytes: gigabytes * 1e9,
+        ),
+    ] = 26e9
+    rank_bytes: Annotated[
+        float | None,
+        Flag(
+            "Memory of a rank for weights and KV, instead of --cache-tokens.",
+            "--rank-memory-gb",
+            min=0.001,
+            convert=lambda gigabytes: gigabytes * 1e9,
+        ),
+    ] = None
+    """None: as much as one rank needs for the weights and its KV cache."""
 
     def sizes_of(self, sizes: NodeSizes, shape: NodeShape) -> NodeSizes:
         """The sizes of a node of this shape; `sizes` are those of a node of one rank.

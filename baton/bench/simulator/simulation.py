@@ -5,108 +5,22 @@ from __future__ import annotations
 import gc
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from random import Random
 
-from baton.bench.arrangement import Arrangement
 from baton.bench.results.outcome import Outcome, Outcomes
-from baton.bench.simulator.drafts import DraftTotals, SimulatedDrafts, SimulatedSpeculation
-from baton.bench.simulator.events import Timeline
-from baton.bench.simulator.handoff import HandOffs
-from baton.bench.simulator.network import Network
-from baton.bench.simulator.node import SimulatedNode, TimelineEntry
+from baton.bench.simulator.config import Failure, NodeSizes, SimulationConfig
+from baton.bench.simulator.drafts import DraftTotals, SimulatedDrafts
+from baton.bench.simulator.events import SharedHost, Timeline, TimelineEntry
+from baton.bench.simulator.handoff import HandOffs, Network
+from baton.bench.simulator.node import SimulatedNode
 from baton.bench.simulator.policies import make_placer
 from baton.bench.simulator.router import MODEL, FirstTokenParts, SimulatedRouter
-from baton.bench.simulator.shared_host import Contention, SharedHost
-from baton.bench.simulator.step_times import FormulaTimes, StepTimes
-from baton.bench.workloads import WorkloadRequest
-from baton.engine.scheduler_config import SchedulerConfig
+from baton.bench.workloads.workload import WorkloadRequest
 from baton.errors import BatonError
-from baton.messages.node import ONE_RANK, NodeDescription, NodeShape, Role
-from router.limits import DispatchLimits
+from baton.messages.node import NodeDescription, Role
 from router.placement.placer import ALONE_TOKENS, PlacementSettings
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A node dies at `at_s`, and is restarted `down_s` later unless that is infinite."""
-
-    node_id: str
-    at_s: float
-    down_s: float = math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSizes:
-    """Speed and sizes of a node. Defaults: an A100 of 80 GB with OPT-13B."""
-
-    times: StepTimes = field(default_factory=FormulaTimes)
-    block_size: int = 16
-    cache_tokens: int = 48_000
-    """Tokens that fit into the KV cache."""
-    kv_bytes_per_token: float = 819_200.0
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 1 << 20
-    prompts_first: bool = False
-    """Prompts are computed in steps without decodes; whole, if a step has room for the longest prompt."""
-    enable_prefix_caching: bool = True
-    speculation: SimulatedSpeculation | None = None
-    """How the node drafts tokens; None: it does not."""
-    shape: NodeShape = ONE_RANK
-    """The node's shape. `times` and `cache_tokens` are those of the whole node, whatever its shape."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulationConfig:
-    """The simulated cluster and its environment."""
-
-    arrangement: Arrangement
-    sizes: NodeSizes = field(default_factory=NodeSizes)
-    prefill_sizes: NodeSizes | None = None
-    """Sizes of prefill nodes, if they differ."""
-    policy: str = "cost"
-    choices: int | None = None
-    """The router considers this many random nodes of each role for each request; None: all nodes."""
-    nic_bytes_per_s: float = 25e9
-    network_latency_s: float = 1e-3
-    """Time that a hand-off takes beside its bytes, for the confirmation."""
-    message_s: float = 5e-4
-    """Latency of a message from router to node, and from a node to a client."""
-    detect_s: float = 0.0
-    """Time until the router notices that a node has died."""
-    failures: Sequence[Failure] = ()
-    mtbf_s: float = math.inf
-    """Mean time between failures of each node; exponentially distributed."""
-    repair_s: float = 60.0
-    limits: DispatchLimits = field(
-        default_factory=lambda: DispatchLimits(queue_wait_s=1e9, capacity_wait_s=1e9, max_queue=1 << 30)
-    )
-    """The router's limits. By default no request is refused."""
-    max_concurrency: int | None = None
-    """Largest number of open requests, which makes a closed loop."""
-    cells: int = 1
-    """Number of independent clusters that share nodes and load equally; see `cells`."""
-    cell: int = 0
-    """The number of this cell. The numbers of its nodes continue those of the cell before."""
-    seed: int = 0
-    keeps_timeline: bool = False
-    stepwise: bool = False
-    """Simulate every step by itself; only the simulator's own time changes."""
-    contention: Contention | None = None
-    """All nodes are on one machine and slow each other down by this; None: each has its own machine. Implies
-    `stepwise`."""
-
-    def sizes_of(self, role: Role) -> NodeSizes:
-        """The sizes of the nodes of a role."""
-        return self.prefill_sizes if role is Role.PREFILL and self.prefill_sizes is not None else self.sizes
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks of all nodes, each of which is a GPU, say."""
-        prefill, decode = (self.sizes_of(role).shape.num_ranks for role in (Role.PREFILL, Role.DECODE))
-        return self.arrangement.prefill * prefill + self.arrangement.decode * decode
 
 
 @dataclass(slots=True)
@@ -167,10 +81,7 @@ class Simulation:
             self._network,
             make_placer(config.policy, settings, self._rng, config.nic_bytes_per_s),
             self._rng,
-            config.limits,
-            config.sizes.block_size,
-            config.message_s,
-            config.choices,
+            config,
             self._on_request_end,
         )
         contention = config.contention
@@ -183,7 +94,6 @@ class Simulation:
         self._turns: dict[int, deque[WorkloadRequest]] = {}
         """The turns of each session that are still to come."""
         self._session_of: dict[int, int] = {}
-        self._pulled: WorkloadRequest | None = None
         self._is_exhausted = False
         for role, count in ((Role.PREFILL, config.arrangement.prefill), (Role.DECODE, config.arrangement.decode)):
             for number in range(config.cell * count, (config.cell + 1) * count):
@@ -226,27 +136,14 @@ class Simulation:
         config = self._config
         sizes = config.sizes_of(role)
         description = _describe(node_id, role, run, sizes)
-        max_num_batched_tokens = max(sizes.max_num_batched_tokens, sizes.max_num_seqs)
-        longest = min(sizes.max_model_len, description.num_blocks * sizes.block_size + 1)
-        scheduler = SchedulerConfig(
-            num_blocks=description.num_blocks + 1,
-            block_size=sizes.block_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=sizes.max_num_seqs,
-            max_model_len=sizes.max_model_len,
-            enable_prefix_caching=sizes.enable_prefix_caching,
-            enable_chunked_prefill=not sizes.prompts_first or max_num_batched_tokens < longest,
-        )
         speculation = sizes.speculation
         node = SimulatedNode(
             description,
-            scheduler,
-            sizes.times,
+            sizes,
             self.timeline,
             self._handoffs,
             self.router.report,
             stepwise=config.stepwise or self._host is not None or speculation is not None,
-            prompts_first=sizes.prompts_first,
             keeps_timeline=config.keeps_timeline,
             host=self._host,
             drafts=None if speculation is None else SimulatedDrafts(speculation, config.seed),

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.bench.nodes.timeline import NodeStep
-from baton.bench.simulator.shared_host import Contention
+from baton.bench.simulator.config import Contention
 from baton.bench.simulator.step_times import FormulaTimes
 from baton.errors import BatonError
 

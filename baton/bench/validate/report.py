@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.bench.results.outcome import Outcomes
 from baton.bench.results.result_file import Result, new_result
-from baton.bench.results.summary import distributions, summarize, ttft_parts
+from baton.bench.results.summary import measurement, summarize
 from baton.bench.simulator.plan import timeline_rows
 from baton.bench.simulator.router import FirstTokenParts
 from baton.bench.validate.predict import MAX_BACKGROUND_SHARE, LoadPair, Means
@@ -178,15 +178,12 @@ def _live(pair: LoadPair) -> dict[str, Any]:
     offered = sum(one.workload.num_prompts or 0 for one in pair.segments)
     summary = summarize(outcomes, sum(run.duration_s for run in runs), offered=offered)
     first = pair.segments[0].live
-    return {
-        "rate": pair.rate,
-        "summary": summary,
-        **distributions(outcomes, summary),
-        "ttft_parts": ttft_parts(outcomes),
+    more = {
         "generator": max((run.load for run in runs), key=lambda load: load.lag_p99_ms).to_json(),
         "busy": first.busy_shares(),
         "timeline": first.timeline_rows(),
     }
+    return measurement(pair.rate, outcomes, summary, more)
 
 
 def _simulated(pair: LoadPair) -> dict[str, Any]:
@@ -195,13 +192,8 @@ def _simulated(pair: LoadPair) -> dict[str, Any]:
     parts = FirstTokenParts()
     for one in pair.simulated:
         parts.add(one.parts)
-    return {
-        "rate": pair.rate,
-        "summary": summary,
-        **distributions(outcomes, summary),
-        "ttft_parts": parts.means_ms(),
-        "timeline": timeline_rows(pair.simulated[0]),
-    }
+    more = {"ttft_parts": parts.means_ms(), "timeline": timeline_rows(pair.simulated[0])}
+    return measurement(pair.rate, outcomes, summary, more)
 
 
 def _merged(runs: Iterable[Outcomes]) -> Outcomes:

@@ -11,29 +11,102 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
-from baton.bench.arrangement import Arrangement
-from baton.bench.live_cluster import arrangement_flags, live_cluster, model_flags
+from baton.bench.config import ValidateConfig
+from baton.bench.experiment import Experiment
+from baton.bench.live_cluster import pinned_cluster, processes_of
 from baton.bench.load.endpoint import Target
 from baton.bench.load.probe import probe
 from baton.bench.load.run import LoadPlan
-from baton.bench.nodes.find import FoundCluster
 from baton.bench.nodes.run import NodesRun, run_watched
-from baton.bench.pinning import pin_nodes, processes_of
 from baton.bench.results.outcome import Outcomes
-from baton.bench.simulator.drafts import SimulatedSpeculation
-from baton.bench.validate.background_load import BackgroundLoad, ProcBackgroundLoad
+from baton.bench.simulator.config import SimulatedSpeculation
 from baton.bench.validate.fit import Fitted
 from baton.bench.validate.predict import MAX_BACKGROUND_SHARE, LoadPair, Means, Predictor, Segment, speculation_of
 from baton.bench.workloads.spec import WorkloadSpec
-from baton.clock import Clock
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unreachable
+from baton.errors import BatonError, Cancelled, DeadlineExceeded
 from baton.messages.node import NodeDescription
-from baton.models.resolve import FoundModel
+
+# Measures how much of this machine's cores other processes use during a measurement.
+
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_MOMENT_S = 0.5
+
+
+class BackgroundLoad(Protocol):
+    """CPU use of all processes that are neither the cluster's nor this one."""
+
+    def mark(self) -> None:
+        """Starts counting."""
+        ...
+
+    def share(self) -> float:
+        """Share of the cores' time since `mark`, 0 to 1."""
+        ...
+
+    def watch(self) -> float:
+        """Waits for a moment without a measurement, and returns the share of the cores' time in it."""
+        ...
+
+
+class ProcBackgroundLoad:
+    """Reads /proc: the time that all cores were busy, minus that of the cluster and of this process."""
+
+    def __init__(self, pids: Sequence[int], cores: Collection[int], read: Callable[[str], str] | None = None) -> None:
+        """`pids`: the cluster's processes. `read`: reads a file under /proc. This process and its children that have
+        ended are not background load either."""
+        self._pids = [*pids, os.getpid()]
+        self._cores = cores
+        self._read = read or (lambda name: (Path("/proc") / name).read_text(encoding="utf-8"))
+        self._marked = (0.0, 0, 0)
+        self.mark()
+
+    def mark(self) -> None:
+        self._marked = self._now()
+
+    def share(self) -> float:
+        (then_s, busy_then, own_then), (now_s, busy, own) = self._marked, self._now()
+        ticks = max(1.0, (now_s - then_s) * _TICKS_PER_S) * len(self._cores)
+        return min(1.0, max(0.0, (busy - busy_then) - (own - own_then)) / ticks)
+
+    def watch(self) -> float:
+        self.mark()
+        time.sleep(_MOMENT_S)
+        return self.share()
+
+    def _now(self) -> tuple[float, int, int]:
+        own = 0
+        for pid in self._pids:
+            with suppress(OSError):
+                own += process_ticks(self._read(f"{pid}/stat"))
+        return time.monotonic(), busy_ticks(self._read("stat"), self._cores), own
+
+
+def busy_ticks(stat: str, cores: Collection[int]) -> int:
+    """Ticks that these cores were busy, from /proc/stat; with time that a hypervisor gave to other guests."""
+    busy = 0
+    for line in stat.splitlines():
+        name, *values = line.split()
+        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores:
+            user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = map(int, values[:8])
+            busy += user + nice + system + interrupts + soft_interrupts + stolen
+    return busy
+
+
+def process_ticks(stat: str) -> int:
+    """CPU ticks of a process and of its children that were waited for, from /proc/PID/stat (proc(5))."""
+    # A command's name may contain anything, also brackets and blanks.
+    values = stat.rpartition(")")[2].split()
+    return sum(map(int, values[11:15]))
+
 
 _SINGLE_REQUESTS = 4
 """Requests in a segment of single requests."""
@@ -62,30 +135,6 @@ _CAPACITY_PROMPTS = 100_000
 _PREPARATION_SHARE = 0.25
 """Largest share of the time left for each run before the loads."""
 
-Report = Callable[[str], None]
-"""Shows a line of progress."""
-
-
-@dataclass(frozen=True, slots=True)
-class ValidateConfig:
-    """What to validate with one model."""
-
-    name: str
-    model: FoundModel
-    dtype: str
-    workload: WorkloadSpec
-    """Its rate and number of requests are replaced in each segment."""
-    arrangement: Arrangement
-    loads: Sequence[float]
-    """Rates as shares of the capacity, which is measured with a closed loop."""
-    run_s: float
-    """Seconds of arrivals of each load, if there is time for them."""
-    up_flags: Sequence[str] = ()
-    rounds: int = 3
-    """Number of segments of each load."""
-    threads_per_node: int = 1
-    """Threads of each node, at least one for each of its ranks, and cores that it is pinned to."""
-
 
 @dataclass(frozen=True, slots=True)
 class Validated:
@@ -104,25 +153,19 @@ class Validated:
     """The shapes of the nodes, by role."""
 
 
-def validate(config: ValidateConfig, report: Report, clock: Clock, deadline_s: float) -> Validated:
+def validate(config: ValidateConfig, experiment: Experiment) -> Validated:
     """Measures and simulates until the deadline; raises BatonError if that fails before anything was measured."""
-    report(f"{config.name}: starting {config.arrangement}")
-    with _cluster(config) as (cluster, descriptions, background):
+    experiment.report(f"{config.name}: starting {config.arrangement}")
+    with pinned_cluster(
+        config.arrangement, config.model, config.dtype, *config.up_flags, threads=config.threads_per_node
+    ) as cluster:
+        pids = processes_of([process.pid for process in cluster.live.processes()])
+        background = ProcBackgroundLoad(pids, sorted(os.sched_getaffinity(0)))
+        descriptions = {node.role: cluster.live.describe(node) for node in cluster.nodes}
         target = probe(Target("baton", cluster.grpc_address, connections=2)).target
         load = partial(run_watched, cluster)
-        return Validation(config, descriptions, target, load, background, report, clock, deadline_s - _STOP_S).run()
-
-
-@contextmanager
-def _cluster(config: ValidateConfig) -> Iterator[tuple[FoundCluster, Mapping[str, NodeDescription], BackgroundLoad]]:
-    threads = config.threads_per_node
-    named = [*model_flags(config.model, config.dtype), "--threads", str(threads)]
-    words = [*named, *arrangement_flags(config.arrangement)]
-    with live_cluster(*words, *config.up_flags) as live:
-        nodes, cores = live.nodes(), sorted(os.sched_getaffinity(0))
-        pin_nodes(nodes, cores, threads)
-        background = ProcBackgroundLoad(processes_of([process.pid for process in live.processes()]), cores)
-        yield FoundCluster(live.grpc_address, nodes), {node.role: live.describe(node) for node in nodes}, background
+        time_left = replace(experiment, deadline_s=experiment.deadline_s - _STOP_S)
+        return Validation(config, descriptions, target, load, background, time_left).run()
 
 
 class Validation:
@@ -135,18 +178,16 @@ class Validation:
         target: Target,
         load: Callable[[LoadPlan], NodesRun],
         background: BackgroundLoad,
-        report: Report,
-        clock: Clock,
-        deadline_s: float,
+        experiment: Experiment,
     ) -> None:
         self._config = config
         self._descriptions = descriptions
         self._target = target
         self._run_load = load
         self._background = background
-        self._report = report
-        self._clock = clock
-        self._deadline_s = deadline_s - _SIMULATING_S
+        self._report = experiment.report
+        self._clock = experiment.clock
+        self._deadline_s = experiment.deadline_s - _SIMULATING_S
         self._num_runs = 0
         self._singles: list[Segment] = []
         self._by_rate: dict[float, list[Segment]] = {}
@@ -266,10 +307,7 @@ class Validation:
         self._wait_until_others_are_idle()
         self._background.mark()
         ran = self._run_load(plan)
-        if ran.run.was_interrupted:
-            raise Cancelled("interrupted")
-        if ran.run.is_unreachable:
-            raise Unreachable(f"{self._config.arrangement} went away during a run")
+        ran.run.check(f"{self._config.arrangement} went away during a run")
         return Segment(workload, ran, self._background.share(), max_concurrency)
 
     def _wait_until_others_are_idle(self) -> None:

@@ -4,52 +4,56 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from baton.bench.workloads.arrivals import Arrivals, GammaArrivals, RampArrivals, SteadyArrivals, UnpacedArrivals
-from baton.bench.workloads.azure import AZURE
-from baton.bench.workloads.mooncake import MOONCAKE
-from baton.bench.workloads.multi_turn import MultiTurn
-from baton.bench.workloads.random_lengths import RandomLengths, sharegpt_like
-from baton.bench.workloads.shared_prefix import SharedPrefixes
-from baton.bench.workloads.trace import Trace, TraceScale
-from baton.bench.workloads.workload import Lengths, Synthetic, Workload
+from baton.bench.flag import Flag
 from baton.errors import InvalidRequest
 
-DATASETS = ("random", "sharegpt-like", "prefix_repetition", "multi_turn", "mooncake", "azure")
-_TRACES = {"mooncake": MOONCAKE, "azure": AZURE}
+if TYPE_CHECKING:
+    from baton.bench.workloads.trace import Trace
+    from baton.bench.workloads.workload import Arrivals, Lengths, Workload
+
+Dataset = Literal["random", "sharegpt-like", "prefix_repetition", "multi_turn", "mooncake", "azure"]
+DATASETS = get_args(Dataset)
+_TRACES = ("mooncake", "azure")
+PLAIN_BURSTINESS = Flag("1: Poisson arrivals; below 1: burstier; above 1: more even.", min=0.01)
+"""For commands whose loads are random."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
     """The workload flags of `baton bench` commands; names are those of vLLM's flags where vLLM has them."""
 
-    dataset: str = "random"
-    dataset_path: str = ""
-    num_prompts: int | None = None
-    """None: 1,000, or the whole trace."""
-    request_rate: float = float("inf")
-    burstiness: float = 1.0
-    """Shape of the gaps' gamma distribution; infinity: equal gaps."""
-    ramp_up_strategy: str = ""
-    """linear, exponential, or empty."""
-    ramp_up_start_rps: float = 0.0
-    ramp_up_end_rps: float = 0.0
-    random_input_len: int = 1024
-    random_output_len: int = 128
-    random_range_ratio: float = 0.0
-    num_prefixes: int = 10
-    prefix_len: int = 256
-    suffix_len: int = 256
-    turns: int = 4
-    turn_len: int = 128
-    think_s: float = 0.0
-    time_scale: float = 1.0
-    length_scale: float = 1.0
-    output_scale: float = 1.0
-    max_input_len: int | None = None
-    max_output_len: int | None = None
-    skip_broken_lines: bool = False
+    dataset: Annotated[str, Flag("Kind of workload.", "--dataset-name", kind=Dataset)] = "random"
+    dataset_path: Annotated[str, Flag("File of a trace.", kind=Path, convert=str)] = ""
+    num_prompts: Annotated[int | None, Flag("Number of requests. Default: 1000, or the whole trace.", min=1)] = None
+    request_rate: Annotated[float, Flag("Requests per second; inf: all at once.")] = float("inf")
+    burstiness: Annotated[
+        float, Flag("1: Poisson arrivals; below 1: burstier; above 1: more even; inf: equal gaps.")
+    ] = 1.0
+    """Shape of the gaps' gamma distribution."""
+    ramp_up_strategy: Annotated[
+        str, Flag("How the rate changes over the run.", kind=Literal["linear", "exponential"])
+    ] = ""
+    ramp_up_start_rps: Annotated[float, Flag("Rate at the start of the run.", min=0)] = 0.0
+    ramp_up_end_rps: Annotated[float, Flag("Rate at the end of the run.", min=0)] = 0.0
+    random_input_len: Annotated[int, Flag("Tokens of a prompt (of a first turn).", min=1)] = 1024
+    random_output_len: Annotated[
+        int, Flag("Tokens to generate.", "--random-output-len --prefix-repetition-output-len", min=1)
+    ] = 128
+    random_range_ratio: Annotated[float, Flag("Lengths vary by this share.", min=0, max=0.999)] = 0.0
+    num_prefixes: Annotated[int, Flag("Number of different prefixes.", "--prefix-repetition-num-prefixes", min=1)] = 10
+    prefix_len: Annotated[int, Flag("Tokens of each prefix.", "--prefix-repetition-prefix-len", min=1)] = 256
+    suffix_len: Annotated[int, Flag("Tokens after the prefix.", "--prefix-repetition-suffix-len", min=1)] = 256
+    turns: Annotated[int, Flag("Turns of a conversation.", min=1)] = 4
+    turn_len: Annotated[int, Flag("Tokens of a later turn's question.", min=1)] = 128
+    think_s: Annotated[float, Flag("Mean pause between answer and question.", min=0)] = 0.0
+    time_scale: Annotated[float, Flag("Replay a trace this many times as fast.")] = 1.0
+    length_scale: Annotated[float, Flag("Factor of prompt and shared block lengths.")] = 1.0
+    output_scale: Annotated[float, Flag("Factor of output lengths.")] = 1.0
+    max_input_len: Annotated[int | None, Flag("Truncate longer prompts of a trace.", min=1)] = None
+    max_output_len: Annotated[int | None, Flag("Limit longer outputs of a trace.", min=1)] = None
+    skip_broken_lines: Annotated[bool, Flag("Skip broken lines of a trace.")] = False
     seed: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -77,6 +81,8 @@ class WorkloadSpec:
             reason = f"the dataset {self.dataset} reads no file: choose one with --dataset-name {' or '.join(_TRACES)}"
             raise InvalidRequest("--dataset-path", reason)
         if self.dataset == "multi_turn":
+            from baton.bench.workloads.synthetic import MultiTurn
+
             return MultiTurn(
                 self._arrivals(),
                 max(1, self._count() // self.turns),
@@ -87,6 +93,8 @@ class WorkloadSpec:
                 self.think_s,
                 self.seed,
             )
+        from baton.bench.workloads.workload import Synthetic
+
         return Synthetic(self._lengths(), self._arrivals(), self._count(), self.seed)
 
     @property
@@ -105,6 +113,8 @@ class WorkloadSpec:
         return 1000 if self.num_prompts is None else self.num_prompts
 
     def _lengths(self) -> Lengths:
+        from baton.bench.workloads.synthetic import RandomLengths, SharedPrefixes, sharegpt_like
+
         if self.dataset == "sharegpt-like":
             return sharegpt_like()
         if self.dataset == "prefix_repetition":
@@ -112,6 +122,8 @@ class WorkloadSpec:
         return RandomLengths(self.random_input_len, self.random_output_len, self.random_range_ratio)
 
     def _arrivals(self) -> Arrivals:
+        from baton.bench.workloads.workload import GammaArrivals, RampArrivals, SteadyArrivals, UnpacedArrivals
+
         if self.ramp_up_strategy:
             if self.ramp_up_strategy not in ("linear", "exponential"):
                 raise InvalidRequest("--ramp-up-strategy", f"{self.ramp_up_strategy!r} is not linear or exponential")
@@ -126,6 +138,8 @@ class WorkloadSpec:
         return GammaArrivals(self.request_rate, self.burstiness)
 
     def _trace(self) -> Trace:
+        from baton.bench.workloads.trace import AZURE, MOONCAKE, Trace, TraceScale
+
         if not self.dataset_path:
             raise InvalidRequest("--dataset-path", f"the dataset {self.dataset} is a trace and needs its file")
         if self.request_rate != float("inf") or self.ramp_up_strategy:
@@ -135,7 +149,7 @@ class WorkloadSpec:
         )
         return Trace(
             Path(self.dataset_path),
-            _TRACES[self.dataset],
+            {"mooncake": MOONCAKE, "azure": AZURE}[self.dataset],
             scale,
             limit=self.num_prompts,
             seed=self.seed,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
-from baton.bench.workloads.request import Piece, WorkloadRequest, unique_piece
+from baton.bench.workloads.workload import Piece, WorkloadRequest, unique_piece
 from baton.errors import InvalidRequest
 
 
@@ -36,7 +38,6 @@ Parse = Callable[[str], TraceLine]
 class TraceFormat(NamedTuple):
     """The file format of a trace."""
 
-    name: str
     parse: Parse
     header: str | None
     """The first line; None: there is no header."""
@@ -61,7 +62,7 @@ class TraceScale:
 
 @dataclass(slots=True)
 class Trace:
-    """A trace file as a workload; see `baton.bench.workloads.mooncake` and `azure`."""
+    """A trace file as a workload; see `baton.bench.workloads.trace` and `azure`."""
 
     path: Path
     format: TraceFormat
@@ -92,25 +93,6 @@ class Trace:
                     break
                 first_s = line.timestamp_s if first_s is None else first_s
                 yield self._request(index, line, first_s)
-
-    def describe(self) -> dict[str, Any]:
-        scale = self.scale
-        return {
-            "dataset": self.format.name,
-            "path": self.path.name,
-            "num_prompts": len(self),
-            "num_skipped": self.num_skipped,
-            "time_scale": scale.time,
-            "length_scale": scale.length,
-            "output_scale": scale.output,
-            "max_input": scale.max_input,
-            "max_output": scale.max_output,
-            "seed": self.seed,
-        }
-
-    def scaled(self, time: float) -> Trace:
-        """The same trace, `time` times as fast."""
-        return replace(self, scale=replace(self.scale, time=self.scale.time * time))
 
     def _lines(self, file: TextIO) -> Iterator[TraceLine]:
         latest = float("-inf")
@@ -167,3 +149,79 @@ def whole_number(value: object, name: str, least: int) -> int:
 def _scaled(length: int, scale: float, limit: int | None) -> int:
     scaled = max(1, round(length * scale))
     return scaled if limit is None else min(scaled, limit)
+
+
+# Mooncake's traces (Qin et al., FAST 2025): JSON lines {timestamp, input_length, output_length, hash_ids}.
+#
+# Timestamps are milliseconds. A hash id names a block of 512 tokens (the last block may be shorter) together with all
+# tokens before it.
+
+_BLOCK_TOKENS = 512
+
+
+def _parse_mooncake(text: str) -> TraceLine:
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("not JSON: nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise ValueError("not a JSON object")
+    for name in ("timestamp", "input_length", "output_length", "hash_ids"):
+        if name not in fields:
+            raise ValueError(f"{name} is missing")
+    timestamp = fields["timestamp"]
+    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not 0 <= timestamp < 1e15:
+        raise ValueError(f"timestamp is {timestamp!r}, which is not a number of milliseconds")
+    hash_ids = fields["hash_ids"]
+    if not isinstance(hash_ids, list):
+        raise ValueError("hash_ids is not a list")
+    return TraceLine(
+        timestamp / 1e3,
+        whole_number(fields["input_length"], "input_length", 1),
+        whole_number(fields["output_length"], "output_length", 0),
+        tuple(whole_number(hash_id, "a hash id", 0) for hash_id in hash_ids),
+    )
+
+
+MOONCAKE = TraceFormat(_parse_mooncake, None, _BLOCK_TOKENS)
+
+
+# Azure's LLM inference traces (Patel et al., ISCA 2024): CSV lines TIMESTAMP,ContextTokens,GeneratedTokens.
+#
+# The trace does not say which prompts share a prefix, so none do.
+
+_FIELDS = 3
+_SECONDS_FROM = len("2023-11-16 18:17:")
+"""Index of a timestamp's seconds; they have seven decimals, one more than `datetime` reads."""
+
+
+def _parse_azure(text: str) -> TraceLine:
+    fields = text.split(",")
+    if len(fields) != _FIELDS:
+        raise ValueError(f"there are {len(fields)} fields instead of {_FIELDS}")
+    timestamp, context, generated = fields
+    return TraceLine(
+        _seconds(timestamp), _tokens(context, "ContextTokens", 1), _tokens(generated, "GeneratedTokens", 0)
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        minute = datetime.fromisoformat(text[:_SECONDS_FROM] + "00").replace(tzinfo=UTC)
+        seconds = float(text[_SECONDS_FROM:].removesuffix("+00:00"))
+    except ValueError:
+        raise ValueError(f"TIMESTAMP is {text[:40]!r}, which is not a date and time") from None
+    if not 0 <= seconds < 61:
+        raise ValueError(f"TIMESTAMP is {text[:40]!r}, which is not a date and time")
+    return minute.timestamp() + seconds
+
+
+def _tokens(text: str, name: str, least: int) -> int:
+    if not text.strip().isdecimal():
+        raise ValueError(f"{name} is {text[:40]!r}, which is not a whole number")
+    return whole_number(int(text), name, least)
+
+
+AZURE = TraceFormat(_parse_azure, "TIMESTAMP,ContextTokens,GeneratedTokens", 1)

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.bench.files import ReportOption, ResultFileOption, check_files, exit_interrupted, write_files
-from baton.cli.bench.load_options import (
-    BurstinessOption,
+from baton.bench.config import CompareConfig
+from baton.bench.flag import Flag
+from baton.bench.workloads.spec import PLAIN_BURSTINESS, WorkloadSpec
+from baton.cli.bench.flags import NOT_GIVEN, FlagsOf, Given, with_flags
+from baton.cli.bench.options import (
     CacheMemoryOption,
     DtypeOption,
+    ModelOption,
     MoreGoodputArgument,
-    RangeRatioOption,
+    ReportOption,
+    ResultFileOption,
     ShapeOption,
+    check_files,
+    chosen_model,
+    exit_interrupted,
+    printed_as_data,
+    write_files,
 )
-from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.bench.serve import slo_of, usage_errors
-from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
+from baton.cli.output import Format, OutputOption, print_note, print_table, print_text
 from baton.errors import Cancelled
 
 if TYPE_CHECKING:
-    from baton.bench.compare.interleaved import CompareConfig
     from baton.bench.compare.run import Comparison
 
-_QUICK_BUDGET_S = 870.0
-"""Leaves half a minute of the 15 minutes that --quick promises."""
-_QUICK_RUN_S = 30.0
-"""Upper limit: each run gets its share of the time."""
-_QUICK_TRIES = 5
-_QUICK_SIZES = 3
-_QUICK_TUNE_TRIES = 3
+_QUICK: Given = {
+    "run_s": 30.0,  # at most: each run gets its share of the time
+    "max_tries": 5,
+    "budget_s": 870.0,  # leaves half a minute of the 15 minutes that --quick promises
+    "is_baseline_tuned_alone": True,
+    "max_sizes": 3,
+    "tune_tries": 3,
+}
 
 
+@with_flags
 def compare(
     more_goodput: MoreGoodputArgument = None,
     arrangement: Annotated[
@@ -46,10 +54,19 @@ def compare(
     model: ModelOption = None,
     shape: ShapeOption = "",
     dtype: DtypeOption = "auto",
-    random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 512,
-    random_output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=2)] = 64,
-    random_range_ratio: RangeRatioOption = 0.0,
-    burstiness: BurstinessOption = 1.0,
+    lengths: Annotated[
+        Given,
+        FlagsOf(
+            WorkloadSpec,
+            "random_input_len random_output_len random_range_ratio burstiness",
+            flags={
+                "random_input_len": Flag("Tokens of a prompt.", min=1),
+                "random_output_len": Flag("Tokens to generate.", min=2),
+                "burstiness": PLAIN_BURSTINESS,
+            },
+            defaults={"random_input_len": 512, "random_output_len": 64},
+        ),
+    ] = NOT_GIVEN,
     goodput: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,11 +75,7 @@ def compare(
             metavar="SLO ...",
         ),
     ] = None,
-    ttft_factor: Annotated[float, typer.Option(help="See --goodput.", min=1)] = 5.0,
-    attainment: Annotated[float, typer.Option(help="Share of requests that must keep the SLO.", min=0.01, max=1)] = 0.9,
-    repeats: Annotated[int, typer.Option(help="Searches for each arrangement's goodput.", min=1)] = 3,
-    run_s: Annotated[float, typer.Option(help="Seconds of arrivals at each rate.", min=1)] = 15.0,
-    tries: Annotated[int, typer.Option(help="Rates that a search may try.", min=2)] = 8,
+    search: Annotated[Given, FlagsOf(CompareConfig, "ttft_factor attainment repeats run_s max_tries")] = NOT_GIVEN,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter and fewer runs: a result within 15 minutes.")] = False,
     max_num_batched_tokens: Annotated[
         int | None,
@@ -88,9 +101,7 @@ def compare(
     machine with a core for every node.
     """
     from baton.bench.arrangement import chosen
-    from baton.bench.compare.interleaved import CompareConfig
     from baton.bench.compare.run import compare as run_comparison
-    from baton.bench.workloads.spec import WorkloadSpec
 
     check_files(result_filename, report)
     slo = slo_of(goodput, more_goodput)
@@ -98,13 +109,7 @@ def compare(
         arrangements = chosen(arrangement or (), nodes)
     if quick and not arrangement:
         arrangements = [one for one in arrangements if not one.is_conditional]
-    workload = WorkloadSpec(
-        random_input_len=random_input_len,
-        random_output_len=random_output_len,
-        random_range_ratio=random_range_ratio,
-        burstiness=burstiness,
-        seed=seed,
-    )
+    workload = WorkloadSpec(**lengths, seed=seed)
     with chosen_model(model, shape) as found:
         config = CompareConfig(
             arrangements,
@@ -112,18 +117,10 @@ def compare(
             dtype,
             workload,
             slo if slo else None,
-            ttft_factor,
-            attainment,
-            repeats,
-            _QUICK_RUN_S if quick else run_s,
-            _QUICK_TRIES if quick else tries,
-            _QUICK_BUDGET_S if quick else float("inf"),
+            **(search | (_QUICK if quick else {})),
             up_flags=("--kv-cache-memory", kv_cache_memory),
             max_num_batched_tokens=max_num_batched_tokens,
-            is_baseline_tuned_alone=quick,
         )
-        if quick:
-            config = replace(config, max_sizes=_QUICK_SIZES, tune_tries=_QUICK_TUNE_TRIES)
         comparison = run_comparison(config, print_note)
     _finish(config, comparison, found.name, result_filename, report, output)
 
@@ -135,11 +132,7 @@ def _finish(
     from baton.bench.results.result_file import without_outcomes
 
     result = compare_result(config, comparison, datetime.now(UTC).isoformat(timespec="seconds")) | {"model": model}
-    if output is Format.JSON:
-        print_json(without_outcomes(result))
-    elif output is Format.YAML:
-        print_yaml(without_outcomes(result))
-    else:
+    if not printed_as_data(without_outcomes(result), output):
         spec = config.workload
         slo = ", ".join(f"{name} {limit}" for name, limit in comparison.slo.texts().items())
         print_text(

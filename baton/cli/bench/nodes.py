@@ -11,35 +11,37 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.bench.files import ReportOption, ResultFileOption, check_files, write_files
-from baton.cli.bench.load_options import (
-    BurstinessOption,
-    DatasetPathOption,
+from baton.bench.flag import Flag
+from baton.bench.workloads.spec import PLAIN_BURSTINESS, WorkloadSpec
+from baton.cli.bench.flags import NOT_GIVEN, FlagsOf, Given, with_flags
+from baton.cli.bench.options import (
     DtypeOption,
     GoodputOption,
-    InputLenOption,
     MaxConcurrencyOption,
     MoreGoodputArgument,
-    NumPromptsOption,
     NumWarmupsOption,
-    RangeRatioOption,
-    RequestRateOption,
+    ReportOption,
+    ResultFileOption,
     ShapeOption,
     WorkloadSeedOption,
+    check_files,
+    chosen_model,
+    printed_as_data,
+    write_files,
 )
-from baton.cli.bench.model import chosen_model
-from baton.cli.bench.serve import Dataset, count_requests, print_rows, raise_exit, show_progress, slo_of, usage_errors
-from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
+from baton.cli.bench.serve import count_requests, print_rows, raise_exit, show_progress, slo_of, usage_errors
+from baton.cli.output import Format, OutputOption, print_note, print_table, print_text
 from baton.cli.target import RunDirOption, local_cluster
 from baton.errors import InvalidRequest, UsageError
 from baton.security.access import DEFAULT_CLUSTER, Access, default_access
 
 if TYPE_CHECKING:
-    from baton.bench.nodes.find import FoundCluster
+    from baton.bench.live_cluster import FoundCluster
 
 _COLUMNS = ("NODE", "ROLE", "RUN", "WAIT", "WAIT REMOTE KV", "KV%", "LEASED", "SAMPLES", "MISSED")
 
 
+@with_flags
 def nodes(
     more_goodput: MoreGoodputArgument = None,
     start: Annotated[
@@ -60,18 +62,29 @@ def nodes(
         str, typer.Option(help="Redis of a running cluster, on one or several hosts.", metavar="URL")
     ] = "",
     cluster: Annotated[str, typer.Option(help="The cluster's name in the registry.")] = DEFAULT_CLUSTER,
-    dataset_name: Annotated[Dataset, typer.Option(help="Kind of workload.")] = Dataset.RANDOM,
-    dataset_path: DatasetPathOption = None,
-    num_prompts: NumPromptsOption = None,
-    request_rate: RequestRateOption = float("inf"),
-    burstiness: BurstinessOption = 1.0,
+    arrivals: Annotated[
+        Given,
+        FlagsOf(
+            WorkloadSpec,
+            "dataset dataset_path num_prompts request_rate burstiness",
+            flags={"burstiness": PLAIN_BURSTINESS},
+        ),
+    ] = NOT_GIVEN,
     max_concurrency: MaxConcurrencyOption = None,
-    random_input_len: InputLenOption = 512,
-    random_output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 64,
-    random_range_ratio: RangeRatioOption = 0.0,
-    time_scale: Annotated[float, typer.Option(help="Replay a trace this many times as fast.", min=1e-6)] = 1.0,
-    length_scale: Annotated[float, typer.Option(help="Factor of prompt and shared block lengths.", min=1e-6)] = 1,
-    output_scale: Annotated[float, typer.Option(help="Factor of output lengths.", min=1e-6)] = 1.0,
+    lengths: Annotated[
+        Given,
+        FlagsOf(
+            WorkloadSpec,
+            "random_input_len random_output_len random_range_ratio time_scale length_scale output_scale",
+            flags={
+                "random_output_len": Flag("Tokens to generate.", min=1),
+                "time_scale": Flag("Replay a trace this many times as fast.", min=1e-6),
+                "length_scale": Flag("Factor of prompt and shared block lengths.", min=1e-6),
+                "output_scale": Flag("Factor of output lengths.", min=1e-6),
+            },
+            defaults={"random_input_len": 512, "random_output_len": 64},
+        ),
+    ] = NOT_GIVEN,
     goodput: GoodputOption = None,
     processes: Annotated[int, typer.Option(help="Generator processes.", min=1)] = 1,
     num_warmups: NumWarmupsOption = 0,
@@ -90,28 +103,14 @@ def nodes(
     from baton.bench.load.report import remarks, rows
     from baton.bench.load.run import LoadPlan
     from baton.bench.nodes.run import nodes_result, run_watched
-    from baton.bench.nodes.samples import peak_rows
+    from baton.bench.nodes.timeline import peak_rows
     from baton.bench.results.result_file import without_outcomes
-    from baton.bench.workloads.spec import WorkloadSpec
 
     _check(start, shape, model, registry, run_dir)
     check_files(result_filename, report)
     slo = slo_of(goodput, more_goodput)
     with usage_errors():
-        workload = WorkloadSpec(
-            dataset=dataset_name.value,
-            dataset_path=str(dataset_path or ""),
-            num_prompts=num_prompts,
-            request_rate=request_rate,
-            burstiness=burstiness,
-            random_input_len=random_input_len,
-            random_output_len=random_output_len,
-            random_range_ratio=random_range_ratio,
-            time_scale=time_scale,
-            length_scale=length_scale,
-            output_scale=output_scale,
-            seed=seed,
-        )
+        workload = WorkloadSpec(**arrivals, **lengths, seed=seed)
         total = count_requests(workload)
     with _cluster(start, num_nodes, model, shape, dtype, run_dir, registry, cluster) as found:
         access = default_access.get()
@@ -123,11 +122,7 @@ def nodes(
             ran = run_watched(found, plan, on_progress)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     result = nodes_result(plan, ran, slo, (99.0,), start or "running", created)
-    if output is Format.JSON:
-        print_json(without_outcomes(result))
-    elif output is Format.YAML:
-        print_yaml(without_outcomes(result))
-    else:
+    if not printed_as_data(without_outcomes(result), output):
         print_rows(rows(result, (99.0,)))
         print_text("\nThe maximum of each node during the run:")
         print_table(_COLUMNS, peak_rows(ran.samples))
@@ -162,8 +157,7 @@ def _cluster(
     name: str,
 ) -> Iterator[FoundCluster]:
     from baton.bench.arrangement import chosen as chosen_arrangements
-    from baton.bench.nodes.find import find_by_operator, find_in_registry
-    from baton.bench.nodes.run import pinned_cluster
+    from baton.bench.live_cluster import find_by_operator, find_in_registry, pinned_cluster
 
     if start:
         # A cluster that is started here has no TLS and no keys.
@@ -174,7 +168,7 @@ def _cluster(
             raise UsageError(f"--start: {error.reason}") from None
         with (
             chosen_model(model, shape) as chosen,
-            pinned_cluster(arrangement, chosen, dtype) as found,
+            pinned_cluster(arrangement, chosen, dtype, "--model-name", chosen.name) as found,
         ):
             yield found
     elif registry:

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.bench.files import check_files
-from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
+from baton.bench.config import OverloadConfig
+from baton.cli.bench.flags import NOT_GIVEN, FlagsOf, Given, with_flags
+from baton.cli.bench.options import check_files, printed_as_data
+from baton.cli.output import Format, OutputOption, print_note, print_table, print_text
 from baton.errors import ExitCode
 
 if TYPE_CHECKING:
-    from baton.bench.overload.overload import OverloadReport
+    from baton.bench.overload import OverloadReport
 
 
-class Front(enum.StrEnum):
-    """The router's port that clients use."""
-
-    GRPC = "grpc"
-    HTTP = "http"
-
-
+@with_flags
 def overload(
-    front: Annotated[Front, typer.Option(help="Protocol of the clients.")] = Front.GRPC,
-    factor: Annotated[float, typer.Option(help="Offered load as a multiple of the capacity.", min=1)] = 10.0,
-    duration: Annotated[float, typer.Option(help="Seconds of the overload.", min=20)] = 120.0,
-    after: Annotated[float, typer.Option(help="Seconds to watch after the overload.", min=10)] = 60.0,
-    step_ms: Annotated[
-        float, typer.Option(help="Step time of a simulated node; a shorter one gives more capacity.", min=1)
-    ] = 40.0,
-    ttft: Annotated[
-        float, typer.Option(help="Longest time to first token of a good request, milliseconds.", min=1)
-    ] = 2000.0,
-    seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
+    given: Annotated[
+        Given,
+        FlagsOf(
+            OverloadConfig,
+            "backend factor overload_s after_s step_ms ttft_slo_ms seed",
+            defaults={"backend": "grpc"},
+        ),
+    ] = NOT_GIVEN,
     out: Annotated[Path | None, typer.Option(help="Write overload.json and overload.svg to this folder.")] = None,
     output: OutputOption = Format.TEXT,
 ) -> None:
@@ -45,26 +37,15 @@ def overload(
     run at once. A probe with a tenth of the capacity runs before, during and after the overload. Exits with 1 if a
     check fails.
     """
-    from baton.bench.overload.overload import OverloadConfig, run
+    from baton.bench.overload import run
 
     check_files(None if out is None else out / "overload.json")
-    config = OverloadConfig(
-        backend="baton" if front is Front.GRPC else "openai",
-        factor=factor,
-        overload_s=duration,
-        after_s=after,
-        step_ms=step_ms,
-        ttft_slo_ms=ttft,
-        seed=seed,
-    )
+    config = OverloadConfig(**given)
     if output is Format.TEXT:
-        print_note(f"this takes a little longer than {config.before_s + duration + after + config.capacity_s:.0f} s")
+        took_s = config.capacity_s + config.before_s + config.overload_s + config.after_s
+        print_note(f"this takes a little longer than {took_s:.0f} s")
     report = run(config)
-    if output is Format.JSON:
-        print_json(report.to_json())
-    elif output is Format.YAML:
-        print_yaml(report.to_json())
-    else:
+    if not printed_as_data(report.to_json(), output):
         _print(report)
     if out is not None:
         _write(report, out)
@@ -106,7 +87,7 @@ def _print(report: OverloadReport) -> None:
 def _write(report: OverloadReport, folder: Path) -> None:
     import json
 
-    from baton.bench.overload.overload_plot import render_svg
+    from baton.bench.report.overload import render_svg
     from baton.bench.results.result_file import write_text
 
     write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n", folder / "overload.json")

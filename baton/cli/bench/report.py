@@ -43,8 +43,7 @@ def report(
     json and csv contain the same figures for programs, with the keys of `vllm bench serve`.
     """
     from baton.bench.report.measured import parse_result
-    from baton.bench.report.page import page
-    from baton.bench.report.tabular import to_csv, to_json
+    from baton.bench.report.page import page, to_csv, to_json
     from baton.bench.results.result_file import read_result, write_text
 
     with usage_errors():

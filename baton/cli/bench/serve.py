@@ -13,20 +13,21 @@ from urllib.parse import urlsplit
 
 import typer
 
-from baton.cli.bench.files import ReportOption, check_files, exit_interrupted, write_files
-from baton.cli.bench.load_options import (
-    DatasetPathOption,
+from baton.bench.workloads.spec import WorkloadSpec
+from baton.cli.bench.flags import NOT_GIVEN, FlagsOf, Given, with_flags
+from baton.cli.bench.options import (
     GoodputOption,
-    InputLenOption,
     MaxConcurrencyOption,
     MoreGoodputArgument,
-    NumPromptsOption,
     NumWarmupsOption,
-    RangeRatioOption,
-    RequestRateOption,
+    ReportOption,
     WorkloadSeedOption,
+    check_files,
+    exit_interrupted,
+    printed_as_data,
+    write_files,
 )
-from baton.cli.output import Format, OutputOption, print_json, print_note, print_text, print_yaml
+from baton.cli.output import Format, OutputOption, print_note, print_text
 from baton.cli.target import RunDirOption, local_cluster
 from baton.errors import BatonError, ExitCode, InvalidRequest, UsageError
 from baton.models.resolve import find_model
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
     from baton.bench.load.endpoint import Target
     from baton.bench.load.generator import Progress
     from baton.bench.load.run import LoadPlan, LoadRun
-    from baton.bench.results.slo import Slo
-    from baton.bench.workloads.spec import WorkloadSpec
+    from baton.bench.results.summary import Slo
 
 _WIDTH = 60
 
@@ -50,24 +50,7 @@ class Backend(enum.StrEnum):
     OPENAI_CHAT = "openai-chat"
 
 
-class Dataset(enum.StrEnum):
-    """Kinds of workloads."""
-
-    RANDOM = "random"
-    SHAREGPT_LIKE = "sharegpt-like"
-    PREFIX_REPETITION = "prefix_repetition"
-    MULTI_TURN = "multi_turn"
-    MOONCAKE = "mooncake"
-    AZURE = "azure"
-
-
-class RampUp(enum.StrEnum):
-    """How the request rate changes over a run."""
-
-    LINEAR = "linear"
-    EXPONENTIAL = "exponential"
-
-
+@with_flags
 def serve(
     more_goodput: MoreGoodputArgument = None,
     backend: Annotated[Backend, typer.Option(help="Baton's gRPC, or OpenAI's HTTP.")] = Backend.BATON,
@@ -89,35 +72,19 @@ def serve(
     api_key: Annotated[
         str, typer.Option(help="Bearer token. Default: $BATON_API_KEY, or $OPENAI_API_KEY with an openai backend.")
     ] = "",
-    dataset_name: Annotated[Dataset, typer.Option(help="Kind of workload.")] = Dataset.RANDOM,
-    dataset_path: DatasetPathOption = None,
-    num_prompts: NumPromptsOption = None,
-    request_rate: RequestRateOption = float("inf"),
-    burstiness: Annotated[
-        float, typer.Option(help="1: Poisson arrivals; below 1: burstier; above 1: more even; inf: equal gaps.")
-    ] = 1.0,
+    arrivals: Annotated[
+        Given, FlagsOf(WorkloadSpec, "dataset dataset_path num_prompts request_rate burstiness")
+    ] = NOT_GIVEN,
     max_concurrency: MaxConcurrencyOption = None,
-    ramp_up_strategy: Annotated[RampUp | None, typer.Option(help="How the rate changes over the run.")] = None,
-    ramp_up_start_rps: Annotated[float, typer.Option(help="Rate at the start of the run.", min=0)] = 0.0,
-    ramp_up_end_rps: Annotated[float, typer.Option(help="Rate at the end of the run.", min=0)] = 0.0,
-    random_input_len: InputLenOption = 1024,
-    random_output_len: Annotated[
-        int,
-        typer.Option("--random-output-len", "--prefix-repetition-output-len", help="Tokens to generate.", min=1),
-    ] = 128,
-    random_range_ratio: RangeRatioOption = 0.0,
-    prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Number of different prefixes.", min=1)] = 10,
-    prefix_repetition_prefix_len: Annotated[int, typer.Option(help="Tokens of each prefix.", min=1)] = 256,
-    prefix_repetition_suffix_len: Annotated[int, typer.Option(help="Tokens after the prefix.", min=1)] = 256,
-    turns: Annotated[int, typer.Option(help="Turns of a conversation.", min=1)] = 4,
-    turn_len: Annotated[int, typer.Option(help="Tokens of a later turn's question.", min=1)] = 128,
-    think_s: Annotated[float, typer.Option(help="Mean pause between answer and question.", min=0)] = 0.0,
-    time_scale: Annotated[float, typer.Option(help="Replay a trace this many times as fast.")] = 1.0,
-    length_scale: Annotated[float, typer.Option(help="Factor of prompt and shared block lengths.")] = 1.0,
-    output_scale: Annotated[float, typer.Option(help="Factor of output lengths.")] = 1.0,
-    max_input_len: Annotated[int | None, typer.Option(help="Truncate longer prompts of a trace.", min=1)] = None,
-    max_output_len: Annotated[int | None, typer.Option(help="Limit longer outputs of a trace.", min=1)] = None,
-    skip_broken_lines: Annotated[bool, typer.Option(help="Skip broken lines of a trace.")] = False,
+    lengths: Annotated[
+        Given,
+        FlagsOf(
+            WorkloadSpec,
+            "ramp_up_strategy ramp_up_start_rps ramp_up_end_rps random_input_len random_output_len random_range_ratio "
+            "num_prefixes prefix_len suffix_len turns turn_len think_s time_scale length_scale output_scale "
+            "max_input_len max_output_len skip_broken_lines",
+        ),
+    ] = NOT_GIVEN,
     ignore_eos: Annotated[bool, typer.Option(help="Generate the full output length.")] = True,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.", min=0, max=2)] = 0.0,
     goodput: GoodputOption = None,
@@ -151,7 +118,6 @@ def serve(
     """
     from baton.bench.load.endpoint import Target
     from baton.bench.load.run import LoadPlan, run_load
-    from baton.bench.workloads.spec import WorkloadSpec
 
     is_kept = bool(save_result or save_detailed or result_filename)
     named = result_dir / result_filename
@@ -159,32 +125,7 @@ def serve(
     slo = slo_of(goodput, more_goodput)
     with usage_errors():
         percentiles = _percentiles(metric_percentiles)
-        workload = WorkloadSpec(
-            dataset=dataset_name.value,
-            dataset_path=str(dataset_path or ""),
-            num_prompts=num_prompts,
-            request_rate=request_rate,
-            burstiness=burstiness,
-            ramp_up_strategy=ramp_up_strategy.value if ramp_up_strategy else "",
-            ramp_up_start_rps=ramp_up_start_rps,
-            ramp_up_end_rps=ramp_up_end_rps,
-            random_input_len=random_input_len,
-            random_output_len=random_output_len,
-            random_range_ratio=random_range_ratio,
-            num_prefixes=prefix_repetition_num_prefixes,
-            prefix_len=prefix_repetition_prefix_len,
-            suffix_len=prefix_repetition_suffix_len,
-            turns=turns,
-            turn_len=turn_len,
-            think_s=think_s,
-            time_scale=time_scale,
-            length_scale=length_scale,
-            output_scale=output_scale,
-            max_input_len=max_input_len,
-            max_output_len=max_output_len,
-            skip_broken_lines=skip_broken_lines,
-            seed=seed,
-        )
+        workload = WorkloadSpec(**arrivals, **lengths, seed=seed)
         total = count_requests(workload)
     address, url_path, is_tls = _locate_endpoint(backend, base_url, host, port, endpoint, run_dir)
     target = Target(
@@ -203,7 +144,7 @@ def serve(
     plan = LoadPlan(
         _probed(target, workload),
         workload,
-        processes or (2 if 1000 <= request_rate < float("inf") else 1),
+        processes or (2 if 1000 <= workload.request_rate < float("inf") else 1),
         max_concurrency,
         request_timeout_s,
         num_warmups,
@@ -229,11 +170,7 @@ def _finish(
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
     result = serve_result(plan, run, slo, percentiles, label, created)
-    if output is Format.JSON:
-        print_json(without_outcomes(result))
-    elif output is Format.YAML:
-        print_yaml(without_outcomes(result))
-    else:
+    if not printed_as_data(without_outcomes(result), output):
         print_rows(rows(result, percentiles))
     for line in remarks(run, result, slo):
         print_note(line)
@@ -331,7 +268,7 @@ def count_requests(workload: WorkloadSpec) -> int:
 
 def slo_of(goodput: Sequence[str] | None, more: Sequence[str] | None) -> Slo:
     """The SLO of --goodput and of the arguments that follow it on the command line; raises a usage error."""
-    from baton.bench.results.slo import Slo
+    from baton.bench.results.summary import Slo
 
     if more and not goodput:
         raise UsageError(f"unexpected argument {more[0]!r}; limits of an SLO follow --goodput")

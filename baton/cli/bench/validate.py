@@ -10,11 +10,25 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.bench.files import ReportOption, ResultFileOption, check_files, exit_interrupted, write_files
-from baton.cli.bench.load_options import CacheMemoryOption, DtypeOption, RangeRatioOption, speculation_callback
-from baton.cli.bench.model import chosen_model, named_model
+from baton.bench.config import ValidateConfig
+from baton.bench.flag import Flag
+from baton.bench.workloads.spec import WorkloadSpec
+from baton.cli.bench.flags import NOT_GIVEN, FlagsOf, Given, with_flags
+from baton.cli.bench.options import (
+    CacheMemoryOption,
+    DtypeOption,
+    ReportOption,
+    ResultFileOption,
+    check_files,
+    chosen_model,
+    exit_interrupted,
+    named_model,
+    printed_as_data,
+    speculation_callback,
+    write_files,
+)
 from baton.cli.bench.serve import usage_errors
-from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
+from baton.cli.output import Format, OutputOption, print_note, print_table, print_text
 from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.messages.node import NodeShape
 from baton.models.resolve import FoundModel
@@ -24,6 +38,7 @@ _SHAPES = ("0.5b",)
 _RANKS = {"min": 1, "max": 64}
 
 
+@with_flags
 def validate(
     model: Annotated[
         list[str] | None,
@@ -46,11 +61,19 @@ def validate(
             help="Load as a share of the capacity, which is measured first; may be repeated. Default: 0.2, 0.4, 0.6."
         ),
     ] = None,
-    random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt.", min=2)] = 256,
-    random_output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=2)] = 48,
-    random_range_ratio: RangeRatioOption = 0.5,
-    run_s: Annotated[float, typer.Option(help="Largest number of seconds of arrivals at each load.", min=1)] = 90.0,
-    rounds: Annotated[int, typer.Option(help="Short runs of each load, interleaved with the others.", min=1)] = 3,
+    lengths: Annotated[
+        Given,
+        FlagsOf(
+            WorkloadSpec,
+            "random_input_len random_output_len random_range_ratio",
+            flags={
+                "random_input_len": Flag("Tokens of a prompt.", min=2),
+                "random_output_len": Flag("Tokens to generate.", min=2),
+            },
+            defaults={"random_input_len": 256, "random_output_len": 48, "random_range_ratio": 0.5},
+        ),
+    ] = NOT_GIVEN,
+    runs: Annotated[Given, FlagsOf(ValidateConfig, "run_s rounds")] = NOT_GIVEN,
     budget_s: Annotated[float, typer.Option(help="Seconds that the whole command may take.", min=30)] = 570.0,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.", min=16)] = 512,
     kv_cache_memory: CacheMemoryOption = "256MiB",
@@ -74,11 +97,11 @@ def validate(
     otherwise idle machine with a core for every node.
     """
     from baton.bench.arrangement import Arrangement
+    from baton.bench.experiment import Experiment
     from baton.bench.results.result_file import without_outcomes
     from baton.bench.validate.report import COLUMNS, rows, validation_result, verdict
-    from baton.bench.validate.run import ValidateConfig, Validated
+    from baton.bench.validate.run import Validated
     from baton.bench.validate.run import validate as run_validation
-    from baton.bench.workloads.spec import WorkloadSpec
     from baton.clock import SystemClock
 
     with usage_errors():
@@ -91,12 +114,7 @@ def validate(
         if nodes.is_conditional and prefill != decode:
             # Steps are fitted by what they compute: prompts must be computed by nodes of one shape.
             raise InvalidRequest("--arrangement", f"{nodes} needs nodes of one shape")
-    workload = WorkloadSpec(
-        random_input_len=random_input_len,
-        random_output_len=random_output_len,
-        random_range_ratio=random_range_ratio,
-        seed=seed * 1000,
-    )
+    workload = WorkloadSpec(**lengths, seed=seed * 1000)
     flags: tuple[str, ...] = (
         "--max-num-batched-tokens",
         str(max_num_batched_tokens),
@@ -119,8 +137,11 @@ def validate(
         now_s = clock.monotonic()
         try:
             with _model(name) as found:
-                config = ValidateConfig(name, found, dtype, workload, nodes, loads, run_s, flags, rounds, threads)
-                one = run_validation(config, print_note, clock, now_s + (end_s - now_s) / (len(names) - number))
+                config = ValidateConfig(
+                    name, found, dtype, workload, nodes, loads, **runs, up_flags=flags, threads_per_node=threads
+                )
+                deadline_s = now_s + (end_s - now_s) / (len(names) - number)
+                one = run_validation(config, Experiment(print_note, clock, deadline_s))
         except BatonError as error:
             failed[name] = error
             if isinstance(error, Cancelled):
@@ -132,11 +153,7 @@ def validate(
         if isinstance(one.failure, Cancelled):
             break
     result = validation_result(validated, seed, datetime.now(UTC).isoformat(timespec="seconds"), failed)
-    if output is Format.JSON:
-        print_json(without_outcomes(result))
-    elif output is Format.YAML:
-        print_yaml(without_outcomes(result))
-    else:
+    if not printed_as_data(without_outcomes(result), output):
         print_table(COLUMNS, rows(result))
         print_text()
         for line in verdict(result):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 import re
 import sys
@@ -15,45 +14,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.bench.files import ReportOption, check_files, write_files
-from baton.cli.bench.load_options import MoreGoodputArgument
-from baton.cli.bench.serve import Dataset, count_requests, slo_of, usage_errors
-from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
+from baton.bench.arrangement import Arrangement
+from baton.bench.flag import Flag
+from baton.bench.simulator.config import Failure, NodeSizes, Policy, Preset, SimulatedSpeculation, SimulationConfig
+from baton.bench.simulator.shapes import RankFigures
+from baton.bench.simulator.step_times import read_step_times
+from baton.bench.workloads.spec import Dataset, WorkloadSpec
+from baton.cli.bench.flags import NOT_GIVEN, FlagsOf, Given, with_flags
+from baton.cli.bench.options import MoreGoodputArgument, ReportOption, check_files, printed_as_data, write_files
+from baton.cli.bench.serve import count_requests, slo_of, usage_errors
+from baton.cli.output import Format, OutputOption, print_note, print_table, print_text
 from baton.cli.waiting import ProgressLine
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.node import ONE_RANK, NodeShape, Role
-from baton.messages.speculation import MAX_DRAFTS, SpeculationConfig
 
 if TYPE_CHECKING:
-    from baton.bench.simulator.drafts import SimulatedSpeculation
     from baton.bench.simulator.plan import SimulationPlan
-    from baton.bench.simulator.shapes import RankFigures
-    from baton.bench.simulator.simulation import Failure
 
 _MOST_NODES = 10_000
 _RANKS = {"min": 1, "max": 64}
+_DRAFTS = FlagsOf(SimulatedSpeculation, "share num_speculative_tokens coverage row_ms", are_optional=True)
 _SECONDS = r"([0-9]+(?:\.[0-9]+)?)"
 _FAILURE = re.compile(rf"([a-z]+-[0-9]+)@{_SECONDS}(?:\+{_SECONDS})?\Z")
-
-
-class Preset(enum.StrEnum):
-    """Published experiments that can be repeated."""
-
-    DISTSERVE = "distserve"
-    MOONCAKE = "mooncake"
-    FLEET = "fleet"
-
-
-class Policy(enum.StrEnum):
-    """Placement policies: those of the router, then others for comparison."""
-
-    COST = "cost"
-    LEAST_LOADED = "least-loaded"
-    ROUND_ROBIN = "round-robin"
-    RANDOM = "random"
-    LOAD_BALANCED = "load-balanced"
-    LOCAL_CACHE = "local-cache"
-    GLOBAL_CACHE = "global-cache"
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -61,6 +43,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
     app.command(name, help=text)(simulate)
 
 
+@with_flags
 def simulate(
     more_goodput: MoreGoodputArgument = None,
     preset: Annotated[Preset | None, typer.Option(help="Begin with a published experiment.")] = None,
@@ -72,51 +55,50 @@ def simulate(
         int | None, typer.Option(help="Simulate every arrangement of N nodes.", min=2, max=_MOST_NODES)
     ] = None,
     policy: Annotated[list[Policy] | None, typer.Option(help="Placement policy. May be repeated.")] = None,
-    choices: Annotated[
-        int | None,
-        typer.Option(
-            help="Nodes of each role that the router considers, drawn at random for each request. Default: all.",
-            min=1,
+    routers: Annotated[Given, FlagsOf(SimulationConfig, "choices cells", are_optional=True)] = NOT_GIVEN,
+    arrivals: Annotated[
+        Given,
+        FlagsOf(
+            WorkloadSpec,
+            "dataset dataset_path num_prompts request_rate burstiness",
+            are_optional=True,
+            flags={
+                "dataset": Flag("Kind of workload. Default: random.", "--dataset-name", kind=Dataset),
+                "dataset_path": Flag("File with a trace.", kind=Path, convert=str),
+                "num_prompts": Flag("Number of requests.", min=1),
+                "request_rate": Flag("Requests per second."),
+                "burstiness": Flag("1: Poisson arrivals; less: in bursts; more: evenly."),
+            },
         ),
-    ] = None,
-    cells: Annotated[
-        int | None,
-        typer.Option(help="Divide nodes and load among N routers that know nothing of each other.", min=1),
-    ] = None,
-    dataset_name: Annotated[Dataset | None, typer.Option(help="Kind of workload. Default: random.")] = None,
-    dataset_path: Annotated[Path | None, typer.Option(help="File with a trace.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Number of requests.", min=1)] = None,
-    request_rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
-    burstiness: Annotated[
-        float | None, typer.Option(help="1: Poisson arrivals; less: in bursts; more: evenly.")
-    ] = None,
-    max_concurrency: Annotated[int | None, typer.Option(help="Largest number of open requests.", min=1)] = None,
-    random_input_len: Annotated[int | None, typer.Option(help="Tokens of each prompt.", min=1)] = None,
-    random_output_len: Annotated[int | None, typer.Option(help="Tokens to generate for each request.", min=1)] = None,
-    random_range_ratio: Annotated[
-        float | None, typer.Option(help="Lengths vary by at most this share.", min=0, max=0.999)
-    ] = None,
-    time_scale: Annotated[float | None, typer.Option(help="Replay a trace this many times as fast.")] = None,
-    skip_broken_lines: Annotated[bool, typer.Option(help="Skip broken lines of a trace.")] = False,
+    ] = NOT_GIVEN,
+    closed_loop: Annotated[Given, FlagsOf(SimulationConfig, "max_concurrency", are_optional=True)] = NOT_GIVEN,
+    lengths: Annotated[
+        Given,
+        FlagsOf(
+            WorkloadSpec,
+            "random_input_len random_output_len random_range_ratio time_scale skip_broken_lines",
+            are_optional=True,
+            flags={
+                "random_input_len": Flag("Tokens of each prompt.", min=1),
+                "random_output_len": Flag("Tokens to generate for each request.", min=1),
+                "random_range_ratio": Flag("Lengths vary by at most this share.", min=0, max=0.999),
+            },
+        ),
+    ] = NOT_GIVEN,
     step_times: Annotated[
         Path | None,
         typer.Option(
             help="Step times as JSON: from `baton bench engine`, a table or a formula. Default: those of OPT-13B."
         ),
     ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.", min=1)] = None,
-    cache_tokens: Annotated[
-        int | None, typer.Option(help="Tokens that the KV cache of a node of one rank holds.", min=16)
-    ] = None,
-    kv_bytes_per_token: Annotated[
-        float | None, typer.Option(help="Bytes of KV per token, of all layers.", min=0)
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(help="Largest number of sequences that a node runs at once.", min=1)
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Largest number of tokens in a step.", min=1)
-    ] = None,
+    sizes: Annotated[
+        Given,
+        FlagsOf(
+            NodeSizes,
+            "block_size cache_tokens kv_bytes_per_token max_num_seqs max_num_batched_tokens",
+            are_optional=True,
+        ),
+    ] = NOT_GIVEN,
     tp: Annotated[
         int | None,
         typer.Option(help="Ranks of each node that compute each layer together, each a GPU. Default: 1.", **_RANKS),
@@ -128,82 +110,24 @@ def simulate(
     prefill_pp: Annotated[int | None, typer.Option(help="--pp of prefill nodes.", **_RANKS)] = None,
     decode_tp: Annotated[int | None, typer.Option(help="--tp of decode nodes.", **_RANKS)] = None,
     decode_pp: Annotated[int | None, typer.Option(help="--pp of decode nodes.", **_RANKS)] = None,
-    exchange_ms: Annotated[
-        float | None,
-        typer.Option(
-            help="Time of a step in which --tp ranks exchange what they computed. Default: that of OPT-13B on A100, or "
-            "0 with --step-times.",
-            min=0,
-        ),
-    ] = None,
-    exchange_token_ms: Annotated[
-        float | None, typer.Option(help="The same for each token of a step, in milliseconds.", min=0)
-    ] = None,
-    stage_ms: Annotated[
-        float | None, typer.Option(help="Time until a stage has what the stage before it computed.", min=0)
-    ] = None,
-    weights_gb: Annotated[
-        float | None,
-        typer.Option(
-            help="Size of the weights, which the ranks of a node divide: each further rank has so much more room for "
-            "KV. Default: that of OPT-13B, or 0 with --step-times.",
-            min=0,
-        ),
-    ] = None,
-    rank_memory_gb: Annotated[
-        float | None,
-        typer.Option(help="Memory of a rank for weights and KV, instead of --cache-tokens.", min=0.001),
-    ] = None,
-    prompts_first: Annotated[
-        bool,
-        typer.Option(help="Compute prompts in steps of their own, during which streams stall, instead of mixed steps."),
-    ] = False,
-    draft_share: Annotated[
-        float | None,
-        typer.Option(
-            help="Nodes draft tokens (speculative decoding), and a drafted token is right with this probability if "
-            "those before it are. Default: nothing is drafted.",
-            min=0,
-            max=1,
-        ),
-    ] = None,
-    draft_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Largest number of drafted tokens of a request in a step. "
-            f"Default: {SpeculationConfig().num_speculative_tokens}.",
-            min=1,
-            max=MAX_DRAFTS,
-        ),
-    ] = None,
-    draft_coverage: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of a request's steps before which there is something to draft. Default: 1.", min=0, max=1
-        ),
-    ] = None,
-    draft_row_ms: Annotated[
-        float | None,
-        typer.Option(help="Time that a drafted token adds to a step. Default: that of one more sequence.", min=0),
-    ] = None,
+    ranks: Annotated[
+        Given,
+        FlagsOf(RankFigures, "exchange_ms exchange_token_ms stage_ms weight_bytes rank_bytes", are_optional=True),
+    ] = NOT_GIVEN,
+    steps: Annotated[Given, FlagsOf(NodeSizes, "prompts_first", are_optional=True)] = NOT_GIVEN,
+    drafts: Annotated[Given, _DRAFTS] = NOT_GIVEN,
     fixed_drafts: Annotated[
         bool,
         typer.Option(
             help="All drafts have --draft-tokens tokens; without this, their length adapts to how often they are right."
         ),
     ] = False,
-    nic_gb_per_s: Annotated[
-        float | None, typer.Option(help="Bandwidth of each node's network card, in each direction.", min=0.001)
-    ] = None,
-    message_ms: Annotated[
-        float | None, typer.Option(help="Latency of a message between router and node, one way.", min=0)
-    ] = None,
+    network: Annotated[Given, FlagsOf(SimulationConfig, "nic_bytes_per_s message_s", are_optional=True)] = NOT_GIVEN,
     fail: Annotated[
         list[str] | None,
         typer.Option(help="Failure of a node, as NODE@SECONDS or NODE@SECONDS+REPAIR_SECONDS. May be repeated."),
     ] = None,
-    mtbf_s: Annotated[float | None, typer.Option(help="Mean time between failures of each node.", min=0.001)] = None,
-    repair_s: Annotated[float | None, typer.Option(help="Seconds until a failed node serves again.", min=0)] = None,
+    failures: Annotated[Given, FlagsOf(SimulationConfig, "mtbf_s repair_s", are_optional=True)] = NOT_GIVEN,
     goodput: Annotated[
         list[str] | None,
         typer.Option(help="Limits that a good request meets: ttft:MS tpot:MS e2el:MS.", metavar="SLO ..."),
@@ -229,67 +153,33 @@ def simulate(
     """
     from baton.bench.results.result_file import without_outcomes
     from baton.bench.simulator.plan import run_plan
-    from baton.bench.simulator.shapes import RankFigures
 
     check_files(result_filename, report)
     slo = slo_of(goodput, more_goodput)
     with usage_errors():
-        plan = _plan(preset, dataset_path, seed)
+        plan = _plan(preset, arrivals.get("dataset_path"), seed)
+        if step_times is not None:
+            sizes["times"] = read_step_times(step_times)
+        if (speculation := _speculation(drafts, fixed_drafts)) is not None:
+            sizes["speculation"] = speculation
+        if fail:
+            failures["failures"] = list(map(_failure, fail))
+        config = replace(plan.config, **routers, **closed_loop, **network, **failures)
+        paced = "request_rate" in arrivals
         plan = replace(
             plan,
-            workload=_changed(
-                plan.workload,
-                dataset=dataset_name.value if dataset_name else None,
-                dataset_path=str(dataset_path) if dataset_path else None,
-                num_prompts=num_prompts,
-                request_rate=request_rate,
-                burstiness=burstiness,
-                random_input_len=random_input_len,
-                random_output_len=random_output_len,
-                random_range_ratio=random_range_ratio,
-                time_scale=time_scale,
-                skip_broken_lines=skip_broken_lines or None,
-            ),
-            config=_changed(
-                plan.config,
-                sizes=_changed(
-                    plan.config.sizes,
-                    times=_step_times(step_times),
-                    block_size=block_size,
-                    cache_tokens=cache_tokens,
-                    kv_bytes_per_token=kv_bytes_per_token,
-                    max_num_seqs=max_num_seqs,
-                    max_num_batched_tokens=max_num_batched_tokens,
-                    prompts_first=prompts_first or None,
-                    speculation=_speculation(draft_share, draft_tokens, draft_coverage, draft_row_ms, fixed_drafts),
-                ),
-                choices=choices,
-                cells=cells,
-                nic_bytes_per_s=None if nic_gb_per_s is None else nic_gb_per_s * 1e9,
-                message_s=None if message_ms is None else message_ms / 1e3,
-                failures=[_failure(text) for text in fail] if fail else None,
-                mtbf_s=mtbf_s,
-                repair_s=repair_s,
-                max_concurrency=max_concurrency,
-                keeps_timeline=timeline or None,
-            ),
+            workload=replace(plan.workload, **arrivals, **lengths),
+            config=replace(config, sizes=replace(config.sizes, **sizes, **steps), keeps_timeline=timeline),
+            policies=[one.value for one in policy] if policy else plan.policies,
             keeps_outcomes=save_detailed,
             attainment=attainment,
-            finds_goodput=find_goodput or (plan.finds_goodput and request_rate is None),
+            finds_goodput=find_goodput or (plan.finds_goodput and not paced),
         )
-        if plan.workload.is_trace and request_rate is None:
+        if plan.workload.is_trace and not paced:
             plan = replace(plan, workload=replace(plan.workload, request_rate=math.inf))
-        plan = _changed(plan, policies=[one.value for one in policy] if policy else None)
-        figures = _changed(
-            plan.ranks if step_times is None else RankFigures(0, 0, 0, 0),
-            exchange_ms=exchange_ms,
-            exchange_token_ms=exchange_token_ms,
-            stage_ms=stage_ms,
-            weight_bytes=None if weights_gb is None else weights_gb * 1e9,
-            rank_bytes=None if rank_memory_gb is None else rank_memory_gb * 1e9,
-        )
-        if rank_memory_gb is not None and cache_tokens is not None:
+        if "rank_bytes" in ranks and "cache_tokens" in sizes:
             raise InvalidRequest("--rank-memory-gb", "can't be used together with --cache-tokens")
+        figures = replace(plan.ranks if step_times is None else RankFigures(0, 0, 0, 0), **ranks)
         prefill = NodeShape(prefill_tp or tp or 1, prefill_pp or pp or 1)
         decode = NodeShape(decode_tp or tp or 1, decode_pp or pp or 1)
         plan = _divided(plan, figures, prefill, decode)
@@ -299,11 +189,7 @@ def simulate(
     created = datetime.now(UTC).isoformat(timespec="seconds")
     with _progress(total, output is Format.TEXT) as progress:
         result = run_plan(plan, created, progress)
-    if output is Format.JSON:
-        print_json(without_outcomes(result))
-    elif output is Format.YAML:
-        print_yaml(without_outcomes(result))
-    else:
+    if not printed_as_data(without_outcomes(result), output):
         _print(result)
     for line in _failures(result):
         print_note(line)
@@ -312,48 +198,21 @@ def simulate(
         raise BatonError("no request was served; the errors are listed above")
 
 
-def _plan(preset: Preset | None, trace: Path | None, seed: int) -> SimulationPlan:
-    from baton.bench.arrangement import Arrangement
-    from baton.bench.simulator import presets
-    from baton.bench.simulator.plan import SimulationPlan
-    from baton.bench.simulator.simulation import SimulationConfig
-    from baton.bench.workloads.spec import WorkloadSpec
+def _plan(preset: Preset | None, trace: str | None, seed: int) -> SimulationPlan:
+    from baton.bench.simulator.plan import SimulationPlan, preset_plan
 
     if preset is not None:
-        return presets.preset(preset.value, trace, seed)
+        return preset_plan(preset, trace, seed)
     pair = Arrangement(1, 1)
     return SimulationPlan(WorkloadSpec(request_rate=1.0, seed=seed), SimulationConfig(pair, seed=seed), [pair])
 
 
-def _changed(value: Any, **changes: Any) -> Any:
-    """A copy with the changes that are not None."""
-    return replace(value, **{name: change for name, change in changes.items() if change is not None})
-
-
-def _step_times(path: Path | None) -> Any:
-    from baton.bench.simulator.step_times import read_step_times
-
-    return None if path is None else read_step_times(path)
-
-
-def _speculation(
-    share: float | None, num_tokens: int | None, coverage: float | None, row_ms: float | None, is_fixed: bool
-) -> SimulatedSpeculation | None:
-    from baton.bench.simulator.drafts import SimulatedSpeculation
-
-    if share is not None:
-        given = SimulatedSpeculation(share, adapts=not is_fixed, row_ms=row_ms)
-        changed: SimulatedSpeculation = _changed(given, num_speculative_tokens=num_tokens, coverage=coverage)
-        return changed
-    others = {
-        "--draft-tokens": num_tokens,
-        "--draft-coverage": coverage,
-        "--draft-row-ms": row_ms,
-        "--fixed-drafts": is_fixed or None,
-    }
-    for option, other in others.items():
-        if other is not None:
-            raise InvalidRequest(option, "needs --draft-share")
+def _speculation(drafts: Given, is_fixed: bool) -> SimulatedSpeculation | None:
+    if "share" in drafts:
+        return SimulatedSpeculation(**drafts, adapts=not is_fixed)
+    others = [flag.name for name, (flag, _) in _DRAFTS.options().items() if name in drafts]
+    for option in [*others, *(["--fixed-drafts"] if is_fixed else [])]:
+        raise InvalidRequest(option, "needs --draft-share")
     return None
 
 
@@ -365,8 +224,6 @@ def _divided(plan: SimulationPlan, figures: RankFigures, prefill: NodeShape, dec
 
 
 def _with_arrangements(plan: SimulationPlan, arrangement: Sequence[str] | None, splits: int | None) -> SimulationPlan:
-    from baton.bench.arrangement import Arrangement
-
     if arrangement and splits:
         raise InvalidRequest("--splits", "can't be used together with --arrangement")
     found = Arrangement.splits(splits) if splits else [Arrangement.parse(text) for text in arrangement or ()]
@@ -374,8 +231,6 @@ def _with_arrangements(plan: SimulationPlan, arrangement: Sequence[str] | None, 
 
 
 def _failure(text: str) -> Failure:
-    from baton.bench.simulator.simulation import Failure
-
     found = _FAILURE.match(text)
     if found is None:
         raise InvalidRequest("--fail", f"{text!r} is not NODE@SECONDS or NODE@SECONDS+SECONDS, such as decode-0@30+60")

@@ -9,17 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.arrangement import Arrangement, chosen
-from baton.bench.compare.interleaved import CompareConfig, MeasuredArrangement, RateRun, common_rate, seed_of
+from baton.bench.compare.interleaved import MeasuredArrangement, RateRun, common_rate, seed_of
 from baton.bench.compare.report import compare_result, ratios, verdict
 from baton.bench.compare.run import Comparison
-from baton.bench.load.load import GeneratorLoad
-from baton.bench.load.run import LoadRun
+from baton.bench.config import CompareConfig
+from baton.bench.load.run import GeneratorLoad, LoadRun
 from baton.bench.nodes.run import NodesRun
-from baton.bench.nodes.samples import impossible_spans
+from baton.bench.nodes.timeline import impossible_spans
 from baton.bench.results.goodput import GoodputSearch
 from baton.bench.results.outcome import Outcome, Outcomes
-from baton.bench.results.slo import Slo
-from baton.bench.results.summary import summarize
+from baton.bench.results.summary import Slo, summarize
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import InvalidRequest
 from baton.models.resolve import FoundModel

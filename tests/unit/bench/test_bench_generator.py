@@ -19,15 +19,14 @@ from baton.bench.load.endpoint import UNREACHABLE, Cancel, Listener, Target, Usa
 from baton.bench.load.generator import Generator, sessions, share_of
 from baton.bench.load.grpc_endpoint import GrpcEndpoint
 from baton.bench.load.http_endpoint import HttpEndpoint
-from baton.bench.load.load import GeneratorLoad
 from baton.bench.load.report import remarks
-from baton.bench.load.run import LoadPlan, run_load, shares, with_own_ids
+from baton.bench.load.run import GeneratorLoad, LoadPlan, run_load, shares, with_own_ids
 from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.results.result_file import read_result
 from baton.bench.results.summary import summarize
-from baton.bench.workloads import Piece, SteadyArrivals, WorkloadRequest
-from baton.bench.workloads.multi_turn import MultiTurn
 from baton.bench.workloads.spec import WorkloadSpec
+from baton.bench.workloads.synthetic import MultiTurn
+from baton.bench.workloads.workload import Piece, SteadyArrivals, WorkloadRequest
 from baton.cli.bench.serve import result_path
 from baton.cli.main import main
 from baton.errors import Unreachable

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from baton.bench.overload.overload import (
+from baton.bench.config import OverloadConfig
+from baton.bench.overload import (
     GREEDY,
     MODEST,
     PROBE,
-    OverloadConfig,
     OverloadReport,
     Shifted,
     evaluate,

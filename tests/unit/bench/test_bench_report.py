@@ -19,13 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.report.comparison import answer, compared
-from baton.bench.report.markup import tag
+from baton.bench.report.html import tag
 from baton.bench.report.measured import parse_result
-from baton.bench.report.page import page
-from baton.bench.report.tabular import to_csv, to_json
-from baton.bench.report.write import write_report
+from baton.bench.report.page import page, to_csv, to_json, write_report
 from baton.bench.results.result_file import read_result
-from baton.cli.bench.files import write_files
+from baton.cli.bench.options import write_files
 from baton.cli.main import main
 from baton.errors import InvalidRequest
 from tests.support.example_results import (

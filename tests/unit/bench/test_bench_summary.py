@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from baton.bench.results.gaps import Gaps
 from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.results.result_file import new_result, read_result, without_secrets, write_result
-from baton.bench.results.slo import Slo
-from baton.bench.results.summary import summarize, ttft_parts
+from baton.bench.results.summary import Slo, summarize, ttft_parts
 from baton.errors import InvalidRequest
 
 SPANS = st.floats(1e-6, 100.0)

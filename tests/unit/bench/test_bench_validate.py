@@ -14,25 +14,24 @@ from pathlib import Path
 import pytest
 
 from baton.bench.arrangement import Arrangement
+from baton.bench.config import ValidateConfig
+from baton.bench.experiment import Experiment
 from baton.bench.load.endpoint import Target
-from baton.bench.load.load import GeneratorLoad
-from baton.bench.load.run import LoadPlan, LoadRun
+from baton.bench.load.run import GeneratorLoad, LoadPlan, LoadRun
 from baton.bench.nodes.run import NodesRun
 from baton.bench.nodes.timeline import NodeStep, NodeTimeline
 from baton.bench.report.comparison import answer
 from baton.bench.report.measured import parse_result
 from baton.bench.results.outcome import Outcome, Outcomes
-from baton.bench.simulator.drafts import SimulatedDrafts, SimulatedSpeculation
-from baton.bench.simulator.node import TimelineEntry
-from baton.bench.simulator.shared_host import Contention
-from baton.bench.simulator.simulation import NodeSizes, SimulationConfig, simulate
+from baton.bench.simulator.config import Contention, NodeSizes, SimulatedSpeculation, SimulationConfig
+from baton.bench.simulator.drafts import SimulatedDrafts
+from baton.bench.simulator.events import TimelineEntry
+from baton.bench.simulator.simulation import simulate
 from baton.bench.simulator.step_times import FormulaTimes
-from baton.bench.validate.background_load import ProcBackgroundLoad
-from baton.bench.validate.drafts import observed_speculation
 from baton.bench.validate.fit import costs, costs_of, fit
-from baton.bench.validate.predict import Predictor, Segment
+from baton.bench.validate.predict import Predictor, Segment, observed_speculation
 from baton.bench.validate.report import rows, validation_result, verdict
-from baton.bench.validate.run import ValidateConfig, Validated, Validation
+from baton.bench.validate.run import ProcBackgroundLoad, Validated, Validation
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.cli.main import main
 from baton.engine.request import Request, RequestStatus
@@ -143,7 +142,7 @@ def validated(
 ) -> Validated:
     return Validation(
         *(CONFIG, descriptions(), Target("baton", "x"), cluster.run, background or FakeBackgroundLoad()),
-        *(lambda _: None, cluster.clock, deadline_s),
+        Experiment(lambda _: None, cluster.clock, deadline_s),
     ).run()
 
 

@@ -14,7 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.workloads import (
+from baton.bench.workloads.spec import DATASETS, WorkloadSpec
+from baton.bench.workloads.synthetic import MultiTurn, RandomLengths, SharedPrefixes, sharegpt_like
+from baton.bench.workloads.trace import AZURE, MOONCAKE, BrokenTraceLine, Trace, TraceFormat, TraceScale
+from baton.bench.workloads.workload import (
     Arrivals,
     GammaArrivals,
     Piece,
@@ -26,13 +29,6 @@ from baton.bench.workloads import (
     piece_tokens,
     unique_piece,
 )
-from baton.bench.workloads.azure import AZURE
-from baton.bench.workloads.mooncake import MOONCAKE
-from baton.bench.workloads.multi_turn import MultiTurn
-from baton.bench.workloads.random_lengths import RandomLengths, sharegpt_like
-from baton.bench.workloads.shared_prefix import SharedPrefixes
-from baton.bench.workloads.spec import DATASETS, WorkloadSpec
-from baton.bench.workloads.trace import BrokenTraceLine, Trace, TraceFormat, TraceScale
 from baton.errors import InvalidRequest
 
 VOCAB = 997

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.arrangement import chosen
-from baton.bench.compare.interleaved import CompareConfig, InterleavedRuns, MeasuredArrangement, default_slo
-from baton.bench.compare.pace import OVERHEAD_S, Pace
+from baton.bench.compare.interleaved import (
+    OVERHEAD_S,
+    InterleavedRuns,
+    MeasuredArrangement,
+    Pace,
+    RunningArrangement,
+    default_slo,
+)
 from baton.bench.compare.report import compare_result, verdict
 from baton.bench.compare.run import Comparison
+from baton.bench.config import CompareConfig
+from baton.bench.experiment import Experiment
 from baton.bench.load.endpoint import Target
-from baton.bench.load.load import GeneratorLoad
-from baton.bench.load.run import LoadPlan, LoadRun
+from baton.bench.load.run import GeneratorLoad, LoadPlan, LoadRun
 from baton.bench.nodes.run import NodesRun
 from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.workloads.spec import WorkloadSpec
@@ -65,8 +73,11 @@ class FormulaMachine:
 
 def compared(machine: FormulaMachine, config: CompareConfig, deadline_s: float = math.inf) -> Comparison:
     measured = [MeasuredArrangement(one, {}) for one in config.arrangements]
-    targets = [Target("baton", str(number)) for number in range(len(measured))]
-    runs = InterleavedRuns(config, measured, targets, lambda _: None, deadline_s, machine.clock, machine.run)
+    running = [
+        RunningArrangement(Target("baton", str(number)), {}, partial(machine.run, number))
+        for number in range(len(measured))
+    ]
+    runs = InterleavedRuns(config, measured, running, Experiment(lambda _: None, machine.clock, deadline_s))
     undisturbed = runs.calibrate()
     slo = default_slo(undisturbed, config.ttft_factor)
     return Comparison(slo, undisturbed, measured, runs.search_all(slo, undisturbed))

@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.arrangement import Arrangement, chosen
-from baton.bench.compare.chunk_size import LARGEST, SMALLEST, ChunkSizeSearch, TriedSize
-from baton.bench.compare.interleaved import CompareConfig
-from baton.bench.compare.pace import OVERHEAD_S
-from baton.bench.compare.run import tune_all
-from baton.bench.compare.tuning import RunningArrangement, Tuned
+from baton.bench.compare.interleaved import OVERHEAD_S, RunningArrangement
+from baton.bench.compare.run import LARGEST, SMALLEST, ChunkSizeSearch, TriedSize, Tuned, tune_all
+from baton.bench.config import CompareConfig
+from baton.bench.experiment import Experiment
 from baton.bench.load.endpoint import Target
-from baton.bench.results.slo import Slo
+from baton.bench.results.summary import Slo
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.models.resolve import FoundModel
 from tests.doubles.fake_clock import FakeClock
@@ -84,7 +83,7 @@ def tuned(
         max_num_batched_tokens=fixed,
         is_baseline_tuned_alone=alone,
     )
-    return tune_all(config, lines.append, clock, deadline_s, start), lines, started
+    return tune_all(config, Experiment(lines.append, clock, deadline_s), start), lines, started
 
 
 def test_each_arrangement_gets_the_size_with_its_highest_goodput() -> None:

@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 
-from baton.bench.simulator.counted_decodes import same_token_output
-from baton.bench.simulator.scheduler import SimulatedScheduler
+from baton.bench.simulator.scheduler import SimulatedScheduler, same_token_output
 from baton.engine.batch import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 
 from baton.bench.load.endpoint import Target
-from baton.bench.load.load import GeneratorLoad
 from baton.bench.load.report import serve_result
-from baton.bench.load.run import LoadPlan, LoadRun
+from baton.bench.load.run import GeneratorLoad, LoadPlan, LoadRun
 from baton.bench.nodes.run import NodesRun, nodes_result
-from baton.bench.nodes.samples import NodeSamples
-from baton.bench.nodes.timeline import Interval, NodeTimeline, merge_decode_steps, reads_of
+from baton.bench.nodes.timeline import Interval, NodeSamples, NodeTimeline, merge_decode_steps, reads_of
 from baton.bench.results.outcome import Outcome, Outcomes
-from baton.bench.results.slo import Slo
+from baton.bench.results.summary import Slo
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, StepFigures

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from baton.bench.pinning import pin_nodes, processes_of
+from baton.bench.live_cluster import pin_nodes, processes_of
 from baton.messages.operator import NodeStatus
 
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.report import axis, work
+from baton.bench.report.chart import EXTENT, exact, in_order, linear, logarithmic, work_colours
 from baton.bench.report.distribution import Distribution, of_histogram
-from baton.bench.report.figures import milliseconds, number, percent
-from baton.bench.report.lanes import busy_shares
+from baton.bench.report.html import milliseconds, number, percent
 from baton.bench.report.measured import Interval
+from baton.bench.report.timeline import busy_shares
 from baton.bench.results.gaps import Gaps
 
 
@@ -81,22 +81,22 @@ class TestDistribution:
 class TestAxis:
     @given(st.floats(1e-6, 1e9))
     def test_a_linear_axis_reaches_its_value_at_round_ticks(self, high: float) -> None:
-        made = axis.linear("", high, number)
+        made = linear("", high, number)
         assert made.high >= high * (1 - 1e-9)
         assert 2 <= len(made.ticks) <= 8
-        assert made.at(made.high) == axis.EXTENT
+        assert made.at(made.high) == EXTENT
         assert made.at(0.0) == 0.0
 
     @given(st.floats(1e-3, 1e6), st.floats(1.0, 1e6))
     def test_a_logarithmic_axis_has_ticks_inside(self, low: float, ratio: float) -> None:
-        made = axis.logarithmic("", low, low * ratio, milliseconds)
+        made = logarithmic("", low, low * ratio, milliseconds)
         assert made.low <= low <= low * ratio <= made.high
         assert 1 <= len(made.ticks) <= 22
-        assert all(0 <= made.at(tick.value) <= axis.EXTENT for tick in made.ticks)
+        assert all(0 <= made.at(tick.value) <= EXTENT for tick in made.ticks)
 
     @given(st.floats(0, 1e5), st.floats(1e-4, 1e5))
     def test_an_exact_axis_ends_at_its_bounds(self, low: float, width: float) -> None:
-        made = axis.exact("", low, low + width, "s")
+        made = exact("", low, low + width, "s")
         assert (made.low, made.high) == (low, low + width)
         assert all(low - width / 1e3 <= tick.value <= low + width * 1.001 for tick in made.ticks)
         assert len({tick.text for tick in made.ticks}) == len(made.ticks) <= 9
@@ -118,14 +118,14 @@ class TestLanes:
     @given(st.lists(st.tuples(st.floats(0, 50), st.floats(1e-3, 20)), min_size=1, max_size=40))
     def test_shares_of_columns_add_up_to_the_busy_time(self, spans: list[tuple[float, float]]) -> None:
         intervals = [Interval(start, start + took, "decode", None) for start, took in spans]
-        x = axis.exact("", 0.0, 70.0, "s")
+        x = exact("", 0.0, 70.0, "s")
         shares = busy_shares([*intervals, Interval(1.0, 2.0, "prefill", None)], "decode", x)
         assert shares.sum() * 70.0 / shares.size == pytest.approx(sum(took for _, took in spans))
         assert shares.min() >= -1e-9
 
     def test_a_kind_of_work_has_one_colour_everywhere(self) -> None:
-        first = work.colours(work.in_order(["transfer", "idle spin", "prefill"]))
-        second = work.colours(["queue", "prefill", "other"])
+        first = work_colours(in_order(["transfer", "idle spin", "prefill"]))
+        second = work_colours(["queue", "prefill", "other"])
         assert list(first) == ["prefill", "transfer", "idle spin"]
         assert first["prefill"] == second["prefill"]
         assert len(set(first.values())) == 3

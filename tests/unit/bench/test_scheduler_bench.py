@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton.bench.micro.scheduler import SchedulerBenchConfig, run
+from baton.bench.config import SchedulerBenchConfig
+from baton.bench.micro.scheduler import run
 
 
 def test_every_figure_is_measured() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.bench.simulator.events import Timeline
-from baton.bench.simulator.shared_host import Contention, SharedHost
+from baton.bench.simulator.config import Contention
+from baton.bench.simulator.events import SharedHost, Timeline
 
 
 class Machine:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from baton.bench.arrangement import Arrangement
 from baton.bench.simulator.cells import simulate_cells
-from baton.bench.simulator.drafts import DraftTotals, SimulatedDrafts, SimulatedSpeculation
-from baton.bench.simulator.simulation import Failure, NodeSizes, Simulated, Simulation, SimulationConfig
+from baton.bench.simulator.config import Failure, NodeSizes, SimulatedSpeculation, SimulationConfig
+from baton.bench.simulator.drafts import DraftTotals, SimulatedDrafts
+from baton.bench.simulator.simulation import Simulated, Simulation
 from baton.bench.simulator.step_times import FormulaTimes
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.cli.main import main

@@ -11,8 +11,9 @@ from random import Random
 import pytest
 
 from baton.bench.arrangement import Arrangement
+from baton.bench.simulator.config import NodeSizes, SimulationConfig
 from baton.bench.simulator.shapes import RankFigures, ShapedTimes, _micro_batches
-from baton.bench.simulator.simulation import NodeSizes, Simulation, SimulationConfig
+from baton.bench.simulator.simulation import Simulation
 from baton.bench.simulator.step_times import FormulaTimes, StepTimes, TableTimes
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.cli.main import main

@@ -15,13 +15,14 @@ import pytest
 
 from baton.bench.arrangement import Arrangement
 from baton.bench.results.goodput import find_goodput
+from baton.bench.simulator.config import Failure, NodeSizes, SimulationConfig
 from baton.bench.simulator.events import Timeline
-from baton.bench.simulator.network import Network
+from baton.bench.simulator.handoff import Network
 from baton.bench.simulator.prompt import SimulatedPrompt
-from baton.bench.simulator.simulation import Failure, NodeSizes, Simulation, SimulationConfig
+from baton.bench.simulator.simulation import Simulation
 from baton.bench.simulator.step_times import FormulaTimes, TableTimes, read_step_times
-from baton.bench.workloads import Piece, WorkloadRequest
 from baton.bench.workloads.spec import WorkloadSpec
+from baton.bench.workloads.workload import Piece, WorkloadRequest
 from baton.cli.main import main
 from baton.errors import InvalidRequest
 from tests.support.outside import assert_result_as_frozen

@@ -11,9 +11,10 @@ import pytest
 
 from baton.bench.arrangement import Arrangement
 from baton.bench.simulator.cells import cell_configs, simulate_cells
-from baton.bench.simulator.simulation import Failure, SimulationConfig, simulate
-from baton.bench.workloads import Workload, WorkloadRequest
+from baton.bench.simulator.config import Failure, SimulationConfig
+from baton.bench.simulator.simulation import simulate
 from baton.bench.workloads.spec import WorkloadSpec
+from baton.bench.workloads.workload import Workload, WorkloadRequest
 from baton.cli.main import main
 from baton.errors import BatonError, InvalidRequest
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton.bench.live_cluster import model_flags
 from baton.cli import main as command
-from baton.cli.bench.model import chosen_model, named_model
+from baton.cli.bench.options import chosen_model, named_model
 from baton.cli.views.doctor_facts import model_facts
 from baton.config import UpConfig, bundled_model_dir
 from baton.errors import UsageError

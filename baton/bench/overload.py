@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.bench.config import OverloadConfig
 from baton.bench.live_cluster import LiveCluster, live_cluster
 from baton.bench.load.endpoint import Target
 from baton.bench.load.probe import probe
 from baton.bench.load.run import LoadPlan, LoadRun, run_concurrently, run_load
 from baton.bench.results.outcome import Outcomes
 from baton.bench.results.result_file import machine, versions
-from baton.bench.results.slo import Slo
+from baton.bench.results.summary import Slo
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import BatonError
 from baton.security.keys import new_key, write_keys
@@ -46,38 +47,6 @@ _GREEDY_SHARE = 0.9
 _PROBE_SHARE = 0.1
 _TYPED = ("RESOURCE_EXHAUSTED:", "UNAVAILABLE:", "HTTP 429:", "HTTP 503:")
 _CAPACITY_WARM_UP_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class OverloadConfig:
-    """Parameters of a run; times are in seconds, limits in milliseconds."""
-
-    backend: str = "baton"
-    """baton (gRPC) or openai (HTTP)."""
-    factor: float = 10.0
-    overload_s: float = 120.0
-    before_s: float = 20.0
-    after_s: float = 60.0
-    capacity_s: float = 15.0
-    input_len: int = 64
-    output_len: int = 16
-    max_num_seqs: int = 8
-    step_ms: float = 40.0
-    ttft_slo_ms: float = 2000.0
-    tpot_slo_ms: float = 200.0
-    seed: int = 0
-
-    @property
-    def slo(self) -> Slo:
-        """The limits of a good request."""
-        return Slo(self.ttft_slo_ms, self.tpot_slo_ms)
-
-    @property
-    def run_at_once(self) -> int:
-        """Requests that the decode node gets at once: those that it runs, and some more; see
-        `router.admission.admission.is_full`.
-        """
-        return self.max_num_seqs + max(2, self.max_num_seqs // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +120,8 @@ class OverloadReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
-        found = asdict(self)
         return {
-            **found,
+            **asdict(self),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine(),
             "versions": versions(),
@@ -278,7 +246,7 @@ def _shifted(run: LoadRun, start_s: float) -> Shifted:
 
 def evaluate(config: OverloadConfig, capacity: float, offered: float, loads: Mapping[str, Shifted]) -> OverloadReport:
     """Computes the report from the outcomes of the loads."""
-    good = {name: config.slo.is_met(load.outcomes) for name, load in loads.items()}
+    good = {name: Slo(config.ttft_slo_ms, config.tpot_slo_ms).is_met(load.outcomes) for name, load in loads.items()}
     ends = np.concatenate([load.finished_s[good[name]] for name, load in loads.items()])
     edges = np.arange(0.0, config.overload_s + WINDOW_S / 2, WINDOW_S)
     counts, _ = np.histogram(ends, edges)

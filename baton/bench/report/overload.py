@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from markupsafe import escape
 
-from baton.bench.overload.overload import TARGET_GOODPUT, WINDOW_S, OverloadReport
+from baton.bench.overload import TARGET_GOODPUT, WINDOW_S, OverloadReport
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 760, 180, 60, 40, 60
 

@@ -1,1 +1,0 @@
-"""`baton bench overload`: a cluster is offered ten times its capacity; what is checked, and a plot of the run."""

@@ -24,10 +24,9 @@ from baton.engine.connector import (
 from baton.engine.runner import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
-from baton.messages.peer import Peer
 from baton.observe.log_limit import LimitedLog
 from decode_node.pair_prober import PairProber
 from decode_node.senders import AbsentSenders, SenderLinks

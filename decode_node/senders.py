@@ -20,8 +20,8 @@ from baton.background import OnFault, current_watch
 from baton.clock import Clock
 from baton.engine.runner import KVLayout, ModelInfo
 from baton.errors import TransferFailed
-from baton.messages.kv_format import KVFormat
-from baton.messages.peer import Peer
+from baton.messages.ids import Peer
+from baton.messages.kv_cache import KVFormat
 from baton.observe.metrics import Histogram
 from baton.registry import Snapshot
 from kv_transfer.link.link_client import LinkClient

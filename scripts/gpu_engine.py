@@ -14,6 +14,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -24,16 +25,18 @@ from gpu.shapes import LLAMA_1B, made_module
 from gpu.steps import decode_steps, prompt_seconds, some_tokens, timed_step
 
 from baton.messages.sampling import SamplingParams
-from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.graph_recording import GpuRecorder, Record
 from baton.runner.backends.cuda.shared_splits import find_shared_splits
 from baton.runner.backends.device import resolve_device
+from baton.runner.backends.paged_cache import CacheView
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_module
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stages_here import start_on
+from baton.runner.spec import TorchSpec
 from tests.support.runner_driver import RunnerDriver
 
 PROMPTS = (128, 512, 2048)
@@ -62,7 +65,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             write_module(Path(directory), made_module(LLAMA_1B, device, torch.bfloat16, "sdpa"))
             torch.cuda.empty_cache()
-            runner = load_runner(Path(directory), dtype="bfloat16", num_blocks=NUM_BLOCKS, device="cuda")
+            runner = load_runner(TorchSpec(Path(directory), dtype="bfloat16", num_blocks=NUM_BLOCKS, device="cuda"))
             _compare_stages(Path(directory), runner, arguments.stages)
         return
     runner = made_runner(LLAMA_1B, device, NUM_BLOCKS)
@@ -79,11 +82,7 @@ def _compare_stages(directory: Path, alone: TorchModelRunner, count: int) -> Non
         return start_on([str(where)] * (count - 1), model_dir, num_threads)
 
     divided = load_runner(
-        directory,
-        dtype="bfloat16",
-        num_blocks=NUM_BLOCKS,
-        device="cuda",
-        pipeline_parallel=count,
+        TorchSpec(directory, dtype="bfloat16", num_blocks=NUM_BLOCKS, device="cuda", pipeline_parallel=count),
         start_stages=start_here,
     )
     print(f"stages: {divided.model.compute_paths[-1].runs}; bit-exact: {divided.model.bit_exact}")
@@ -124,13 +123,15 @@ def attention_of_sharers(batch: int, shared: int, own: int, device: torch.device
     cache = CacheView(memory, num_blocks, 2 * half, 0, half, KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM)
     query = torch.randn(batch, HEADS, HEAD_DIM, device=device).to(torch.bfloat16)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    step = (query, cache, starts, lengths.to(device), tables.to(device))
+    alone = AttentionCall(
+        query, cache, starts, lengths.to(device), tables.to(device), AttentionFeatures(HEAD_DIM**-0.5)
+    )
     times, results = [], []
     for places in (None, torch.from_numpy(sharing).to(device)):
 
         def attend(places: torch.Tensor | None = places) -> torch.Tensor:
             for _ in range(CALLS):
-                out = triton_attention(*step, scale=HEAD_DIM**-0.5, sharing=places)
+                out = triton_attention(replace(alone, sharing=places))
             return out
 
         graph, result = record(attend)

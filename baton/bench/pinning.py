@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from baton.messages.cluster import NodeStatus
+from baton.messages.operator import NodeStatus
 
 _PROC = Path("/proc")
 _PARENT = 1

@@ -9,7 +9,7 @@ from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, ModelRunne
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.sequence_steps import process_beam
-from baton.engine.speculative_steps import Speculation
+from baton.engine.speculation.speculation import Speculation
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
 from baton.engine.waiting.admission import Admission

@@ -19,11 +19,10 @@ from baton.engine.batch import (
     StepTimes,
 )
 from baton.engine.connector import KVTransferOutput
-from baton.engine.encoder_cache import EncoderWork
-from baton.engine.encoder_input import EncoderInput
+from baton.engine.constraints import TokenMatcher
+from baton.engine.encoder_cache import EncoderInput, EncoderWork
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import LazyExecutor, ModelRunner, RunnerLost, StepExecutor
-from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler import Scheduler
 from baton.errors import ConfigError, InvalidRequest
 
@@ -51,7 +50,7 @@ class EngineCore:
         self.start_encoding: Callable[[EncoderInput], None] = self._encode
         """Has the runner encode an input. By default at once; a driver puts in its place what encodes beside the steps,
         and then calls `input_encoded` or `input_failed`."""
-        self.forget_encoded: Callable[[Sequence[str]], None] = runner.forget_encoded
+        self.forget_encoded: Callable[[Sequence[str]], None] = runner.encoder.forget
         """Has the runner forget the rows of inputs; a driver also gives up what is still to be encoded of them."""
         self._forgotten: dict[str, int] = {}
         """Inputs whose rows are to be forgotten, with the number of steps that were submitted before."""
@@ -92,7 +91,7 @@ class EngineCore:
 
     def input_fetched(self, digest: str, num_rows: int, rows: bytes) -> None:
         """Give the runner the rows of an input that another node made, float32 [num_rows, width], little-endian."""
-        self.runner.keep_encoded(digest, num_rows, rows)
+        self.runner.encoder.keep(digest, num_rows, rows)
         self.scheduler.input_encoded(digest, is_fetched=True)
 
     def input_failed(self, digest: str, error: Exception) -> None:
@@ -159,7 +158,7 @@ class EngineCore:
 
     def _encode(self, each: EncoderInput) -> None:
         try:
-            self.runner.encode(each.content, each.num_rows)
+            self.runner.encoder.encode(each.content, each.num_rows)
         except Exception as exc:
             self.input_failed(each.digest, exc)
         else:

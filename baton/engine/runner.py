@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.long_sequences import LongSequences
-from baton.errors import BatonError
+from baton.errors import AdapterRefused, BatonError
 from baton.messages.capabilities import GENERATES, Capability
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.node_report import ComputePath, RankReport
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling
+from baton.messages.spans import EncoderContent
 from baton.model_formats.adapters import AdapterInfo
 
 
@@ -229,6 +229,83 @@ class RunnerLost(BatonError):
     """The runner can't compute this step nor any later one: the engine ends, and its requests go on at other nodes."""
 
 
+class AdapterHost(Protocol):
+    """The adapters of a runner's model."""
+
+    def check(self, directory: Path) -> AdapterInfo:
+        """Read the adapter in a directory and check whether it fits the model; nothing is loaded.
+
+        Called from any thread, also while a step is executed. Raises AdapterRefused.
+        """
+        ...
+
+    def load(self, directory: Path, digest: str) -> None:
+        """Read the adapter in a directory, so that later steps may name it; no effect if it is loaded.
+
+        Called from any thread, also while a step is executed. Everything is checked before memory is taken. Raises
+        AdapterRefused if the files are unsound, are not those of this digest, or don't fit the model.
+        """
+        ...
+
+    def unload(self, digest: str) -> None:
+        """Free an adapter's memory; no effect if it is not loaded.
+
+        Called from the thread that executes steps, between two of them. No later step may name the adapter.
+        """
+        ...
+
+
+class RefusedAdapters:
+    """The `AdapterHost` of a model that takes none."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def check(self, directory: Path) -> AdapterInfo:
+        """Raises AdapterRefused."""
+        raise AdapterRefused(f"{directory}: {self._reason}")
+
+    def load(self, directory: Path, digest: str) -> None:
+        """Raises AdapterRefused."""
+        self.check(directory)
+
+    def unload(self, digest: str) -> None:
+        """No adapter is ever loaded."""
+
+
+class RowEncoder(Protocol):
+    """Makes rows of the inputs of a runner's encoder (images, speech, texts), and keeps them for steps."""
+
+    def encode(self, content: EncoderContent, num_rows: int) -> None:
+        """Make the rows of an input, of which a prompt has so many, and keep them until `forget`.
+
+        Called beside steps, from one thread at a time. Raises InvalidRequest for one that can't be used.
+        """
+        ...
+
+    def bytes_of(self, digest: str) -> memoryview | None:
+        """The bytes of the rows of an input, float32 [rows, width], little-endian; None if it has none.
+
+        Called from any thread.
+        """
+        ...
+
+    def keep(self, digest: str, num_rows: int, rows: bytes) -> None:
+        """Keep the rows of an input that another node's runner of this model made, as `encode` does.
+
+        Called beside steps. Raises ValueError if these bytes are not so many rows.
+        """
+        ...
+
+    def forget(self, digests: Sequence[str] | None) -> None:
+        """Forget the rows of inputs, of which no step names any more. Unknown ones are skipped.
+
+        None: of all, also of one that is being encoded. Rows that are kept or encoded from then on stay.
+        Called from any thread.
+        """
+        ...
+
+
 class ModelRunner(Protocol):
     """Computes the steps of one model with its KV cache. Called from one thread at a time.
 
@@ -260,6 +337,12 @@ class ModelRunner(Protocol):
         """Number of host tier blocks, to which a step's swaps refer, the null block included; 0: no host tier."""
         ...
 
+    @property
+    def adapters(self) -> AdapterHost: ...
+
+    @property
+    def encoder(self) -> RowEncoder: ...
+
     def expect(self, scheduler_output: SchedulerOutput) -> None:
         """Take note of a step that was decided, and will be executed behind those that were expected before it.
 
@@ -269,57 +352,6 @@ class ModelRunner(Protocol):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised. Raises RunnerLost."""
-        ...
-
-    def check_adapter(self, directory: Path) -> AdapterInfo:
-        """Read the adapter in a directory and check whether it fits the model; nothing is loaded.
-
-        Called from any thread, also while a step is executed. Raises AdapterRefused.
-        """
-        ...
-
-    def load_adapter(self, directory: Path, digest: str) -> None:
-        """Read the adapter in a directory, so that later steps may name it; no effect if it is loaded.
-
-        Called from any thread, also while a step is executed. Everything is checked before memory is taken. Raises
-        AdapterRefused if the files are unsound, are not those of this digest, or don't fit the model.
-        """
-        ...
-
-    def unload_adapter(self, digest: str) -> None:
-        """Free an adapter's memory; no effect if it is not loaded.
-
-        Called from the thread that executes steps, between two of them. No later step may name the adapter.
-        """
-        ...
-
-    def encode(self, content: EncoderContent, num_rows: int) -> None:
-        """Make the rows of an input, of which a prompt has so many, and keep them for steps until `forget_encoded`.
-
-        Called beside steps, from one thread at a time. Raises InvalidRequest for one that can't be used.
-        """
-        ...
-
-    def encoded_bytes(self, digest: str) -> memoryview | None:
-        """The bytes of the rows of an input, float32 [rows, width], little-endian; None if it has none.
-
-        Called from any thread.
-        """
-        ...
-
-    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
-        """Keep the rows of an input that another node's runner of this model made, as `encode` does.
-
-        Called beside steps. Raises ValueError if these bytes are not so many rows.
-        """
-        ...
-
-    def forget_encoded(self, digests: Sequence[str] | None) -> None:
-        """Forget the rows of inputs, of which no step names any more. Unknown ones are skipped.
-
-        None: of all, also of one that is being encoded. Rows that are kept or encoded from then on stay.
-        Called from any thread.
-        """
         ...
 
     def rank_reports(self) -> Sequence[RankReport]:

@@ -46,20 +46,20 @@ from baton.engine.batch import (
 )
 from baton.engine.commit import Commit
 from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
-from baton.engine.counters import EngineCounters
+from baton.engine.constraints import TokenMatcher
 from baton.engine.decode_set import DecodeSet
 from baton.engine.encoder_cache import EncoderCache, EncoderWork
-from baton.engine.kv_cache.allocation import AllocationAnswer
 from baton.engine.kv_cache.block_hash import CacheKeyFields
+from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.kv_cache.host_tier import NO_COPIES
 from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request, RequestStatus
-from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.sequence_steps import check_beams_stay, check_sequences, open_group
-from baton.engine.speculative_steps import Speculation
+from baton.engine.speculation.speculation import Speculation
+from baton.engine.stats import EngineCounters
 from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.admission import Admission
 from baton.engine.waiting.preemption import Preemption

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from baton.clock import Clock
-from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from baton.engine.batch import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from baton.engine.connector import BlockFate, KVConnector, LostKV
-from baton.engine.counters import EngineCounters
 from baton.engine.decode_set import DecodeSet
 from baton.engine.encoder_cache import EncoderCache
-from baton.engine.event_log import EventLog
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.events import KVSnapshot
@@ -19,14 +18,39 @@ from baton.engine.kv_cache.host_tier import HostTier
 from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request, RequestEvent, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
-from baton.engine.sequences.beam_group import BeamGroup
+from baton.engine.sequences.beams import BeamGroup
 from baton.engine.sequences.sequence_group import SequenceGroup, split_sequence_id
+from baton.engine.stats import EngineCounters
 from baton.engine.stopping import max_output_tokens
 from baton.errors import TransferCause
-from baton.messages.encoder_contents import rows_key
 from baton.messages.kv_cache import BlockRemoved, BlockStored
 from baton.messages.node import Leg
 from baton.messages.sampling import TokenLogprobs
+from baton.messages.spans import rows_key
+
+
+class EventLog:
+    """A bounded list of events: when it is full the oldest events are dropped and counted."""
+
+    def __init__(self, clock: Clock, capacity: int = 65536) -> None:
+        self.is_recording = True
+        """Whether the log has a reader; without one nothing is recorded."""
+        self._clock = clock
+        self._events: deque[EngineCoreEvent] = deque(maxlen=capacity)
+        self.num_lost = 0
+
+    def record(self, type: EngineCoreEventType, request_id: str, value: int = 0) -> None:
+        """Append one event with the clock's present time."""
+        if not self.is_recording:
+            return
+        self.num_lost += len(self._events) == self._events.maxlen
+        self._events.append(EngineCoreEvent(type, request_id, self._clock.monotonic(), value))
+
+    def take(self) -> list[EngineCoreEvent]:
+        """All events since the last call, oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events
 
 
 class OutputsByClient:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from baton.engine.batch import EngineCoreEventType
 from baton.engine.request import Request
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
-from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS, BeamGroup
+from baton.engine.sequences.beams import MAX_BEAMS, MIN_BEAMS, BeamGroup
 from baton.engine.sequences.sequence_group import SequenceGroup
 from baton.engine.stopping import max_output_tokens
 from baton.engine.waiting.admission import Admission

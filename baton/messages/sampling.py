@@ -79,12 +79,12 @@ class SamplingParams:
     """Sequences to generate from the prompt, each with its own seed (`baton/engine/sequences/sequence_group.py`); for
     a beam search, how many of the best sequences to return."""
     beam_width: int = 0
-    """Beams of a beam search (see `baton/engine/sequences/beam_search.py`), which is deterministic; 0: no beam search.
+    """Beams of a beam search (see `baton/engine/sequences/beams.py`), which is deterministic; 0: no beam search.
     """
     length_penalty: float = _number(1.0, -10.0, 10.0)
     early_stopping: bool = False
     json_schema: str = ""
-    """The JSON schema that the output must satisfy, as text (see `baton/engine/sampling/grammar.py`); empty: none."""
+    """The JSON schema that the output must satisfy, as text (see `baton/engine/constraints.py`); empty: none."""
     regex: str = ""
     """The regular expression that the whole output must match; empty: none."""
     choice: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from baton.errors import ConfigError
-from baton.model_formats.json_files import read_json, read_object
+from baton.model_formats.files import read_json, read_object
 from baton.model_formats.limits import LONGEST_CONTEXT
 
 ALIGNMENT = 64

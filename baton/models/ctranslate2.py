@@ -11,11 +11,12 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from baton.errors import ConfigError
-from baton.model_formats.json_files import read_object
+from baton.model_formats.files import NewTensor, read_object, write_safetensors, written
 
 _VERSION, _SPEC = 6, "WhisperSpec"
 _FLOAT16 = 4
@@ -47,12 +48,17 @@ def convert_whisper(source: Path, target: Path) -> None:
     with path.open("rb") as file:
         stored = _read_header(file, path)
         tensors = _named(stored, path)
-        _write_weights(file, tensors, target / "model.safetensors")
-        heads = _setting(file, stored["encoder/num_heads"])
-    own = read_object(source / "config.json")
-    for name, content in _configurations(tensors, heads, own).items():
-        _write(target / name, json.dumps(content, indent=2).encode())
-    _write(target / "tokenizer.json", (source / "tokenizer.json").read_bytes())
+        new = (
+            NewTensor(name, "F16", tensor.shape, tensor.num_bytes, partial(_read, file, tensor))
+            for name, tensor in tensors.items()
+        )
+        write_safetensors(target / "model.safetensors", new)
+        heads = int.from_bytes(_read(file, stored["encoder/num_heads"]), "little", signed=True)
+    configurations = _configurations(tensors, heads, own=read_object(source / "config.json"))
+    files = {name: json.dumps(content, indent=2).encode() for name, content in configurations.items()}
+    for name, content in {**files, "tokenizer.json": (source / "tokenizer.json").read_bytes()}.items():
+        with written(target / name) as out:
+            out.write(content)
 
 
 def _read_header(file: IO[bytes], path: Path) -> dict[str, _Stored]:
@@ -135,26 +141,9 @@ def _layers(stored: Mapping[str, _Stored], side: str) -> Iterator[int]:
         index += 1
 
 
-def _setting(file: IO[bytes], stored: _Stored) -> int:
+def _read(file: IO[bytes], stored: _Stored) -> bytes:
     file.seek(stored.start)
-    return int.from_bytes(file.read(stored.num_bytes), "little", signed=True)
-
-
-def _write_weights(file: IO[bytes], tensors: Mapping[str, _Stored], target: Path) -> None:
-    """Write a safetensors file: the length of its header, the header, and the tensors' bytes one behind the other."""
-    header, at = {}, 0
-    for name, tensor in tensors.items():
-        header[name] = {"dtype": "F16", "shape": tensor.shape, "data_offsets": [at, at + tensor.num_bytes]}
-        at += tensor.num_bytes
-    told = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    told += b" " * (-len(told) % 8)
-    with target.open("wb") as out:
-        out.write(struct.pack("<Q", len(told)) + told)
-        for tensor in tensors.values():
-            file.seek(tensor.start)
-            out.write(file.read(tensor.num_bytes))
-        out.flush()
-        os.fsync(out.fileno())
+    return file.read(stored.num_bytes)
 
 
 def _configurations(tensors: Mapping[str, _Stored], heads: int, own: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -205,10 +194,3 @@ def _configurations(tensors: Mapping[str, _Stored], heads: int, own: Mapping[str
         "generation_config.json": generation,
         "preprocessor_config.json": features,
     }
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

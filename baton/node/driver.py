@@ -25,11 +25,11 @@ from baton.engine.batch import (
     StepTimes,
 )
 from baton.engine.connector import KVTransferOutput
+from baton.engine.constraints import TokenMatcher
 from baton.engine.core import EngineCore
-from baton.engine.encoder_input import EncoderInput
+from baton.engine.encoder_cache import EncoderInput
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.request import Request, RequestStatus
-from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, CacheInUse, InvalidRequest
 from baton.messages.node import Outcome
 from baton.node.adapters.adapter_cache import (
@@ -210,7 +210,7 @@ class EngineDriver:
         if self._adapters is not None:
             self._adapters.end()
         for digest in self._adapter_cache.in_memory:
-            self._core.runner.unload_adapter(digest)
+            self._core.runner.adapters.unload(digest)
         self._grammars.close()
         self._encoder.close()
 
@@ -233,7 +233,7 @@ class EngineDriver:
 
     def _forget_encoded(self, digests: Sequence[str]) -> None:
         self._encoder.cancel(digests)
-        self._core.runner.forget_encoded(digests)
+        self._core.runner.encoder.forget(digests)
 
     def _start_encoding(self, each: EncoderInput) -> None:
         if self._rows is None or each.content.held_by is None:
@@ -429,7 +429,7 @@ class EngineDriver:
             if not (self._unloads and self._unloads[0][1] <= self._core.num_committed_steps):
                 return dict(_merge(outputs)) if outputs else {}
             digest, _ = self._unloads.popleft()
-            self._core.runner.unload_adapter(digest)
+            self._core.runner.adapters.unload(digest)
             cache.unloaded(digest)
             self._adapter_news_due = True
 

@@ -31,8 +31,7 @@ from baton.registry import Membership, NodeRecord, require
 from baton.registry.registry import Registry, with_authority
 from baton.runner import load
 from baton.runner.backends.cpu import kernel_file
-from baton.runner.lean_imports import import_transformers
-from baton.runner.rare_collections import rare_collections
+from baton.runner.lean_imports import import_transformers, rare_collections
 from baton.security.binds import check_bind, is_loopback
 from baton.security.matrix import CallerRole
 from baton.wire.clients.node_client import NodeClient

@@ -196,7 +196,7 @@ class Node:
         executor = StepThread() if config.schedules_ahead else None
         core = EngineCore(self.scheduler, self._runner, executor)
         self._latest = StepNews({}, (), core.make_stats(), core.step_times)
-        check = self._runner.check_adapter
+        check = self._runner.adapters.check
         adapters = AdapterThreads(self._runner, AdapterDirectories(config.adapter_directories, check))
         cleanup.push_async_callback(adapters.close)
         rows = RowFetcher(self._runner.model, context.dialer, clock, post)
@@ -226,7 +226,7 @@ class Node:
             self._runner.rank_reports,
             adapters,
         )
-        encoder_rows = EncoderRowsServicer(description, self._runner.encoded_bytes)
+        encoder_rows = EncoderRowsServicer(description, self._runner.encoder.bytes_of)
         servicers: Sequence[Servicer] = (NodeServicer(service), encoder_rows, *role.servicers)
         for servicer in servicers:
             servicer.add_to_server(rpc.server)

@@ -55,7 +55,7 @@ class OfflineEngine:
         self.adapters: Mapping[str, AdapterSource] = _checked_adapters(config, runner)
         """The adapters that requests may have, by name."""
         self._directories = {source.digest: source.directory for source in self.adapters.values()}
-        directories = AdapterDirectories(config.adapter_directories, runner.check_adapter)
+        directories = AdapterDirectories(config.adapter_directories, runner.adapters.check)
         self._threads = AdapterThreads(runner, directories)
         self._driver = EngineDriver(
             core,
@@ -143,7 +143,7 @@ class OfflineEngine:
 def _checked_adapters(config: NodeConfig, runner: ModelRunner) -> Mapping[str, AdapterSource]:
     """The adapters that the configuration names; raises AdapterRefused, before any is loaded."""
     return {
-        name: AdapterSource(name, directory, runner.check_adapter(Path(directory)).digest)
+        name: AdapterSource(name, directory, runner.adapters.check(Path(directory)).digest)
         for name, directory in config.adapter_modules.items()
     }
 

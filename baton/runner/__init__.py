@@ -28,7 +28,7 @@ def load(spec: RunnerSpec, stages: StageLeader | None = None) -> ModelRunner:
     from baton.runner.model.pooling_files import is_encoder_directory
 
     if is_encoder_directory(spec.model_dir):
-        from baton.runner.encoder.loading import load_encoder
+        from baton.runner.encoder.encoder_runner import load_encoder
 
         return load_encoder(spec)
     from baton.model_formats.encoder_decoders import is_encoder_decoder_directory
@@ -39,23 +39,4 @@ def load(spec: RunnerSpec, stages: StageLeader | None = None) -> ModelRunner:
         return load_encoder_decoder(spec)
     from baton.runner.loading import load_runner
 
-    return load_runner(
-        spec.model_dir,
-        dtype=spec.dtype,
-        block_size=spec.block_size,
-        num_blocks=spec.num_blocks,
-        cache_bytes=spec.cache_bytes,
-        cache_dtype=spec.cache_dtype,
-        host_cache_bytes=spec.host_cache_bytes,
-        num_threads=spec.num_threads,
-        name=spec.name,
-        device=spec.device,
-        quantization=spec.quantization,
-        dequantize=spec.dequantize,
-        draft=spec.draft,
-        tensor_parallel=spec.tensor_parallel,
-        pipeline_parallel=spec.pipeline_parallel,
-        max_lora_rank=spec.max_lora_rank,
-        allow_unverified=spec.allow_unverified,
-        stages=stages,
-    )
+    return load_runner(spec, stages=stages)

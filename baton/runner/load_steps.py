@@ -1,17 +1,48 @@
-"""Steps that all loaders of models share: naming what can go wrong, and making torch's products bit-exact."""
+"""Steps that all loaders of models share, from the specification to what a node publishes of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
+from baton.engine.runner import KVLayout, ModelInfo, RunnerLost
 from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels import KernelArgumentError
+from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.model import attention, layers
 from baton.runner.model.attention import UnsupportedAttention
-from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.stored.weight import UnusableWeight
+from baton.runner.model.weights import LoadedModel
+from baton.runner.spec import TorchSpec
+from baton.runner.torch_threads import elementwise_threads
+
+
+def refuse_settings(spec: TorchSpec, why: str, settings: Mapping[str, bool]) -> None:
+    """Raise ConfigError for the first of these settings that is set: a model of this kind does not go with it.
+
+    `why`: what the model is, with `{}` for the setting.
+    """
+    for setting, is_set in settings.items():
+        if is_set:
+            raise ConfigError(f"{spec.model_dir} {why.format(setting)}")
+
+
+def prepare(num_threads: int) -> None:
+    """Let torch compute with so many threads, and transformers call Baton's attention and experts."""
+    torch.set_num_threads(elementwise_threads(num_threads))
+    attention.register()
+    layers.register()
+
+
+def prepared_operations(spec: TorchSpec, device: torch.device, operations: Operations | None) -> Operations:
+    """What computes a model, in this process that is prepared for it; `operations` replaces the machine's kernels."""
+    prepare(spec.num_threads)
+    return choose_operations(spec.num_threads, device) if operations is None else operations
 
 
 @contextmanager
@@ -25,6 +56,8 @@ def named_errors(model_dir: Path) -> Iterator[None]:
         raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
     except KernelArgumentError as error:
         raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
+    except RunnerLost as error:
+        raise ConfigError(f"{model_dir} can't be divided among ranks: {error}") from error
 
 
 def settle(
@@ -43,3 +76,41 @@ def settle(
         if reason is None:
             break
     return reason
+
+
+def numerics_of(treatment: str, operations: Operations, layout: KVLayout) -> str:
+    """A name for everything that decides the bits, beside the files of the model.
+
+    `treatment`: what was made of the weights (`ModelWeights`). Operations may name more once a step was computed.
+    """
+    numerics = f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    if treatment:
+        numerics += f"/{treatment}"
+    if layout.has_scales:
+        # A stream must not move between decode nodes whose caches round differently.
+        numerics += f"/kv-{layout.dtype}"
+    return numerics
+
+
+def model_info(
+    spec: TorchSpec,
+    loaded: LoadedModel,
+    operations: Operations,
+    layout: KVLayout,
+    max_model_len: int,
+    why_not_bit_exact: str | None,
+) -> ModelInfo:
+    """What a node publishes of any model that has computed a step; its loader adds what else the model can do."""
+    return ModelInfo(
+        name=spec.name or spec.model_dir.resolve().name,
+        fingerprint=loaded.fingerprint,
+        architecture=loaded.architecture,
+        dtype=loaded.dtype,
+        numerics=numerics_of(loaded.weights.treatment, operations, layout),
+        vocab_size=loaded.config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=loaded.checkpoint.eos_token_ids,
+        bit_exact=why_not_bit_exact is None,
+        bit_exact_reason=why_not_bit_exact or "",
+        weight_bytes=loaded.weights.num_bytes,
+    )

@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+from typing import Self
 
 import torch
 
-from baton.engine.runner import ModelInfo, RunnerLost
+from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
 from baton.messages.capabilities import Capability
 from baton.messages.node_report import ComputePath
-from baton.messages.pooling import ModelPooling
 from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
-from baton.model_formats.adapters import DEFAULT_MAX_RANK
-from baton.model_formats.images.encoded import ImageLimits
+from baton.model_formats.images import ImageLimits
 from baton.runner.against_transformers import TransformersLogits, UnverifiedModel
+from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
-from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.compute_paths import compute_paths
-from baton.runner.draft_loading import LoadedDraftModel
-from baton.runner.images.image_encoder import ImageEncoder
-from baton.runner.images.image_inputs import ImageInputs
-from baton.runner.images.pixels import ImageProcessor
-from baton.runner.load_steps import named_errors, settle
-from baton.runner.model import attention, layers
+from baton.runner.execution.draft_model import DraftModel
+from baton.runner.images import ImageEncoder, ImageInputs, ImageProcessor
+from baton.runner.load_steps import model_info, named_errors, prepared_operations, settle
+from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.pooling_files import read_pooling
-from baton.runner.model.quantization.quantize import Quantization
 from baton.runner.model.stage import Stage
+from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.numerics import numerics_of
 from baton.runner.pipelined_runner import PipelinedModelRunner
 from baton.runner.ranks.rank import FirstRank, StartRanks
 from baton.runner.ranks.rank_group import RankGroup
@@ -48,119 +42,141 @@ from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stage_spec import StageSpec
 from baton.runner.remote_stages.stages_here import StartStages, start_stages_here
 from baton.runner.self_check import why_not_bit_exact
-from baton.runner.spec import CacheSpec, DraftSpec, check_hosts
+from baton.runner.spec import CacheSpec, DraftSpec, TorchSpec, WeightSpec, check_hosts
 from baton.runner.torch_threads import elementwise_threads
 
 _log = logging.getLogger(__name__)
 
+_MAX_DRAFTING = 64
+"""The most requests whose drafts may all reach beyond their blocks in one step."""
+
 
 def load_runner(
-    model_dir: Path,
+    spec: TorchSpec,
     *,
-    dtype: str = "auto",
-    block_size: int = 16,
-    num_blocks: int | None = None,
-    cache_bytes: int | None = None,
-    cache_dtype: str = "auto",
-    host_cache_bytes: int = 0,
-    num_threads: int = 1,
-    name: str = "",
-    device: str = "cpu",
     operations: Operations | None = None,
-    quantization: Quantization | None = None,
-    dequantize: bool = False,
-    draft: DraftSpec | None = None,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    max_lora_rank: int = DEFAULT_MAX_RANK,
-    allow_unverified: bool = False,
     start_ranks: StartRanks = RankGroup,
     stages: StageLeader | None = None,
     start_stages: StartStages = start_stages_here,
+    make_runner: Callable[..., TorchModelRunner] = TorchModelRunner,
 ) -> TorchModelRunner:
-    """Load a model directory with a cache of `num_blocks` blocks or `cache_bytes` bytes (exactly one of them).
+    """Load a decoder, alone or divided as the specification says. Raises ConfigError.
 
-    `cache_dtype` is auto, int8 or fp8; `device` is auto, cpu, cuda or cuda:N. `num_threads` is set for the whole
-    process. `operations` replaces the machine's kernels (tests). `quantization`, `dequantize`, `draft`,
-    `tensor_parallel`, `pipeline_parallel` and `allow_unverified`: see TorchSpec. `start_ranks` starts the ranks behind
-    the first on a CPU, and `start_stages` the stages before the last on GPUs. `stages`: those of other hosts, which the
-    runner ends, as it does if this raises. Raises ConfigError.
+    `operations` replaces the machine's kernels (tests). `start_ranks` starts the ranks behind the first on a CPU, and
+    `start_stages` the stages before the last on GPUs. `stages`: those of other hosts, which the runner ends, as it does
+    if this raises. `make_runner`: the class of the runner of a model that is not divided in stages.
     """
-    with _named_errors(model_dir), ExitStack() as on_failure:
+    with named_errors(spec.model_dir), ExitStack() as on_failure:
         if stages is not None:
             on_failure.callback(stages.close)
-            check_hosts(stages.stage.count, tensor_parallel, pipeline_parallel)
-            pipeline_parallel = stages.stage.count
-        where = resolve_device(device)
-        own_caches = stages is not None or (where.type != "cpu" and pipeline_parallel > 1)
-        if tensor_parallel > 1 and where.type != "cpu":
+            check_hosts(stages.stage.count, spec.tensor_parallel, spec.pipeline_parallel)
+            spec = replace(spec, pipeline_parallel=stages.stage.count)
+        device = resolve_device(spec.device)
+        if spec.tensor_parallel > 1 and device.type != "cpu":
             # Parts of cuBLAS's products by columns have other bits than the whole ones (decision 43).
             raise ConfigError(
                 "on a GPU --tp would give other tokens than one rank, since products by columns have other bits there; "
                 "leave it out, and divide the model in stages (--pp)"
             )
-        torch.set_num_threads(elementwise_threads(num_threads))
-        attention.register()
-        layers.register()
-        whole = choose_operations(num_threads, where) if operations is None else operations
-        in_parts = tensor_parallel * pipeline_parallel > 1
-        loaded = load_model_for(whole, model_dir, dtype, where, quantization, dequantize=dequantize, in_parts=in_parts)
-        if allow_unverified:
+        loading = _Loading.begun(spec, prepared_operations(spec, device, operations), device)
+        model = loading.model
+        leader: FirstRank | StageLeader | None = None
+        transformer: Transformer
+        with loading.verified_by.blaming_the_architecture(model.architecture):
+            if stages is not None or (device.type != "cpu" and spec.pipeline_parallel > 1):
+                Stage(0, spec.pipeline_parallel).layers(model.config.num_hidden_layers)
+                if stages is None:
+                    stages = start_stages(spec.model_dir, spec.pipeline_parallel, spec.num_threads, device)
+                    on_failure.callback(stages.close)
+                leader, transformer = stages, loading.leading_stage(stages)
+            elif spec.is_divided:
+                leader = first_rank = loading.first_rank(start_ranks)
+                on_failure.callback(first_rank.close)
+                transformer = first_rank.transformer(model)
+            else:
+                transformer = Transformer(model, loading.operations, spec.block_size, loading.cache, spec.num_threads)
+        runner = loading.runner(transformer, leader, make_runner)
+        on_failure.pop_all()
+        return runner
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A decoder that is in memory, and not ready to compute yet."""
+
+    spec: TorchSpec
+    operations: Operations
+    model: LoadedModel
+    verified_by: TransformersLogits
+    drafting: LoadedDraftModel | None
+    cache: CacheSpec
+    """With what the model that drafts takes of it."""
+
+    @classmethod
+    def begun(cls, spec: TorchSpec, operations: Operations, device: torch.device) -> _Loading:
+        """Load the model, and the one that drafts for it. Raises ConfigError."""
+        model = load_model_for(operations, spec.model_dir, spec.weights, device)
+        if spec.allow_unverified:
             verified_by = TransformersLogits.not_asked()
         else:
             # A rank would keep weights of which it packs a part.
-            verified_by = TransformersLogits.of(loaded, cache_dtype=cache_dtype, keeps_weights=not in_parts)
-        drafting = LoadedDraftModel.load(draft, loaded, whole, block_size, num_threads) if draft is not None else None
-        cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
-        if drafting is not None:
-            bytes_beside = drafting.transformer.layout.block_bytes
-            cache = replace(cache, block_bytes_beside=bytes_beside, num_blocks_beside=drafting.num_scratch_blocks)
-        leader: FirstRank | StageLeader | None = None
-        leading: PipelinedTransformer | None = None
-        if own_caches:
-            Stage(0, pipeline_parallel).layers(loaded.config.num_hidden_layers)
-            if stages is None:
-                stages = start_stages(model_dir, pipeline_parallel, num_threads, where)
-                on_failure.callback(stages.close)
-            stage_spec = StageSpec(
+            verified_by = TransformersLogits.of(model, cache_dtype=spec.cache_dtype, keeps_weights=not spec.is_divided)
+        drafting, cache = None, spec.cache
+        if spec.draft is not None:
+            drafting = LoadedDraftModel.load(spec.draft, model, operations, spec)
+            cache = drafting.beside(cache)
+        return cls(spec, operations, model, verified_by, drafting, cache)
+
+    def leading_stage(self, stages: StageLeader) -> LeadingStage:
+        """The last stage, which leads the others; all load their parts at the same time."""
+        spec, model = self.spec, self.model
+        stages.load(
+            StageSpec(
                 index=0,
-                count=pipeline_parallel,
-                fingerprint=loaded.fingerprint,
-                dtype=loaded.dtype,
-                block_size=block_size,
-                cache=cache,
-                host_cache_bytes=host_cache_bytes,
-                torch_threads=elementwise_threads(num_threads),
-                quantization=quantization,
-                dequantize=dequantize,
+                count=spec.pipeline_parallel,
+                fingerprint=model.fingerprint,
+                dtype=model.dtype,
+                block_size=spec.block_size,
+                cache=self.cache,
+                host_cache_bytes=spec.host_cache_bytes,
+                torch_threads=elementwise_threads(spec.num_threads),
+                quantization=spec.quantization,
+                dequantize=spec.dequantize,
             )
-            stages.load(stage_spec)
-            with verified_by.blaming_the_architecture(loaded.architecture):
-                leading = LeadingStage(loaded, whole, block_size, cache, num_threads, stages)
-            stages.wait_until_ready(leading.layout.num_layers)
-            leader = stages
-        elif tensor_parallel * pipeline_parallel > 1:
-            spec = RankSpec(
-                model_dir=str(model_dir),
-                dtype=loaded.dtype,
-                block_size=block_size,
-                cache=cache,
-                num_threads=num_threads,
-                tensor_parallel=tensor_parallel,
-                pipeline_parallel=pipeline_parallel,
-                quantization=quantization,
-                dequantize=dequantize,
-            )
-            leader = first_rank = _start_first_rank(spec, loaded, start_ranks)
-            on_failure.callback(first_rank.close)
-            torch.set_num_threads(elementwise_threads(spec.least_threads))
-            with verified_by.blaming_the_architecture(loaded.architecture):
-                leading = first_rank.transformer(loaded)
-        with verified_by.blaming_the_architecture(loaded.architecture):
-            transformer = leading or Transformer(loaded, whole, block_size, cache, num_threads)
-        images = _image_inputs(loaded, whole) if transformer.row_width else None
-        info = _model_info(loaded, transformer, whole, name or model_dir.resolve().name, takes_adapters=leader is None)
-        info = _verified(info, verified_by, transformer, model_dir)
+        )
+        leading = LeadingStage(model, self.operations, spec.block_size, self.cache, spec.num_threads, stages)
+        stages.wait_until_ready(leading.layout.num_layers)
+        return leading
+
+    def first_rank(self, start_ranks: StartRanks) -> FirstRank:
+        """Start the other ranks. Raises ConfigError for heads or layers that can't be divided among so many."""
+        spec, config = self.spec, self.model.config
+        rank_spec = RankSpec(
+            model_dir=str(spec.model_dir),
+            dtype=self.model.dtype,
+            block_size=spec.block_size,
+            cache=self.cache,
+            num_threads=spec.num_threads,
+            tensor_parallel=spec.tensor_parallel,
+            pipeline_parallel=spec.pipeline_parallel,
+            quantization=spec.quantization,
+            dequantize=spec.dequantize,
+        )
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        rank_spec.check_divides(config.num_hidden_layers, config.num_attention_heads, num_kv_heads)
+        torch.set_num_threads(elementwise_threads(rank_spec.least_threads))
+        return FirstRank(rank_spec, start_ranks)
+
+    def runner(
+        self,
+        transformer: Transformer,
+        leader: FirstRank | StageLeader | None,
+        make_runner: Callable[..., TorchModelRunner],
+    ) -> TorchModelRunner:
+        """Check what the transformer computes, and make its runner. Raises ConfigError."""
+        spec = self.spec
+        images = self._images() if transformer.row_width else None
+        info = self._verified(self._info(transformer, takes_adapters=leader is None), transformer)
         if isinstance(leader, StageLeader):
             leader.check_numerics(info.numerics)
         if images is not None:
@@ -169,114 +185,132 @@ def load_runner(
         if leader is not None:
             info = replace(info, compute_paths=(*info.compute_paths, leader.path))
         draft_model = None
-        if drafting is not None:
-            info = replace(info, compute_paths=(*info.compute_paths, drafting.path(transformer)))
-            draft_model = drafting.start(transformer, info)
-        if leading is not None and leader is not None and pipeline_parallel > 1:
-            runner: TorchModelRunner = PipelinedModelRunner(
-                info, leading, host_cache_bytes, draft_model, leader, images
+        if self.drafting is not None:
+            info = replace(info, compute_paths=(*info.compute_paths, self.drafting.path(transformer)))
+            draft_model = self.drafting.start(transformer, info)
+        if isinstance(transformer, PipelinedTransformer) and leader is not None and spec.pipeline_parallel > 1:
+            return PipelinedModelRunner(info, transformer, spec.host_cache_bytes, draft_model, leader, images)
+        return make_runner(info, transformer, spec.host_cache_bytes, draft_model, leader, images, spec.max_lora_rank)
+
+    def _images(self) -> ImageInputs | None:
+        """What makes rows of images; None for a model that takes none. Raises ConfigError."""
+        if self.model.image_part is None:
+            return None
+        processor = ImageProcessor(self.model.checkpoint.directory)
+        encoder = ImageEncoder(self.model, self.operations)
+        return ImageInputs(processor, encoder, ImageLimits(MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS))
+
+    def _verified(self, info: ModelInfo, transformer: Transformer) -> ModelInfo:
+        """Say whether the model's logits are those of transformers. Raises UnverifiedModel if they differ."""
+        model_dir = self.spec.model_dir
+        if why_unverified := self.verified_by.why_not_compared(transformer):
+            _log.warning("serves %s, whose logits are %s", model_dir, why_unverified)
+        elif why_not := self.verified_by.why_not_those_of(transformer):
+            raise UnverifiedModel(
+                f"{model_dir} can't be served: {why_not}; choose another model, or serve this one with "
+                "--allow-unverified"
             )
+        return replace(info, is_verified=not why_unverified, why_unverified=why_unverified)
+
+    def _info(self, transformer: Transformer, takes_adapters: bool) -> ModelInfo:
+        model, operations = self.model, self.operations
+        why_not_exact, why_no_adapters = self._settled(transformer, takes_adapters)
+        info = model_info(self.spec, model, operations, transformer.layout, transformer.max_model_len, why_not_exact)
+        pooling = read_pooling(model.checkpoint.directory)
+        capabilities = pooling.capabilities
+        if transformer.row_width:
+            capabilities |= {Capability.PROMPT_EMBEDS}
         else:
-            runner = TorchModelRunner(info, transformer, host_cache_bytes, draft_model, leader, images, max_lora_rank)
-        on_failure.pop_all()
-        return runner
-
-
-def _verified(info: ModelInfo, verified_by: TransformersLogits, transformer: Transformer, model_dir: Path) -> ModelInfo:
-    """Say whether a model's logits were found to be those of transformers. Raises UnverifiedModel if they differ."""
-    if why_unverified := verified_by.why_not_compared(transformer):
-        _log.warning("serves %s, whose logits are %s", model_dir, why_unverified)
-    elif why_not := verified_by.why_not_those_of(transformer):
-        raise UnverifiedModel(
-            f"{model_dir} can't be served: {why_not}; choose another model, or serve this one with --allow-unverified"
+            _log.info("prompts can't have embeddings: %s", transformer.why_no_given_rows)
+        paths = compute_paths(operations, transformer, model.weights, model.dtype)
+        if why_no_adapters:
+            _log.warning("%s takes no adapters: %s", info.name, why_no_adapters)
+            paths = (*paths, ComputePath("adapters", "refused", why_no_adapters))
+        elif takes_adapters:
+            capabilities |= {Capability.LORA}
+        return replace(
+            info,
+            embedding_size=transformer.embedding_size,
+            row_width=transformer.row_width,
+            long_sequences=transformer.long_sequences,
+            capabilities=capabilities,
+            pooling=pooling,
+            compute_paths=paths,
         )
-    return replace(info, is_verified=not why_unverified, why_unverified=why_unverified)
+
+    def _settled(self, transformer: Transformer, takes_adapters: bool) -> tuple[str | None, str]:
+        """Choose torch's rows per call: with adapters bit-exact, too, if any number does that.
+
+        Returns why the model's steps are not bit-exact (None: they are), and why it takes no adapters although they
+        are (empty if there is no such reason).
+        """
+        why_not = partial(why_not_bit_exact, self.model, transformer)
+        settled = partial(settle, self.operations, transformer.set_rows_per_call)
+        if not takes_adapters:
+            return settled(why_not), ""
+        reason = settled(lambda: why_not() or transformer.why_adapters_not_bit_exact())
+        if reason is None or why_not() is not None:
+            return reason, ""
+        # Only adapters fail with the most rows: nobody has loaded one, and fewer rows take less time.
+        return settled(why_not), reason
 
 
-def _image_inputs(loaded: LoadedModel, operations: Operations) -> ImageInputs | None:
-    """What makes rows of images; None for a model that takes none. Raises ConfigError."""
-    if loaded.image_part is None:
-        return None
-    processor = ImageProcessor(loaded.checkpoint.directory)
-    return ImageInputs(processor, ImageEncoder(loaded, operations), ImageLimits(MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS))
+@dataclass(frozen=True, slots=True)
+class LoadedDraftModel:
+    """A draft model whose cache is not allocated yet."""
 
+    spec: DraftSpec
+    loaded: LoadedModel
+    transformer: Transformer
 
-def _start_first_rank(spec: RankSpec, loaded: LoadedModel, start_ranks: StartRanks) -> FirstRank:
-    """Start the other ranks. Raises ConfigError for heads or layers that can't be divided among so many."""
-    config = loaded.config
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    spec.check_divides(config.num_hidden_layers, config.num_attention_heads, num_kv_heads)
-    return FirstRank(spec, start_ranks)
+    @classmethod
+    def load(cls, spec: DraftSpec, drafted_for: LoadedModel, operations: Operations, beside: TorchSpec) -> Self:
+        """Load a model to draft for another one, on its device and with its dtype. Raises ConfigError."""
+        how = WeightSpec(drafted_for.dtype, spec.quantization)
+        loaded = load_model_for(operations, spec.model_dir, how, drafted_for.device)
+        try:
+            transformer = Transformer(loaded, operations, beside.block_size, None, beside.num_threads)
+        except (UnusableWeight, UnsupportedAttention, KernelArgumentError) as error:
+            raise ConfigError(f"the model in {spec.model_dir} can't draft: {error}") from error
+        return cls(spec, loaded, transformer)
 
+    @property
+    def num_scratch_blocks(self) -> int:
+        """The blocks for drafts that reach beyond the blocks of their requests."""
+        return _MAX_DRAFTING * -(-self.spec.num_tokens // self.transformer.layout.block_size)
 
-@contextmanager
-def _named_errors(model_dir: Path) -> Iterator[None]:
-    """Raise what can go wrong while a loaded model is prepared as a ConfigError that names its directory."""
-    try:
-        with named_errors(model_dir):
-            yield
-    except RunnerLost as error:
-        raise ConfigError(f"{model_dir} can't be divided among ranks: {error}") from error
+    def beside(self, cache: CacheSpec) -> CacheSpec:
+        """The cache of the model that it drafts for, beside its own."""
+        block_bytes = self.transformer.layout.block_bytes
+        return replace(cache, block_bytes_beside=block_bytes, num_blocks_beside=self.num_scratch_blocks)
 
+    def start(self, drafted_for: Transformer, model: ModelInfo) -> DraftModel:
+        """Allocate the cache, with a block for each of the other model's. Raises ConfigError.
 
-def _capabilities(transformer: Transformer, pooling: ModelPooling) -> frozenset[Capability]:
-    """What a model can be asked to do."""
-    if not transformer.row_width:
-        _log.info("prompts can't have embeddings: %s", transformer.why_no_given_rows)
-        return pooling.capabilities
-    return pooling.capabilities | {Capability.PROMPT_EMBEDS}
+        `drafted_for` and `model`: the other model, whose requests end with its own tokens.
+        """
+        layout = drafted_for.layout
+        self.transformer.allocate_cache(drafted_for.num_blocks + self.num_scratch_blocks)
+        return DraftModel(
+            self.transformer,
+            num_blocks=drafted_for.num_blocks,
+            num_scratch_blocks=self.num_scratch_blocks,
+            num_groups=len(layout.groups),
+            max_model_len=self.transformer.max_model_len,
+            vocab_size=self.loaded.config.vocab_size,
+            drafted_vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        )
 
-
-class _Exactness(NamedTuple):
-    reason: str | None
-    """Why a model's steps are not bit-exact; None: they are."""
-    why_no_adapters: str
-    """Why it takes no adapters although its steps are; empty if there is no such reason."""
-
-
-def _settled(loaded: LoadedModel, transformer: Transformer, operations: Operations, takes_adapters: bool) -> _Exactness:
-    """Choose torch's rows per call: with adapters bit-exact, too, if any number does that."""
-    why_not = partial(why_not_bit_exact, loaded, transformer)
-    if not takes_adapters:
-        return _Exactness(settle(operations, transformer.set_rows_per_call, why_not), "")
-    reason = settle(
-        operations, transformer.set_rows_per_call, lambda: why_not() or transformer.why_adapters_not_bit_exact()
-    )
-    if reason is None or why_not() is not None:
-        return _Exactness(reason, "")
-    # Only adapters fail with the most rows: nobody has loaded one, and fewer rows take less time.
-    return _Exactness(settle(operations, transformer.set_rows_per_call, why_not), reason)
-
-
-def _model_info(
-    loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str, takes_adapters: bool
-) -> ModelInfo:
-    config = loaded.config
-    reason, why_no_adapters = _settled(loaded, transformer, operations, takes_adapters)
-    pooling = read_pooling(loaded.checkpoint.directory)
-    capabilities = _capabilities(transformer, pooling)
-    paths = compute_paths(operations, transformer, loaded.weights, loaded.dtype)
-    if why_no_adapters:
-        _log.warning("%s takes no adapters: %s", name, why_no_adapters)
-        paths = (*paths, ComputePath("adapters", "refused", why_no_adapters))
-    elif takes_adapters:
-        capabilities |= {Capability.LORA}
-    return ModelInfo(
-        name=name,
-        fingerprint=loaded.fingerprint,
-        architecture=loaded.architecture,
-        dtype=loaded.dtype,
-        numerics=numerics_of(loaded.weights.treatment, operations, transformer.layout),
-        vocab_size=config.vocab_size,
-        max_model_len=loaded.max_model_len,
-        eos_token_ids=loaded.checkpoint.eos_token_ids,
-        bit_exact=reason is None,
-        bit_exact_reason=reason or "",
-        embedding_size=transformer.embedding_size,
-        row_width=transformer.row_width,
-        long_sequences=transformer.long_sequences,
-        capabilities=capabilities,
-        pooling=pooling,
-        compute_paths=paths,
-        weight_bytes=loaded.weights.num_bytes,
-    )
+    def path(self, drafted_for: Transformer) -> ComputePath:
+        """What drafts, for operators."""
+        weights = self.loaded.weights
+        name = self.spec.model_dir.resolve().name
+        why_worse = (
+            "every layer of the model has an attention window, so drafts see no more of a text than the blocks that "
+            "the window has not passed"
+            if drafted_for.layout.windows[0] is not None
+            else ""
+        )
+        made_of = weights.description or self.loaded.dtype
+        return ComputePath("drafts", f"{name}, {made_of}, {weights.num_bytes >> 20} MiB", why_worse)

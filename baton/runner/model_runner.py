@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,21 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import KVLayout, KVMemory, ModelInfo, RemotePart
-from baton.errors import AdapterRefused, InvalidRequest
-from baton.messages.encoder_contents import EncoderContent
+from baton.engine.runner import AdapterHost, ModelInfo, RefusedAdapters, RemotePart
+from baton.errors import InvalidRequest
 from baton.messages.node_report import RankReport
 from baton.model_formats.adapters import DEFAULT_MAX_RANK, AdapterInfo
 from baton.model_formats.encoder_decoders import EncoderDecoder
+from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
 from baton.runner.execution.encoded_rows import EncodedInputs, EncodedRows
-from baton.runner.execution.given_rows import with_given_rows, with_grid_positions, with_sources
-from baton.runner.execution.input_batch import RequestState, RequestTable, flatten
+from baton.runner.execution.input_batch import flatten, with_given_rows, with_grid_positions, with_sources
+from baton.runner.execution.pooling import TextQueries
 from baton.runner.execution.prompt_logprobs import take_prompt_logprobs
+from baton.runner.execution.request_table import RequestState, RequestTable
 from baton.runner.execution.sampler import Sampled, SamplingState, sample
 from baton.runner.execution.step_results import PooledShare, StepResults, StepRows
-from baton.runner.execution.text_queries import TextQueries
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.execution.verification import sample_and_verify
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
@@ -52,6 +51,21 @@ class Aligner(Protocol):
         ...
 
 
+class _AdaptersUpTo:
+    """A model's adapters, of which none has a higher rank."""
+
+    def __init__(self, adapters: ModelAdapters, max_rank: int) -> None:
+        self._adapters = adapters
+        self._max_rank = max_rank
+        self.unload = adapters.unload
+
+    def check(self, directory: Path) -> AdapterInfo:
+        return self._adapters.check(directory, self._max_rank)
+
+    def load(self, directory: Path, digest: str) -> None:
+        self._adapters.load(directory, digest, self._max_rank)
+
+
 class TorchModelRunner:
     """One model with its KV cache on one device of this machine. Called from one thread."""
 
@@ -73,21 +87,22 @@ class TorchModelRunner:
         """
         self._aligner = aligner
         self._has_sources = source is not None
-        self._model = model
+        self.model = model
         self._drafter = draft_model
         self._leader = leader
-        self._max_lora_rank = max_lora_rank
         self._num_draft_faults = 0
         """Faults of the draft model one after the other."""
         self._num_steps_without_drafts = 0
         """After a fault, how many steps go by before the draft model is asked again."""
         self._transformer = transformer
-        self._memory = transformer.memory
+        self.layout = transformer.layout
+        self.memory = transformer.memory
         self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.largest_block_bytes))
+        self.num_host_blocks = self._host.num_blocks
         self._masks = TokenMasks(model.vocab_size)
         self._adapters = transformer.adapters
-        self._inputs = inputs
-        self._encoded = EncodedRows()
+        self.adapters = self._host_adapters(max_lora_rank)
+        self.encoder = EncodedRows(inputs, f"{model.name} has no encoder")
         self._requests = RequestTable(
             transformer.layout,
             transformer.num_blocks,
@@ -95,75 +110,27 @@ class TorchModelRunner:
             model.max_model_len,
             self._adapters.slots,
             model.row_width,
-            self._encoded,
+            self.encoder,
             source,
         )
 
-    @property
-    def model(self) -> ModelInfo:
-        return self._model
-
-    @property
-    def layout(self) -> KVLayout:
-        return self._transformer.layout
-
-    @property
-    def memory(self) -> KVMemory:
-        return self._memory
+    def _host_adapters(self, max_lora_rank: int) -> AdapterHost:
+        if self._has_sources:
+            return RefusedAdapters("a model with an encoder and a decoder computes no adapters")
+        if self._leader is not None:
+            return RefusedAdapters(
+                "a model in several ranks or stages computes no adapters; start the node without --tp and --pp"
+            )
+        return _AdaptersUpTo(self._adapters, max_lora_rank)
 
     @property
     def remote_parts(self) -> Sequence[RemotePart]:
         return () if self._leader is None else self._leader.remote_parts
 
     @property
-    def num_host_blocks(self) -> int:
-        return self._host.num_blocks
-
-    @property
     def adaptable_modules(self) -> Mapping[str, tuple[int, int]]:
         """Numbers of outputs and inputs of the modules that adapters may change, the embedding apart, by name."""
         return self._adapters.modules
-
-    def check_adapter(self, directory: Path) -> AdapterInfo:
-        """Read an adapter's files and check that they fit the model; nothing is loaded. Raises AdapterRefused."""
-        self._refuse_adapters(directory)
-        return self._adapters.check(directory, self._max_lora_rank)
-
-    def load_adapter(self, directory: Path, digest: str) -> None:
-        """Read an adapter's files, check that they fit the model, and keep its weights. Raises AdapterRefused."""
-        self._refuse_adapters(directory)
-        self._adapters.load(directory, digest, self._max_lora_rank)
-
-    def _refuse_adapters(self, directory: Path) -> None:
-        if self._has_sources:
-            raise AdapterRefused(f"{directory}: a model with an encoder and a decoder computes no adapters")
-        if self._leader is not None:
-            raise AdapterRefused(
-                f"{directory}: a model in several ranks or stages computes no adapters; start the node without --tp "
-                "and --pp"
-            )
-
-    def unload_adapter(self, digest: str) -> None:
-        """Free an adapter's memory; no effect if it is not loaded."""
-        self._adapters.unload(digest)
-
-    def encode(self, content: EncoderContent, num_rows: int) -> None:
-        """Make the rows of an input, and keep them for steps. Raises InvalidRequest for one that can't be used."""
-        if self._inputs is None:
-            raise InvalidRequest(content.kind.field, f"can't be encoded: {self._model.name} has no encoder")
-        self._encoded.make(content.digest, partial(self._inputs.rows, content, num_rows))
-
-    def encoded_bytes(self, digest: str) -> memoryview | None:
-        """The bytes of the rows of an input, float32 [rows, width], little-endian; None if it has none."""
-        return self._encoded.bytes_of(digest)
-
-    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
-        """Keep the rows of an input that another node made. Raises ValueError if these bytes are not so many rows."""
-        self._encoded.take(digest, num_rows, rows)
-
-    def forget_encoded(self, digests: Sequence[str] | None) -> None:
-        """Forget the rows of inputs."""
-        self._encoded.forget(digests)
 
     def rank_reports(self) -> Sequence[RankReport]:
         return () if self._leader is None else self._leader.rank_reports()
@@ -231,7 +198,7 @@ class TorchModelRunner:
             scheduled, self.layout, transformer.row_quantum, self._adapters.slots, transformer.long_sequences
         )
         if any(share.state.spans for share in scheduled):
-            batch = with_given_rows(batch, scheduled, self._model.dtype, self._model.row_width, self._encoded)
+            batch = with_given_rows(batch, scheduled, self.model.dtype, self.model.row_width, self.encoder)
             batch = with_grid_positions(batch, scheduled)
             if self._has_sources:
                 batch = with_sources(batch, scheduled)
@@ -271,7 +238,7 @@ class TorchModelRunner:
             rows = (computed.logits if pooled.of_logits else computed.hidden)[pooled.places]
             pooled.pooler.take(pooled.start, rows)
             if pooled.share.samples:
-                step.embeddings[request_id] = pooled.pooler.vector(self._model.pooling.activation)
+                step.embeddings[request_id] = pooled.pooler.vector(self.model.pooling.activation)
         except ArithmeticError as error:
             step.failed[request_id] = str(error)
 
@@ -335,7 +302,7 @@ class TorchModelRunner:
                     state.sampling_params,
                     state.token_ids,
                     state.num_prompt_tokens,
-                    self._model.eos_token_ids,
+                    self.model.eos_token_ids,
                     masks.get(state.request_id) if masks else None,
                     state.rules,
                     state.counts,

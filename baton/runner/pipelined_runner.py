@@ -12,14 +12,14 @@ import contextlib
 import socket
 import threading
 from collections import deque
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import ModelInfo
 from baton.runner.execution.draft_model import DraftModel
-from baton.runner.execution.micro_batches import divide
 from baton.runner.execution.step_results import StepResults, StepRows
-from baton.runner.images.image_inputs import ImageInputs
+from baton.runner.images import ImageInputs
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.ranks.micro_batch import Task
 from baton.runner.ranks.rank_leader import PipelinedTransformer, RankLeader
@@ -180,3 +180,25 @@ def _copies_blocks(decided: SchedulerOutput) -> bool:
         or decided.blocks_to_swap_out
         or decided.scheduled_forked_reqs
     )
+
+
+def divide(counts: Mapping[str, int], drafted: Container[str], num_parts: int) -> list[list[tuple[str, int]]]:
+    """Divide a step's tokens in at most `num_parts` micro-batches of nearly equal size, in their order.
+
+    `counts`: the tokens of each request, which may be in several parts, one behind the other; those of a request in
+    `drafted` stay together, since they are verified together. Returns for each part requests and their tokens.
+    """
+    total = sum(counts.values())
+    ends = [total * (part + 1) // num_parts for part in range(num_parts)]
+    parts: list[list[tuple[str, int]]] = [[] for _ in ends]
+    place = part = 0
+    for request_id, count in counts.items():
+        left = count
+        while left:
+            while part < num_parts - 1 and place >= ends[part]:
+                part += 1
+            taken = left if request_id in drafted or part == num_parts - 1 else min(left, ends[part] - place)
+            parts[part].append((request_id, taken))
+            place += taken
+            left -= taken
+    return [tokens for tokens in parts if tokens]

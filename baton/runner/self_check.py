@@ -6,18 +6,21 @@ threads; keys, values and logits must have the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.engine.batch import NewRequestData
 from baton.messages.sampling import SamplingParams
-from baton.runner.execution.input_batch import RequestState, flatten
-from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.execution.input_batch import flatten
+from baton.runner.execution.request_table import RequestState
+from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel
 
+TOO_SMALL = "the cache is too small for the check at start"
+DIFFERENT_IN_CHUNKS = "the check at start found different bits for a sequence computed at once and in chunks"
 _CHUNKS = (1, 9, 1, 6, 1, 1)
 _MATE_CHUNKS = (5, 1, 11, 1, 1, 1)
 """The tokens of both sequences in each step (see `_CHUNKS`); the last steps decode."""
@@ -28,24 +31,23 @@ def why_not_bit_exact(loaded: LoadedModel, transformer: Transformer) -> str | No
 
     Raises UnusableWeight if it computes logits that are not finite, so that no request could be answered.
     """
-    if transformer.missed_products:
-        return f"computes {', '.join(sorted(transformer.missed_products))} outside of Baton's kernels"
-    return _compare(transformer, loaded.config.vocab_size, loaded.config.max_position_embeddings)
+    return why_missed(transformer.missed_products) or _compare(
+        transformer, loaded.config.vocab_size, loaded.config.max_position_embeddings
+    )
 
 
 def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> str | None:
     length, mate_length = min(sum(_CHUNKS), max_model_len), min(sum(_MATE_CHUNKS), max_model_len)
     blocks, mate_blocks = block_count(transformer, length), block_count(transformer, mate_length)
     if transformer.num_blocks < 1 + 2 * blocks + mate_blocks:
-        return "the cache is too small for the check at start"
+        return TOO_SMALL
     tokens = check_tokens(length, vocab_size)
     mate_tokens = [(104729 * (position + 1)) % vocab_size for position in range(mate_length)]
     whole = check_state("whole", tokens, 1, blocks)
     parts = check_state("parts", tokens, 1 + blocks, blocks)
     mate = check_state("mate", mate_tokens, 1 + 2 * blocks, mate_blocks)
     expected = _advance(transformer, [(whole, length)])[0]
-    if not np.isfinite(expected).all():
-        raise UnusableWeight("they give logits that are not finite: they or config.json are damaged; copy them again")
+    require_finite(expected, "logits")
     logits = expected
     for count, mate_count in zip(_CHUNKS, _MATE_CHUNKS, strict=True):
         shares = [(mate, mate_count), (parts, count)]
@@ -57,8 +59,20 @@ def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> s
     same_kv = bool((_kv(transformer, whole) == _kv(transformer, parts)).all())
     transformer.clear_blocks(1 + 2 * blocks + mate_blocks)
     if not same_kv or not np.array_equal(expected.view(np.uint32), logits.view(np.uint32)):
-        return "the check at start found different bits for a sequence computed at once and in chunks"
+        return DIFFERENT_IN_CHUNKS
     return None
+
+
+def why_missed(products: Iterable[str]) -> str | None:
+    """Why a model that computes these products of torch's is not bit-exact; None if there are none."""
+    names = ", ".join(sorted(products))
+    return f"computes {names} outside of Baton's kernels" if names else None
+
+
+def require_finite(numbers: npt.NDArray[np.float32], kind: str) -> None:
+    """Raise UnusableWeight if a model gives numbers of this kind that are not finite."""
+    if not np.isfinite(numbers).all():
+        raise UnusableWeight(f"they give {kind} that are not finite: they or config.json are damaged; copy them again")
 
 
 def check_tokens(count: int, vocab_size: int) -> list[int]:

@@ -17,18 +17,18 @@ import xxhash
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, OneProcessRunner
-from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.beams import BeamSearch
 from baton.messages.capabilities import Capability
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.pooling import NO_POOLING_FILES, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.messages.spans import EncoderContent
 from baton.model_formats.adapters import AdapterInfo, open_adapter
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.encoded_rows import EncodedRows
-from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled
 from baton.runner.execution.philox import uniform
 from baton.runner.execution.pooling import embedding_of_number
 from baton.runner.execution.prompt_logprobs import PromptChunk, chunks_of
+from baton.runner.execution.request_table import RequestState, RequestTable, Scheduled
 from baton.runner.spec import SimulatedSpec
 
 Bytes = npt.NDArray[np.uint8]
@@ -163,30 +163,55 @@ def _next_token(kv: Bytes, params: SamplingParams, index: int, spec: SimulatedSp
     return token_id
 
 
+class _AnyAdapters:
+    """Adapters of which every one fits; only their files are looked at."""
+
+    def __init__(self, max_rank: int) -> None:
+        self._max_rank = max_rank
+        self.loaded: set[str] = set()
+        """Their digests."""
+        self.unload = self.loaded.discard
+
+    def check(self, directory: Path) -> AdapterInfo:
+        return open_adapter(directory, self._max_rank).info()
+
+    def load(self, directory: Path, digest: str) -> None:
+        open_adapter(directory, self._max_rank).check_digest(digest)
+        self.loaded.add(digest)
+
+
+class _EmptyRows:
+    """Rows of inputs, without numbers: there is no encoder, and what counts of an input is its digest."""
+
+    def rows(self, content: EncoderContent, num_rows: int) -> npt.NDArray[np.float32]:
+        return np.zeros((num_rows, 0), dtype=np.float32)
+
+
 class SimulatedRunner(OneProcessRunner):
     """A `ModelRunner` for tests and for clusters larger than the machine. Called from one thread."""
 
     def __init__(self, spec: SimulatedSpec) -> None:
         self._spec = spec
-        self._layout = layout_of(spec)
-        layers, two, heads, row = _head_rows(self._layout)
+        self.layout = layout_of(spec)
+        layers, two, heads, row = _head_rows(self.layout)
         shape = (spec.num_blocks + PROBE_BLOCKS, layers, two, heads, spec.block_size, row)
         memory: Bytes = np.zeros(shape, dtype=np.uint8)
         self._cache = memory[: spec.num_blocks]
         host = np.empty((spec.num_host_blocks, *self._cache.shape[1:]), dtype=np.uint8)
         self._host = HostBlocks(self._cache, host)
-        self._memory = KVMemory(
+        self.num_host_blocks = spec.num_host_blocks
+        self.memory = KVMemory(
             base_address=self._cache.ctypes.data,
             num_blocks=spec.num_blocks,
-            block_bytes=self._layout.block_bytes,
+            block_bytes=self.layout.block_bytes,
             kind="DRAM",
             device_id=0,
             owner=memory,
             num_probe_blocks=PROBE_BLOCKS,
-            layout=self._layout,
+            layout=self.layout,
         )
         fields = f"{spec.vocab_size}/{spec.max_model_len}/{sorted(spec.eos_token_ids)}/{spec.name}"
-        self._model = ModelInfo(
+        self.model = ModelInfo(
             name=spec.name,
             fingerprint=xxhash.xxh3_128_hexdigest(fields.encode()),
             architecture="Simulated",
@@ -199,67 +224,21 @@ class SimulatedRunner(OneProcessRunner):
             embedding_size=_EMBEDDING_SIZE,
             capabilities=NO_POOLING_FILES.capabilities | {Capability.LORA},
         )
-        self._adapters: set[str] = set()
-        """Digests of the loaded adapters."""
-        self._encoded = EncodedRows()
+        self.adapters = _AnyAdapters(spec.max_lora_rank)
+        self.encoder = EncodedRows(_EmptyRows())
         self._requests = RequestTable(
-            self._layout,
+            self.layout,
             spec.num_blocks,
             spec.vocab_size,
             spec.max_model_len,
-            self._adapters,
-            encoded=self._encoded,
+            self.adapters.loaded,
+            encoded=self.encoder,
         )
-
-    @property
-    def model(self) -> ModelInfo:
-        return self._model
-
-    @property
-    def layout(self) -> KVLayout:
-        return self._layout
-
-    @property
-    def memory(self) -> KVMemory:
-        return self._memory
-
-    @property
-    def num_host_blocks(self) -> int:
-        return self._host.num_blocks
 
     @property
     def num_requests(self) -> int:
         """Requests that the runner has not forgotten."""
         return len(self._requests)
-
-    def check_adapter(self, directory: Path) -> AdapterInfo:
-        """What an adapter's files say; every adapter fits. Raises AdapterRefused."""
-        return open_adapter(directory, self._spec.max_lora_rank).info()
-
-    def load_adapter(self, directory: Path, digest: str) -> None:
-        """Take note of an adapter, whose files must be those of this digest. Raises AdapterRefused."""
-        open_adapter(directory, self._spec.max_lora_rank).check_digest(digest)
-        self._adapters.add(digest)
-
-    def unload_adapter(self, digest: str) -> None:
-        """Forget an adapter."""
-        self._adapters.discard(digest)
-
-    def encode(self, content: EncoderContent, num_rows: int) -> None:
-        """There is no encoder: rows of an input are its digest's."""
-        self._encoded.put(content.digest, np.zeros((num_rows, 0), dtype=np.float32))
-
-    def encoded_bytes(self, digest: str) -> memoryview | None:
-        """The bytes of the rows of an input, float32 [rows, width], little-endian; None if it has none."""
-        return self._encoded.bytes_of(digest)
-
-    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
-        """Keep the rows of an input that another node made. Raises ValueError if these bytes are not so many rows."""
-        self._encoded.take(digest, num_rows, rows)
-
-    def forget_encoded(self, digests: Sequence[str] | None) -> None:
-        """Forget the rows of images."""
-        self._encoded.forget(digests)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised."""
@@ -314,7 +293,7 @@ class SimulatedRunner(OneProcessRunner):
 
     def _store(self, share: Scheduled) -> None:
         state, start = share.state, share.start
-        rows, token_ids = _head_rows(self._layout), state.rows(start, share.stop)
+        rows, token_ids = _head_rows(self.layout), state.rows(start, share.stop)
         before = self._slot_at(state, start - 1).tobytes() if start else _ROOT
         for position in range(start, share.stop):
             slot = _slot(before, int(token_ids[position - start]), position, rows, state.adapter)

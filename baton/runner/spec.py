@@ -47,6 +47,20 @@ class CacheSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """What is made of the weights of a checkpoint while they are loaded."""
+
+    dtype: str = "auto"
+    """auto, float32 or bfloat16; auto takes bfloat16 where the device computes it natively."""
+    quantization: Literal["int8", "int4"] | None = None
+    """Quantise plain weights; None: they stay plain."""
+    dequantize: bool = False
+    """Make quantised weights plain. Otherwise they are for operations that pack them as they are."""
+    in_parts: bool = False
+    """Leave all weights in their files until they are packed: for a rank, which packs some of each."""
+
+
+@dataclass(frozen=True, slots=True)
 class TorchSpec:
     """A transformers model directory on this machine."""
 
@@ -83,6 +97,21 @@ class TorchSpec:
     """Load a model although its logits differ from those of transformers in the check at start."""
     draft: DraftSpec | None = None
     """The model that drafts; its cache is part of `cache_bytes`, or comes beside `num_blocks` blocks."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether several processes compute the model."""
+        return self.tensor_parallel * self.pipeline_parallel > 1
+
+    @property
+    def weights(self) -> WeightSpec:
+        """What is made of the weights."""
+        return WeightSpec(self.dtype, self.quantization, self.dequantize, self.is_divided)
+
+    @property
+    def cache(self) -> CacheSpec:
+        """The size of the KV cache."""
+        return CacheSpec(self.num_blocks, self.cache_bytes, self.cache_dtype)
 
 
 def check_hosts(hosts: int, tensor_parallel: int, pipeline_parallel: int) -> None:

@@ -16,10 +16,10 @@ def elementwise_threads(num_threads: int) -> int:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread in the body."""
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """Let torch compute with so many threads in the body."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     try:
         yield
     finally:

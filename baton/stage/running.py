@@ -6,7 +6,7 @@ import logging
 import threading
 
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.rare_collections import rare_collections
+from baton.runner.lean_imports import rare_collections
 from baton.runner.remote_stages.stage_worker import StageWorker
 from kv_transfer.mover.mover_server import MoverServer
 

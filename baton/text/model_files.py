@@ -9,10 +9,10 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.messages.sampling import NUMBER_RANGES, SamplingDefaults
-from baton.model_formats.contexts import longest_context
 from baton.model_formats.encoder_decoders import EncoderDecoder, read_encoder_decoder
-from baton.model_formats.end_tokens import read_end_tokens
-from baton.model_formats.json_files import read_object
+from baton.model_formats.files import read_object
+from baton.model_formats.limits import longest_context
+from baton.model_formats.special_tokens import read_end_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from baton.errors import ConfigError
 from baton.messages.request_limits import MAX_LOGIT_BIAS
 from baton.model_formats.audio import MOST_SAMPLES
 from baton.model_formats.encoder_decoders import read_encoder_decoder
-from baton.model_formats.json_files import read_object
+from baton.model_formats.files import read_object
 
 SAMPLES_PER_ROW = 320
 """Samples for each row of the encoder: two frames of 10 ms."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
-from baton.model_formats.json_files import read_object
+from baton.model_formats.files import read_object
 from baton.model_formats.special_tokens import CONFIG_FILE
 
 DEFAULT = "default"

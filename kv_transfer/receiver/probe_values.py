@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from baton.errors import TransferFailed
 from baton.machine import Machine
+from baton.messages.ids import Peer
 from baton.messages.node_report import ProbeFault
-from baton.messages.peer import Peer
 from kv_transfer.receiver.block_map import BlockMap
 from kv_transfer.receiver.transfer_values import CancelRead, TellSender
 

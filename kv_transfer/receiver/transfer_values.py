@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from baton.errors import TransferCause
-from baton.messages.ids import AttemptKey
-from baton.messages.peer import Peer
+from baton.messages.ids import AttemptKey, Peer
 from baton.metric import Metric
 from baton.observe.metrics import Histogram
 from kv_transfer.effects import Recorded, Released

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.errors import InvalidRequest
 from baton.messages.capabilities import Capability
 from baton.messages.generation import GenerateRequest, ModelCard
-from baton.model_formats.images.encoded import ImageLimits
+from baton.model_formats.images import ImageLimits
 from baton.text.image_prompts import FIELD, ImagePrompts, PromptImage
 from router.admission.capable import check_can
 

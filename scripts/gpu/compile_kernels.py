@@ -24,9 +24,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cuda.triton_attention import triton_attention
 from baton.runner.backends.cuda.triton_norm import triton_norm
+from baton.runner.backends.paged_cache import CacheView
 from gpu.probes.digest import constants, digests
 from gpu.probes.leaves import leaves
 from gpu.probes.product import TILES, product
@@ -87,13 +88,15 @@ def _cases() -> Iterator[Case]:
         x, weight = (torch.empty(rows, 2048, dtype=torch.bfloat16) for rows in (64, 512))
         yield f"probe: product {tuple(tile)}", partial(product, x, weight, tile), "HGMMA" if number else "HMMA"
     for dim in (64, 128):
-        for name, rows, sequences, options in (
-            ("prompt", 2048, 1, {}),
-            ("decode", 8, 8, {}),
-            ("window and sinks", 8, 8, {"window": 100, "sinks": torch.empty(32, dtype=torch.bfloat16)}),
-            ("shared blocks", 8, 8, {"sharing": torch.zeros(3, 8, dtype=torch.int32)}),
+        plain = AttentionFeatures(dim**-0.5)
+        window_and_sinks = AttentionFeatures(dim**-0.5, window=100, sinks=torch.empty(32, dtype=torch.bfloat16))
+        for name, rows, sequences, how, sharing in (
+            ("prompt", 2048, 1, plain, None),
+            ("decode", 8, 8, plain, None),
+            ("window and sinks", 8, 8, window_and_sinks, None),
+            ("shared blocks", 8, 8, plain, torch.zeros(3, 8, dtype=torch.int32)),
         ):
-            yield f"attention, {name}, heads of {dim}", partial(_attend, dim, rows, sequences, options), None
+            yield f"attention, {name}, heads of {dim}", partial(_attend, dim, rows, sequences, how, sharing), None
     for width in (2048, 4096):
         row = torch.empty(8, width, dtype=torch.bfloat16)
         yield f"norm of {width}", partial(triton_norm, row, None, row[0], 1e-6, False), None
@@ -104,21 +107,22 @@ def _cases() -> Iterator[Case]:
     yield "probe: digests", partial(digests, memory, starts, 4096, given), None
 
 
-def _attend(dim: int, rows: int, sequences: int, options: dict[str, Any]) -> object:
+def _attend(dim: int, rows: int, sequences: int, how: AttentionFeatures, sharing: torch.Tensor | None) -> object:
     heads, kv_heads, block_size, blocks = 32, 8, 16, 128
     half = kv_heads * block_size * dim
     cache = CacheView(
         torch.empty(blocks * 2 * half, dtype=torch.bfloat16), blocks, 2 * half, 0, half, kv_heads, block_size, dim, dim
     )
-    return triton_attention(
+    call = AttentionCall(
         torch.empty(rows, heads, dim, dtype=torch.bfloat16),
         cache,
         torch.zeros(sequences + 1, dtype=torch.int32),
         torch.zeros(sequences, dtype=torch.int32),
         torch.zeros(sequences, 128, dtype=torch.int32),
-        scale=dim**-0.5,
-        **options,
+        how,
+        sharing,
     )
+    return triton_attention(call)
 
 
 def _describe(kernel: Any) -> dict[str, Any]:

@@ -12,13 +12,12 @@ import torch
 from baton.engine.runner import ModelInfo
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.compute_paths import compute_paths
-from baton.runner.load_steps import settle
-from baton.runner.model import attention, layers
+from baton.runner.load_steps import numerics_of, prepare, settle
+from baton.runner.model import attention
 from baton.runner.model.checkpoint import Checkpoint
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel, ModelWeights
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.numerics import numerics_of
 from baton.runner.self_check import why_not_bit_exact
 from baton.runner.spec import CacheSpec
 from gpu.shapes import Shape, fill_by_counter, made_module
@@ -35,8 +34,7 @@ def made_runner(shape: Shape, device: torch.device, num_blocks: int) -> TorchMod
     Its KV cache holds numbers everywhere, so that requests can begin behind tokens that were never computed. Raises
     what torch raises when there is no memory.
     """
-    attention.register()
-    layers.register()
+    prepare(num_threads=1)
     dtype = DTYPES[device.type]
     module = made_module(shape, device, dtype, attention.ATTENTION_NAME)
     fingerprint = hashlib.sha256(json.dumps(shape.config).encode()).hexdigest()

@@ -18,8 +18,9 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner, expected_tokens
-from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
+from baton.runner.spec import TorchSpec
 from kv_transfer.backends.nixl import NixlBackend
+from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
 from tests.support.caller import Answer
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
@@ -51,7 +52,7 @@ async def answers_of_pair(
         def make_runner(node_id: str) -> TorchModelRunner:
             size = sizes[node_id]
             runner = load_runner(
-                directory, dtype="float32", block_size=size, num_blocks=1536 // size, cache_dtype=cache_dtype
+                TorchSpec(directory, dtype="float32", block_size=size, num_blocks=1536 // size, cache_dtype=cache_dtype)
             )
             made[node_id] = stack.enter_context(closing(runner))
             return runner
@@ -99,7 +100,7 @@ async def test_a_cache_in_8_bits_has_its_scales_at_their_places(
 ) -> None:
     write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=5)
     prompts = make_prompts(256)
-    with closing(load_runner(tmp_path, dtype="float32", num_blocks=96, cache_dtype=dtype)) as alone:
+    with closing(load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=96, cache_dtype=dtype))) as alone:
         requests = [
             Request(key, prompt, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True))
             for key, prompt in prompts.items()

@@ -12,13 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.beams import BeamSearch
 from baton.messages.generation import Chunk, GenerateRequest
 from baton.runner import SimulatedSpec
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner, expected_beams
+from baton.runner.spec import TorchSpec
 from tests.support.caller import Answer
 from tests.support.mini_cluster import mini_cluster, random_prompt, simulated_model_dir
 from tests.support.tiny_models import TINY_MODELS
@@ -36,7 +37,7 @@ SEARCHES: list[dict[str, Any]] = [
 
 
 def runner_of(model_dir: Path, num_blocks: int) -> Callable[[str], TorchModelRunner]:
-    return lambda node_id: load_runner(model_dir, dtype="float32", block_size=16, num_blocks=num_blocks)
+    return lambda node_id: load_runner(TorchSpec(model_dir, dtype="float32", block_size=16, num_blocks=num_blocks))
 
 
 def found_by_transformers(

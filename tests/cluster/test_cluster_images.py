@@ -15,9 +15,10 @@ import torch
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.model_formats.images import image_family
-from baton.runner.images.pixels import ImageProcessor
+from baton.runner.images import ImageProcessor
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from baton.text.tokenizer import Tokenizer
 from tests.support.caller import TokenCount
 from tests.support.image_models import add_image_tokens, random_image, write_image_model
@@ -143,7 +144,7 @@ async def test_chats_with_images_have_the_tokens_of_transformers(tmp_path: Path,
     runners: dict[str, TorchModelRunner] = {}
 
     def make_runner(node_id: str) -> TorchModelRunner:
-        runners[node_id] = load_runner(tmp_path, dtype="float32", block_size=16, num_blocks=160)
+        runners[node_id] = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=16, num_blocks=160))
         return runners[node_id]
 
     a, b = IMAGES.values()

@@ -17,6 +17,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from tests.oracle.test_prompt_embeds import Prompt, generate_with_transformers, make_engine, prompts_of, run_all
 from tests.support.caller import TokenCount
 from tests.support.given_spans import random_rows, safetensors_of, span_of, with_placeholders
@@ -34,7 +35,7 @@ async def test_tokens_behind_rows_are_those_of_transformers_and_of_an_undisturbe
     write_random_model(tmp_path, {**TINY_MODELS["llama"], "max_position_embeddings": 1024}, seed=5)
 
     def make_runner(node_id: str) -> TorchModelRunner:
-        return load_runner(tmp_path, dtype="float32", block_size=16, num_blocks=96)
+        return load_runner(TorchSpec(tmp_path, dtype="float32", block_size=16, num_blocks=96))
 
     prompts = prompts_of(64)
     expected = generate_with_transformers(tmp_path, prompts)

@@ -16,6 +16,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
 from tests.support.caller import Answer
 from tests.support.meant_models import GGUF_FILES, write_gguf_model
@@ -35,7 +36,7 @@ async def answers_equal_to_generate(
     write_random_model(directory, config, seed=5)
 
     def make_runner(node_id: str) -> TorchModelRunner:
-        return load_runner(directory, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
+        return load_runner(TorchSpec(directory, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96))
 
     expected = generate_with_transformers(directory, prompts)
     async with mini_cluster(make_runner, directory, max_num_batched_tokens=CHUNK, max_num_seqs=8) as cluster:
@@ -77,13 +78,13 @@ async def test_kv_in_8_bits_gives_the_tokens_of_one_node_alone(tmp_path: Path, c
     write_random_model(tmp_path, TINY_MODELS["gemma3_text"], seed=5)
 
     def make_runner(node_id: str) -> TorchModelRunner:
-        return load_runner(tmp_path, block_size=BLOCK_SIZE, num_blocks=96, cache_dtype=cache_dtype)
+        return load_runner(TorchSpec(tmp_path, block_size=BLOCK_SIZE, num_blocks=96, cache_dtype=cache_dtype))
 
     prompts = make_prompts(256)
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=NEW_TOKENS, ignore_eos=True)
     alone = make_runner("alone")
     expected = run_all(make_engine(alone), [Request(key, prompt, params) for key, prompt in prompts.items()])
-    as_they_are = load_runner(tmp_path, block_size=BLOCK_SIZE, num_blocks=96)
+    as_they_are = load_runner(TorchSpec(tmp_path, block_size=BLOCK_SIZE, num_blocks=96))
     # A head of 16 numbers takes 16 bytes and 2 for its scale, instead of 32 in bfloat16 or 64 in float32.
     numbers = as_they_are.layout.block_elements
     assert alone.layout.block_bytes == numbers * 18 // 16
@@ -120,7 +121,7 @@ async def test_quantised_weights_give_the_tokens_of_one_node_alone(tmp_path: Pat
         write_quantized_model(tmp_path / "model", "llama", {**PACKED_FORMATS, **FP8_FORMATS}[name])
 
     def make_runner(node_id: str) -> TorchModelRunner:
-        return load_runner(tmp_path / "model", block_size=BLOCK_SIZE, num_blocks=96, cache_dtype=cache_dtype)
+        return load_runner(TorchSpec(tmp_path / "model", block_size=BLOCK_SIZE, num_blocks=96, cache_dtype=cache_dtype))
 
     prompts = make_prompts(256)
     temperatures = {key: 0.7 * (number % 2) for number, key in enumerate(prompts)}
@@ -161,7 +162,7 @@ async def test_blocks_behind_every_window_are_not_transferred(tmp_path: Path, na
     runners: list[TorchModelRunner] = []
 
     def make_runner(node_id: str) -> TorchModelRunner:
-        runners.append(load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96))
+        runners.append(load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)))
         return runners[-1]
 
     prompt = [7 * position % 250 for position in range(150)]

@@ -17,6 +17,7 @@ from baton.messages.node import Leg, Outcome, RequestDelta, StepReport, Submit
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
+from baton.runner.spec import TorchSpec
 from baton.text.structural_tags import lark_of_structural_tag
 from baton.wire.clients.node_client import NodeClient
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
@@ -117,7 +118,7 @@ async def legs(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 @asynccontextmanager
 async def legs_of(model: Path, dtype: str) -> AsyncIterator[Legs]:
     async with mini_cluster(
-        lambda node_id: load_runner(model, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=96),
+        lambda node_id: load_runner(TorchSpec(model, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=96)),
         model,
         max_num_batched_tokens=32,
     ) as cluster:

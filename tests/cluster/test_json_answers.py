@@ -15,6 +15,7 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from baton.text.structural_tags import lark_of_structural_tag
 from tests.support.caller import TokenCount
 from tests.support.http_streams import sse, tokens_of
@@ -30,7 +31,7 @@ SAMPLED: dict[str, object] = {"max_tokens": 60, "temperature": 1.0, "top_k": -1}
 
 
 def make_runner(node_id: str) -> TorchModelRunner:
-    return load_runner(DEMO_MODEL, dtype="float32", block_size=16, num_blocks=256)
+    return load_runner(TorchSpec(DEMO_MODEL, dtype="float32", block_size=16, num_blocks=256))
 
 
 def asking(name: str, seed: int, **fields: object) -> GenerateRequest:

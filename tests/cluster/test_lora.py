@@ -25,6 +25,7 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.spec import TorchSpec
 from tests.support.adapter_files import expert_tensors, lora_tensors, write_adapter, write_simple_adapter
 from tests.support.caller import Answer, TokenCount
 from tests.support.mini_cluster import BOTH_KINDS, MiniCluster, mini_cluster, random_prompt, simulated_model_dir
@@ -134,7 +135,7 @@ async def test_a_computed_model_has_the_tokens_that_it_has_without_a_cluster(tmp
         write_random_model(base, TINY_MODELS["mixtral"], seed=5)
 
     def runner(_: str = "") -> TorchModelRunner:
-        return load_runner(base, dtype="float32", block_size=16, num_blocks=64, num_threads=1)
+        return load_runner(TorchSpec(base, dtype="float32", block_size=16, num_blocks=64, num_threads=1))
 
     modules = runner()._transformer.adapters.modules
     for rank, name in ((4, "one"), (8, "two")):

@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.engine.runner import ModelInfo
 from baton.errors import TransferCause, TransferFailed
 from baton.messages.generation import GenerateRequest
 from baton.messages.node_report import OpenHandoff
@@ -30,9 +29,9 @@ SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
 class MislabelledRunner(SimulatedRunner):
     """Claims to be the same model, so that only the link notices that its blocks differ."""
 
-    @property
-    def model(self) -> ModelInfo:
-        return SimulatedRunner(SPEC).model
+    def __init__(self, spec: SimulatedSpec) -> None:
+        super().__init__(spec)
+        self.model = SimulatedRunner(SPEC).model
 
 
 async def wait_for_handoff(cluster: MiniCluster, node_id: str, state: str) -> OpenHandoff:

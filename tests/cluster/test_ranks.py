@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from baton.messages.generation import GenerateRequest
-from baton.messages.node_shape import NodeShape
+from baton.messages.node import NodeShape
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_rank_group import FakeRankGroup
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_prompts
 from tests.support.mini_cluster import mini_cluster
 from tests.support.tiny_models import TINY_MODELS
@@ -32,11 +33,9 @@ class Runners:
     def __call__(self, node_id: str) -> TorchModelRunner:
         shape = self._shapes[node_id]
         runner = load_runner(
-            self._directory,
-            dtype="float32",
-            num_blocks=96,
-            tensor_parallel=shape.tp,
-            pipeline_parallel=shape.pp,
+            TorchSpec(
+                self._directory, dtype="float32", num_blocks=96, tensor_parallel=shape.tp, pipeline_parallel=shape.pp
+            ),
             start_ranks=FakeRankGroup,
         )
         self.made[node_id] = self._stack.enter_context(closing(runner))

@@ -16,6 +16,7 @@ from baton.messages.generation import Accepted, Chunk, GenerateRequest
 from baton.messages.sampling import RepetitionDetection
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
+from baton.runner.spec import TorchSpec
 from tests.support.mini_cluster import mini_cluster
 from tests.support.tiny_models import TINY_MODELS
 
@@ -40,7 +41,7 @@ async def test_a_repetitive_output_ends_with_an_error_after_its_tokens(tmp_path:
     write_random_model(tmp_path, TINY_MODELS["llama"], 3)
 
     def runner(_: str) -> object:
-        return load_runner(tmp_path, dtype="float32", block_size=16, num_blocks=64)
+        return load_runner(TorchSpec(tmp_path, dtype="float32", block_size=16, num_blocks=64))
 
     async with mini_cluster(runner, tmp_path, token_ids_only=True) as cluster:  # type: ignore[arg-type]
         token_ids: list[int] = []

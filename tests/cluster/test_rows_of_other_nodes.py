@@ -11,6 +11,7 @@ import pytest
 from baton.messages.generation import GenerateRequest
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from tests.support.image_models import add_image_tokens, random_image, write_image_model
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 
@@ -29,7 +30,7 @@ async def two_prefill_nodes(directory: Path) -> AsyncIterator[tuple[MiniCluster,
     runners: dict[str, TorchModelRunner] = {}
 
     def make_runner(node_id: str) -> TorchModelRunner:
-        runners[node_id] = load_runner(directory, dtype="float32", block_size=16, num_blocks=160)
+        runners[node_id] = load_runner(TorchSpec(directory, dtype="float32", block_size=16, num_blocks=160))
         return runners[node_id]
 
     async with mini_cluster(make_runner, directory, prefill=2, router_settings=IN_TURN) as cluster:
@@ -76,6 +77,6 @@ async def test_a_node_that_has_lost_its_rows_is_no_obstacle(tmp_path: Path) -> N
             found.append((await cluster.generate(request)).end.path.prefill_node)
             # No step names the rows any more, and the node still says that it has them.
             for runner in runners.values():
-                runner.forget_encoded(None)
+                runner.encoder.forget(None)
         assert set(found) == set(PREFILLS)
         assert counts(cluster) == [(1, 0), (1, 0)]

@@ -19,6 +19,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from tests.support.mini_cluster import mini_cluster, random_prompt
 from tests.support.tiny_models import TINY_MODELS
 
@@ -66,7 +67,7 @@ async def test_tokens_equal_one_engine_alone(tmp_path: Path, dtype: str, samplin
     write_random_model(tmp_path, TINY_MODELS["qwen2"], seed=9, dtype=dtype)
 
     def make_runner(node_id: str) -> TorchModelRunner:
-        return load_runner(tmp_path, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=96)
+        return load_runner(TorchSpec(tmp_path, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=96))
 
     rng = Random(4)
     prompts = [random_prompt(rng, length, 256) for length in LENGTHS]

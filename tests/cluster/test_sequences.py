@@ -18,6 +18,7 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.spec import TorchSpec
 from tests.cluster.test_sampled import alone
 from tests.support.caller import Answer
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
@@ -32,7 +33,7 @@ SPEC = SimulatedSpec(num_blocks=64, vocab_size=256, max_model_len=512)
 
 
 def torch_runner(model_dir: Path) -> Callable[[str], TorchModelRunner]:
-    return lambda node_id: load_runner(model_dir, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
+    return lambda node_id: load_runner(TorchSpec(model_dir, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96))
 
 
 def sequences(answer: Answer, count: int) -> list[list[int]]:

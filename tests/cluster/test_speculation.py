@@ -16,6 +16,7 @@ from baton.messages.speculation import SpeculationConfig
 from baton.runner import DraftSpec
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from tests.support.caller import Answer
 from tests.support.json_fit import schema_text
 from tests.support.mini_cluster import mini_cluster
@@ -27,7 +28,7 @@ LOOP = "one two three four one two three four one two three four one two"
 
 
 def make_runner(node_id: str) -> TorchModelRunner:
-    return load_runner(DEMO_MODEL, dtype="float32", block_size=16, num_blocks=256)
+    return load_runner(TorchSpec(DEMO_MODEL, dtype="float32", block_size=16, num_blocks=256))
 
 
 REQUESTS = (
@@ -46,7 +47,7 @@ def told(answer: Answer) -> Sequence[object]:
 
 def make_drafting_runner(node_id: str) -> TorchModelRunner:
     draft = DraftSpec(DEMO_MODEL, num_tokens=4, quantization="int4")
-    return load_runner(DEMO_MODEL, dtype="float32", block_size=16, num_blocks=256, draft=draft)
+    return load_runner(TorchSpec(DEMO_MODEL, dtype="float32", block_size=16, num_blocks=256, draft=draft))
 
 
 DRAFTS = {

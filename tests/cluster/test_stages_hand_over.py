@@ -16,9 +16,11 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_stages import FakeStages
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_stages import FakeStages
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
 from tests.support.caller import TokenCount
+from tests.support.load_with import load_with
 from tests.support.mini_cluster import mini_cluster
 from tests.support.tiny_models import TINY_MODELS
 
@@ -37,7 +39,7 @@ class Runners:
         more: dict[str, Any] = {"dtype": "float32", "num_blocks": 96, **settings}
         if count > 1:
             more |= {"pipeline_parallel": count, "stages": FakeStages(count, self._directory)}
-        runner = load_runner(self._directory, **more)
+        runner = load_with(self._directory, **more)
         self.made[node_id] = self._stack.enter_context(closing(runner))
         return runner
 
@@ -79,7 +81,7 @@ async def test_tokens_through_nodes_that_are_divided_in_different_ways(
             answers = await asyncio.gather(*(cluster.generate(request) for request in requests))
             await cluster.wait_until_idle()
     if "cache_dtype" in settings:
-        with closing(load_runner(tmp_path, dtype="float32", num_blocks=96, **settings)) as alone:
+        with closing(load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=96, **settings))) as alone:
             greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
             expected = run_all(make_engine(alone), [Request(key, prompt, greedy) for key, prompt in prompts.items()])
     else:
@@ -101,7 +103,7 @@ async def test_a_stream_goes_on_when_a_stage_is_lost(tmp_path: Path, lose: Calla
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     prompt = make_prompts(256)["prompt-33"]
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=200, ignore_eos=True)
-    alone = load_runner(tmp_path, dtype="float32", num_blocks=96)
+    alone = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=96))
     expected = run_all(make_engine(alone), [Request("alone", prompt, params)])["alone"]
     with ExitStack() as stack:
         nodes: Mapping[str, Any] = {"prefill-0": (2, {}), "decode-0": (2, {}), "decode-1": (3, {})}

@@ -13,15 +13,16 @@ import pytest
 
 from baton.engine.batch import NewRequestData, SchedulerOutput
 from baton.engine.runner import ModelRunner, RunnerLost
-from baton.messages.node_shape import NodeShape
+from baton.messages.node import NodeShape
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.ranks import rank as following_rank
-from baton.testing.fake_rank_group import FakeRankGroup
-from baton.testing.fake_ranked_runner import FakeRankedRunner, LossMoment
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_ranked_runner import FakeRankedRunner, LossMoment
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 4
@@ -54,12 +55,14 @@ class RealRanked:
     def __init__(self, shape: NodeShape, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_random_model(directory, TINY_MODELS["llama"], seed=5)
         self.runner: TorchModelRunner = load_runner(
-            directory,
-            dtype="float32",
-            block_size=BLOCK_SIZE,
-            num_blocks=16,
-            tensor_parallel=shape.tp,
-            pipeline_parallel=shape.pp,
+            TorchSpec(
+                directory,
+                dtype="float32",
+                block_size=BLOCK_SIZE,
+                num_blocks=16,
+                tensor_parallel=shape.tp,
+                pipeline_parallel=shape.pp,
+            ),
             start_ranks=FakeRankGroup,
         )
         self._monkeypatch = monkeypatch

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from baton.runner.backends import reference
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
-from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.operations import Activation
+from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.torch_operations import TorchOperations, activate
-from baton.testing.fake_attention import fake_paged_attention
+from tests.doubles.fake_attention import fake_paged_attention
+from tests.support import reference_operations as reference
 from tests.support.kernel_inputs import randn
 from tests.support.pairs import all_pairs
 
@@ -144,8 +145,9 @@ class Paged:
         starts = torch.tensor([0, *map(len, rows)]).cumsum(0).to(torch.int32)
         lengths = torch.tensor([behind for *_, behind in chunks], dtype=torch.int32)
         tables = self.tables[[index for index, *_ in chunks]]
+        how = AttentionFeatures(0.2, **features)
         out: torch.Tensor = operations.paged_attention(
-            torch.cat(rows), self.cache, starts, lengths, tables, scale=0.2, **features
+            AttentionCall(torch.cat(rows), self.cache, starts, lengths, tables, how)
         )
         return out
 

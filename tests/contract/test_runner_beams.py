@@ -22,7 +22,8 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.fake_runner import FakeRunner
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_runner import FakeRunner
 from tests.support.runner_driver import GREEDY
 from tests.support.tiny_models import TINY_MODELS
 
@@ -43,7 +44,7 @@ def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Runner:
     if request.param == "simulated":
         return SimulatedRunner(SimulatedSpec(num_blocks=64, block_size=4, vocab_size=256, max_model_len=256))
     write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=1)
-    return load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=64)
+    return load_runner(TorchSpec(tmp_path, dtype="float32", block_size=4, num_blocks=64))
 
 
 def step(

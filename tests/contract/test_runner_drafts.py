@@ -15,7 +15,8 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.fake_runner import FakeRunner
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_runner import FakeRunner
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 
@@ -48,7 +49,7 @@ def make_runner(kind: str, directory: Path) -> Runner:
     if kind == "simulated":
         return SimulatedRunner(SimulatedSpec(num_blocks=64, block_size=4, vocab_size=256, max_model_len=256))
     write_random_model(directory, TINY_MODELS["qwen3"], seed=1)
-    return load_runner(directory, dtype="float32", block_size=4, num_blocks=64)
+    return load_runner(TorchSpec(directory, dtype="float32", block_size=4, num_blocks=64))
 
 
 @pytest.fixture(params=["scripted", "simulated", "torch"])
@@ -145,7 +146,9 @@ def test_right_drafts_save_steps(runner: Runner) -> None:
 def test_the_same_model_drafts_the_right_tokens(tmp_path: Path) -> None:
     """Also drawn ones: random numbers belong to positions. Beside it another model, which drafts wrong ones."""
     write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=1)
-    runner = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=64, draft=DraftSpec(tmp_path, 5))
+    runner = load_runner(
+        TorchSpec(tmp_path, dtype="float32", block_size=4, num_blocks=64, draft=DraftSpec(tmp_path, 5))
+    )
     expected: Outputs = {}
     for name in PARAMS:
         expected |= decode(runner, {name: None})
@@ -169,7 +172,9 @@ def test_a_broken_draft_model_costs_no_request_and_is_asked_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=1)
-    runner = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=64, draft=DraftSpec(tmp_path, 5))
+    runner = load_runner(
+        TorchSpec(tmp_path, dtype="float32", block_size=4, num_blocks=64, draft=DraftSpec(tmp_path, 5))
+    )
     expected = decode(runner, {"greedy": None})["greedy"][0]
     transformer = runner._drafter._transformer  # type: ignore[union-attr]
     works = transformer.compute
@@ -194,8 +199,10 @@ def test_a_broken_draft_model_costs_no_request_and_is_asked_again(
 
 def test_a_draft_model_shares_the_memory_of_the_cache(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=1)
-    alone = load_runner(tmp_path, dtype="float32", block_size=4, cache_bytes=1 << 22)
-    beside = load_runner(tmp_path, dtype="float32", block_size=4, cache_bytes=1 << 22, draft=DraftSpec(tmp_path, 5))
+    alone = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=4, cache_bytes=1 << 22))
+    beside = load_runner(
+        TorchSpec(tmp_path, dtype="float32", block_size=4, cache_bytes=1 << 22, draft=DraftSpec(tmp_path, 5))
+    )
     # Half of the bytes, less 2 scratch blocks for each of 64 requests.
     assert beside.memory.num_blocks == (alone.memory.num_blocks - 128) // 2
 

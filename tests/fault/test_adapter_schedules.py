@@ -26,10 +26,10 @@ from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.registry import DesiredState
 from baton.registry.adapter_names import NamedAdapter
 from baton.runner.simulated import expected_tokens
-from baton.testing.fake_adapter_threads import FakeAdapterThreads
 from router.operations.adapters import ClusterAdapters
 from router.operations.event_ring import EventRing
 from router.timers import LoopTimers
+from tests.doubles.fake_adapter_threads import FakeAdapterThreads
 from tests.fault.test_fault_schedules import Schedule
 from tests.support.adapter_files import write_simple_adapter
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, SimulatedNode
@@ -56,7 +56,7 @@ class _Threads(FakeAdapterThreads):
                 done(AdapterFault("its files changed", may_pass=self._rng.random() < 0.5))
             else:
                 self._struck["a load"] += 1
-                self._node.runner.load_adapter(Path(directory), digest)
+                self._node.runner.adapters.load(Path(directory), digest)
                 done(None)
             self._node.driver.wake()
 

@@ -19,10 +19,10 @@ from baton.messages.generation import GenerateRequest
 from baton.messages.node_report import KV_PROBE_FAILED, ProbeFault
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
-from baton.testing.faulty_transfer_backend import Faults
 from decode_node import senders
 from decode_node.intake import Intake
 from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
+from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.simulated_cluster import (
     BLOCK_SIZE,
     SimulatedCluster,

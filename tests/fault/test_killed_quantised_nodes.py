@@ -19,6 +19,7 @@ from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.messages.speculation import SpeculationConfig
 from baton.runner.loading import load_runner
+from baton.runner.spec import TorchSpec
 from tests.oracle.test_token_exact import make_engine, run_all
 from tests.support.caller import TokenCount
 from tests.support.gguf_models import VOCAB_SIZE
@@ -50,7 +51,7 @@ def expected(model: Path) -> dict[str, list[int]]:
         name: SamplingParams(temperature=1.0, seed=7, max_tokens=max_tokens, ignore_eos=True)
         for name, (_, max_tokens) in SIZES.items()
     }
-    engine = make_engine(load_runner(model, num_blocks=256, cache_dtype="int8"))
+    engine = make_engine(load_runner(TorchSpec(model, num_blocks=256, cache_dtype="int8")))
     tokens = run_all(engine, [Request(name, prompt(name), params[name]) for name in SIZES])
     assert all(len(set(found)) > 20 for found in tokens.values()), "a model that repeats one token would prove nothing"
     return tokens

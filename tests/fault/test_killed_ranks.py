@@ -23,6 +23,7 @@ from baton.runner.model_runner import TorchModelRunner
 from baton.runner.ranks.group_files import GroupFiles
 from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.spec import TorchSpec
 from tests.support.idle_leader import ranks_of_killed_leader
 from tests.support.process_counts import shared_memory_segments
 from tests.support.rank_processes import wait_until_gone
@@ -68,7 +69,7 @@ def test_a_killed_or_stopped_rank_ends_the_group(
 ) -> None:
     request.getfixturevalue(start)
     shared, told = shared_memory_segments(), queue.SimpleQueue[str]()
-    with closing(load_runner(model, dtype="float32", num_blocks=16, **{kind: 2})) as runner:  # type: ignore[arg-type]
+    with closing(load_runner(TorchSpec(model, dtype="float32", num_blocks=16, **{kind: 2}))) as runner:  # type: ignore[arg-type]
         (pid,) = pids_of(runner)
         runner.on_lost(told.put)
         # Whoever ends a group of processes with these lets the first rank finish its work.
@@ -96,4 +97,4 @@ def test_a_rank_that_can_not_load_the_model_says_why(model: Path) -> None:
         return RankGroup(replace(spec, model_dir="/nowhere"), files, abort)
 
     with pytest.raises(ConfigError, match=r"can't be divided among ranks: rank 1 .* exit code 1: .*/nowhere"):
-        load_runner(model, dtype="float32", num_blocks=16, tensor_parallel=2, start_ranks=start)
+        load_runner(TorchSpec(model, dtype="float32", num_blocks=16, tensor_parallel=2), start_ranks=start)

@@ -15,6 +15,7 @@ from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.remote_stages.stages_here import start_on
+from baton.runner.spec import TorchSpec
 from tests.fault.test_killed_ranks import BOUND_S, step
 from tests.support.idle_leader import ranks_of_killed_leader
 from tests.support.rank_processes import wait_until_gone
@@ -36,7 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_or_stopped_stage_ends_them_all(model: Path, number: signal.Signals, reason: str) -> None:
     told = queue.SimpleQueue[str]()
     stages = start_on(["cpu", "cpu"], model, 1)
-    with closing(load_runner(model, dtype="float32", num_blocks=16, pipeline_parallel=3, stages=stages)) as runner:
+    with closing(
+        load_runner(TorchSpec(model, dtype="float32", num_blocks=16, pipeline_parallel=3), stages=stages)
+    ) as runner:
         own, second, third = runner.rank_reports()
         assert (own.pid, second.rank, third.rank) == (os.getpid(), 1, 2)
         assert second.is_up
@@ -64,5 +67,5 @@ def test_a_stage_that_can_not_load_the_model_says_why(model: Path) -> None:
     stages = start_on(["cpu"], Path("/nowhere"), 1)
     pids = stages.pids
     with pytest.raises(ConfigError, match=r"rank 1 \(process \d+\) has failed: .*/nowhere"):
-        load_runner(model, dtype="float32", num_blocks=16, pipeline_parallel=2, stages=stages)
+        load_runner(TorchSpec(model, dtype="float32", num_blocks=16, pipeline_parallel=2), stages=stages)
     wait_until_gone(pids)

@@ -21,11 +21,12 @@ from random import Random
 import pytest
 
 from baton.engine.request import Request
-from baton.messages.cluster import ClusterStatus, NodeStatus
 from baton.messages.generation import GenerateRequest
+from baton.messages.operator import ClusterStatus, NodeStatus
 from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
+from baton.runner.spec import TorchSpec
 from tests.fault.test_process_schedules import Counted
 from tests.oracle.test_token_exact import make_engine, run_all
 from tests.support.caller import TokenCount
@@ -78,7 +79,7 @@ def asked(directory: Path) -> Sequence[Asked]:
             temperature=float(rng.random() < 0.7), seed=number, max_tokens=rng.randint(50, 130), ignore_eos=True
         )
         drawn.append(Request(f"r{number}", prompt, params))
-    with closing(load_runner(directory, dtype="float32", num_blocks=192)) as runner:
+    with closing(load_runner(TorchSpec(directory, dtype="float32", num_blocks=192))) as runner:
         expected = run_all(make_engine(runner), drawn)
     return [
         Asked(

@@ -12,9 +12,8 @@ import torch
 from baton.model_formats.adapters import open_adapter
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.loading import load_runner
-from baton.runner.model.quantization.quantize import Quantization
 from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stored.quantize import Quantization
 from tests.oracle.test_bit_exact import (
     AMONG_OTHERS,
     BLOCK_SIZE,
@@ -28,6 +27,7 @@ from tests.oracle.test_bit_exact import (
     same_bits,
 )
 from tests.support.adapter_files import expert_tensors, lora_tensors, write_adapter
+from tests.support.load_with import load_with
 
 RANKS = (4, 9, 16)
 WIDTHS = {"mixtral": 128, "qwen3_moe": 64, "gpt_oss": 128}
@@ -51,7 +51,7 @@ def run_of(
     base = directory / name
     if not base.exists():
         write_random_model(base, MODELS[name], seed=3)
-    runner = load_runner(base, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=800, num_threads=num_threads, **how)
+    runner = load_with(base, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=800, num_threads=num_threads, **how)
     digests = []
     for rank in RANKS:
         files = directory / f"{name}-{rank}"
@@ -59,7 +59,7 @@ def run_of(
             tensors = lora_tensors(runner._transformer.adapters.modules, rank, seed=rank, scale=0.1)
             write_adapter(files, tensors, rank)
         digests.append(open_adapter(files).digest())
-        runner.load_adapter(files, digests[-1])
+        runner.adapters.load(files, digests[-1])
     return Run(runner._transformer, runner.model.vocab_size, length), digests
 
 
@@ -139,7 +139,7 @@ def run_of_mixture(directory: Path, name: str, dtype: str, length: int = LENGTH,
     base = directory / name
     if not base.exists():
         write_random_model(base, MODELS[name], seed=3)
-    runner = load_runner(base, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=800, **how)
+    runner = load_with(base, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=800, **how)
     modules = {name: shape for name, shape in runner.adaptable_modules.items() if "self_attn" in name}
     router = "router" if name == "gpt_oss" else "gate"
     inner, targets = WIDTHS[name], ["mlp.experts.gate_up_proj", "experts.down_proj", f"{router}.weight"]
@@ -161,7 +161,7 @@ def run_of_mixture(directory: Path, name: str, dtype: str, length: int = LENGTH,
             target_parameters=targets,
         )
         digests.append(open_adapter(files).digest())
-        runner.load_adapter(files, digests[-1])
+        runner.adapters.load(files, digests[-1])
     return Run(runner._transformer, runner.model.vocab_size, length), digests
 
 

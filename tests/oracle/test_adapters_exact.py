@@ -12,6 +12,7 @@ from baton.model_formats.adapters import open_adapter
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from tests.oracle.test_token_exact import BLOCK_SIZE, make_engine, make_prompts, run_all
 from tests.support.peft_adapters import SETTINGS, generate_with_peft, write_peft_adapter
 from tests.support.tiny_models import TINY_MODELS
@@ -43,10 +44,10 @@ def test_greedy_tokens_equal_those_of_peft(tmp_path: Path, name: str) -> None:
     for index, settings in enumerate(chosen):
         targets = TARGETS.get(name, "all-linear")
         write_peft_adapter(base, tmp_path / f"{index}", seed=index, target_modules=targets, **settings)
-    runner = load_runner(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
+    runner = load_runner(TorchSpec(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96))
     digests = [open_adapter(tmp_path / f"{index}").digest() for index in range(len(chosen))]
     for index, digest in enumerate(digests):
-        runner.load_adapter(tmp_path / f"{index}", digest)
+        runner.adapters.load(tmp_path / f"{index}", digest)
     prompts = prompts_of(runner)
     expected: dict[str, list[int]] = {}
     for index, digest in enumerate(["", *digests]):
@@ -69,9 +70,9 @@ def test_vocabulary_adapters_equal_those_of_peft(tmp_path: Path, name: str) -> N
     write_random_model(base, TINY_MODELS[name], seed=5)
     targets = ["embed_tokens", "q_proj"] if name == "opt" else ["embed_tokens", "lm_head", "q_proj"]
     write_peft_adapter(base, adapter, seed=1, r=4, lora_alpha=8, target_modules=targets)
-    runner = load_runner(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
+    runner = load_runner(TorchSpec(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96))
     digest = open_adapter(adapter).digest()
-    runner.load_adapter(adapter, digest)
+    runner.adapters.load(adapter, digest)
     prompts = prompts_of(runner)
     expected = generate_with_peft(base, adapter, prompts, NEW_TOKENS)
     without = generate_with_peft(base, None, prompts, NEW_TOKENS)
@@ -85,7 +86,9 @@ def test_vocabulary_adapters_equal_those_of_peft(tmp_path: Path, name: str) -> N
 def test_cached_preempted_and_forked_requests_keep_the_tokens_of_peft(tmp_path: Path, mode: str) -> None:
     base = tmp_path / "base"
     write_random_model(base, TINY_MODELS["qwen2"], seed=5)
-    cramped = load_runner(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=13, host_cache_bytes=1 << 20)
+    cramped = load_runner(
+        TorchSpec(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=13, host_cache_bytes=1 << 20)
+    )
     prompts = dict(list(make_prompts(cramped.model.vocab_size).items())[:6])
     requests: list[tuple[str, list[int], str]] = []
     expected: dict[str, list[int]] = {}
@@ -94,7 +97,7 @@ def test_cached_preempted_and_forked_requests_keep_the_tokens_of_peft(tmp_path: 
         if settings is not None:
             write_peft_adapter(base, adapter, seed=index, target_modules="all-linear", **settings)
             digest = open_adapter(adapter).digest()
-            cramped.load_adapter(adapter, digest)
+            cramped.adapters.load(adapter, digest)
         of_one = generate_with_peft(base, adapter if digest else None, prompts, NEW_TOKENS)
         expected |= {f"{key}-{index}": tokens for key, tokens in of_one.items()}
         requests += [(f"{key}-{index}", prompt, digest) for key, prompt in prompts.items()]

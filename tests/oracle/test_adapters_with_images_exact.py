@@ -10,8 +10,9 @@ import pytest
 from baton.engine.request import Request
 from baton.errors import AdapterRefused
 from baton.model_formats.adapters import open_adapter
-from baton.runner.images.pixels import ImageProcessor
+from baton.runner.images import ImageProcessor
 from baton.runner.loading import load_runner
+from baton.runner.spec import TorchSpec
 from tests.oracle.test_image_exact import GREEDY, Prompt, engine_of, generate_from_images, prompt_of
 from tests.oracle.test_token_exact import run_all
 from tests.support.image_models import write_image_model
@@ -42,13 +43,13 @@ def test_tokens_behind_images_are_those_of_peft(tmp_path: Path, name: str) -> No
     write(base, second, 2, rf"{TEXT}\.(embed_tokens|k_proj|gate_proj|up_proj)")
     prompts = {f"p{seed}": prompt_of(base, seed, num_images) for seed, num_images in enumerate((1, 2, 0, 3))}
     blocks = max(len(prompt.token_ids) for prompt in prompts.values()) // 16 + 6
-    runner = load_runner(base, dtype="float32", num_blocks=blocks, host_cache_bytes=1 << 20)
+    runner = load_runner(TorchSpec(base, dtype="float32", num_blocks=blocks, host_cache_bytes=1 << 20))
     digests = {"": None} | {open_adapter(each).digest(): each for each in (first, second)}
     expected: dict[str, list[int]] = {}
     requests: list[tuple[str, Prompt, str]] = []
     for digest, adapter in digests.items():
         if adapter is not None:
-            runner.load_adapter(adapter, digest)
+            runner.adapters.load(adapter, digest)
         expected |= {f"{key}-{digest}": tokens for key, tokens in generate(base, adapter, prompts).items()}
         requests += [(f"{key}-{digest}", prompt, digest) for key, prompt in prompts.items()]
     assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
@@ -74,6 +75,6 @@ def test_what_changes_the_images_is_refused(tmp_path: Path) -> None:
     base.mkdir()
     write_image_model(base, "idefics3")
     write(base, adapter, 1, r".*vision_model.*\.q_proj")
-    runner = load_runner(base, dtype="float32", num_blocks=8)
+    runner = load_runner(TorchSpec(base, dtype="float32", num_blocks=8))
     with pytest.raises(AdapterRefused, match=r"changes model\.vision_model.*, which is no product of this model"):
-        runner.load_adapter(adapter, open_adapter(adapter).digest())
+        runner.adapters.load(adapter, open_adapter(adapter).digest())

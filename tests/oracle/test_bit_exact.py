@@ -14,19 +14,20 @@ import torch
 
 from baton.engine.batch import BlockCopy, NewRequestData, SchedulerOutput
 from baton.messages.sampling import SamplingParams
-from baton.runner.backends.cache_rows import keys_and_values, scales
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.ranks.shard import Shard
+from baton.runner.backends.paged_cache import keys_and_values, scales
+from baton.runner.backends.ranks.ranks import Shard
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.execution.input_batch import FlatBatch, RequestState, Scheduled, flatten
+from baton.runner.execution.input_batch import FlatBatch, flatten
+from baton.runner.execution.request_table import RequestState, Scheduled
 from baton.runner.model import attention, layers
 from baton.runner.model.attention import cache_views
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model
 from baton.runner.self_check import why_not_bit_exact
-from baton.runner.spec import CacheSpec
+from baton.runner.spec import CacheSpec, WeightSpec
 from baton.runner.torch_threads import elementwise_threads
 from tests.support.tiny_models import TINY_MODELS
 
@@ -229,7 +230,7 @@ def load(
     attention.register()
     layers.register()
     torch.set_num_threads(elementwise_threads(num_threads))
-    loaded = load_model(directory, dtype)
+    loaded = load_model(directory, WeightSpec(dtype))
     chosen = operations or choose_operations(num_threads)
     transformer = Transformer(loaded, chosen, BLOCK_SIZE, CacheSpec(num_blocks=800, dtype=cache_dtype), num_threads)
     return Run(transformer, loaded.config.vocab_size, length), why_not_bit_exact(loaded, transformer)

@@ -23,7 +23,8 @@ from baton.runner.execution.pooling import Pooler
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_clock import FakeClock
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_clock import FakeClock
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
@@ -107,7 +108,7 @@ KINDS = [
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_an_embedding_is_the_last_hidden_state_with_the_same_bits_in_any_batch(tmp_path: Path, name: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
-    runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=128)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=128))
     together = embed(make_engine(runner), PROMPTS)
     of_rows = hidden_states(tmp_path)
     for prompt, rows in of_rows.items():
@@ -141,7 +142,7 @@ def test_an_embedding_is_the_last_hidden_state_with_the_same_bits_in_any_batch(t
 
 def test_streams_that_begin_in_a_step_with_embeddings_get_their_own_tokens(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
-    runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=128)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=128))
     told: list[list[int]] = []
     for prompts in ({}, PROMPTS):
         engine = make_engine(runner)
@@ -164,7 +165,7 @@ def test_embeddings_with_other_kernels_and_dtypes(
     tmp_path: Path, name: str, dtype: str, operations: TorchOperations | None
 ) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
-    runner = load_runner(tmp_path, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=128, operations=operations)
+    runner = load_runner(TorchSpec(tmp_path, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=128), operations=operations)
     together = embed(make_engine(runner), PROMPTS)
     assert embed(make_engine(runner, budget=24), PROMPTS) == together
     means = dict.fromkeys(PROMPTS, PoolingParams(Pooling.MEAN))

@@ -23,11 +23,10 @@ from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.encoder.encoder_runner import EncoderRunner
-from baton.runner.encoder.loading import load_encoder
+from baton.runner.encoder.encoder_runner import EncoderRunner, load_encoder
 from baton.runner.loading import load_runner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 from tests.support.tiny_encoders import TINY_ENCODERS, write_encoder
 from tests.support.tiny_models import TINY_MODELS
 
@@ -143,7 +142,7 @@ def test_a_decoder_with_labels_gives_transformers_outputs(tmp_path: Path, name: 
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(3)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    runner = load_runner(tmp_path, dtype="float32", num_blocks=128)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=128))
     assert runner.model.bit_exact
     assert runner.model.capabilities & {Capability.GENERATE, Capability.CLASSIFY} == {Capability.CLASSIFY}
     params = {text: PoolingParams(Pooling.CLASSIFY, activate=False) for text in TEXTS}

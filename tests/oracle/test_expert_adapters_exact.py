@@ -16,6 +16,7 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
+from baton.runner.spec import TorchSpec
 from tests.oracle.test_token_exact import BLOCK_SIZE, make_engine, make_prompts, run_all
 from tests.support.adapter_files import lora_tensors, write_adapter
 from tests.support.peft_adapters import generate_with_peft, write_peft_adapter
@@ -29,10 +30,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
 
 def assert_tokens_are_those_of_peft(base: Path, adapters: Sequence[Path], operations: Operations | None = None) -> None:
     """Compute all prompts with each adapter and without any, all beside each other."""
-    runner = load_runner(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96, operations=operations)
+    runner = load_runner(TorchSpec(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96), operations=operations)
     digests = [open_adapter(adapter).digest() for adapter in adapters]
     for adapter, digest in zip(adapters, digests, strict=True):
-        runner.load_adapter(adapter, digest)
+        runner.adapters.load(adapter, digest)
     made = make_prompts(runner.model.vocab_size)
     prompts = {name: made[name] for name in ("prompt-1", "prompt-17", "prompt-33")}
     expected: dict[str, list[int]] = {}
@@ -47,7 +48,7 @@ def assert_tokens_are_those_of_peft(base: Path, adapters: Sequence[Path], operat
     ]
     assert run_all(make_engine(runner), requests) == expected
     for index, digest in every[1:]:
-        runner.load_adapter(adapters[index - 1], digest)
+        runner.adapters.load(adapters[index - 1], digest)
         alone = Request("prompt-17", prompts["prompt-17"], GREEDY, cache_salt=digest, adapter=digest)
         assert run_all(make_engine(runner), [alone]) == {"prompt-17": expected[f"prompt-17-{index}"]}
         differ = [key for key in prompts if expected[f"{key}-0"] != expected[f"{key}-{index}"]]
@@ -121,11 +122,11 @@ def test_an_adapter_of_some_experts_is_the_one_with_zeros_for_the_others(tmp_pat
     }
     write_adapter(tmp_path / "some", some)
     write_adapter(tmp_path / "every", {**every, **some})
-    runner = load_runner(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
+    runner = load_runner(TorchSpec(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96))
     found = []
     for adapter in ("some", "every"):
         digest = open_adapter(tmp_path / adapter).digest()
-        runner.load_adapter(tmp_path / adapter, digest)
+        runner.adapters.load(tmp_path / adapter, digest)
         request = Request("a", [5, 6, 7, 8], GREEDY, cache_salt=digest, adapter=digest)
         found.append(run_all(make_engine(runner), [request]))
     without = run_all(make_engine(runner), [Request("a", [5, 6, 7, 8], GREEDY)])

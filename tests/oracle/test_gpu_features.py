@@ -22,6 +22,7 @@ from baton.runner import DraftSpec
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from tests.oracle.test_speculation_exact import PROMPTS as SPECULATION_PROMPTS
 from tests.oracle.test_speculation_exact import Result, generate
 from tests.oracle.test_token_exact import make_engine, run_all
@@ -79,14 +80,14 @@ WIDE: Mapping[str, Any] = {
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text", "gpt2", "wide"])
 def test_log_probabilities_of_prompts(tmp_path: Path, architecture: str, dtype: str) -> None:
     write_random_model(tmp_path, WIDE if architecture == "wide" else TINY_MODELS[architecture], 6)
-    runner = load_runner(tmp_path, dtype=dtype, num_blocks=160, device=DEVICE)
+    runner = load_runner(TorchSpec(tmp_path, dtype=dtype, num_blocks=160, device=DEVICE))
     assert runner.model.bit_exact
     together = prompt_logprobs(runner, PROMPTS)
     assert prompt_logprobs(runner, PROMPTS, CHUNKS) == together
     for name, prompt in PROMPTS.items():
         assert prompt_logprobs(runner, {name: prompt}) == {name: together[name]}
     if dtype == "float32":
-        on_cpu = prompt_logprobs(load_runner(tmp_path, dtype=dtype, num_blocks=160), PROMPTS)
+        on_cpu = prompt_logprobs(load_runner(TorchSpec(tmp_path, dtype=dtype, num_blocks=160)), PROMPTS)
         for name, positions in together.items():
             assert [one.token_id for one in positions] == PROMPTS[name][1:]
             for one, other in zip(positions, on_cpu[name], strict=True):
@@ -103,7 +104,9 @@ def test_speculation_changes_no_bit(tmp_path: Path, architecture: str, dtype: st
     plain: dict[str, Result] = {}
     for drafting in ("another", "model"):
         draft = DraftSpec(tmp_path / drafting, num_tokens=6)
-        runner = load_runner(tmp_path / "model", dtype=dtype, num_blocks=160, block_size=16, draft=draft, device=DEVICE)
+        runner = load_runner(
+            TorchSpec(tmp_path / "model", dtype=dtype, num_blocks=160, block_size=16, draft=draft, device=DEVICE)
+        )
         assert runner.model.bit_exact
         for name in names if not plain else ():
             plain |= generate(runner, [name])[0]
@@ -127,7 +130,7 @@ def test_a_chunk_without_tokens_is_computed_when_its_step_returns(
 ) -> None:
     """Its blocks are offered to decode nodes at once, which read them without regard to the GPU's queue."""
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
-    runner = load_runner(tmp_path, dtype="bfloat16", num_blocks=64, device=DEVICE)
+    runner = load_runner(TorchSpec(tmp_path, dtype="bfloat16", num_blocks=64, device=DEVICE))
     operations = runner._transformer._operations
     store = operations.store_kv
 
@@ -187,7 +190,7 @@ async def test_processes_hand_over_kv_on_one_gpu(tmp_path: Path) -> None:
     cases = {
         f"{name}-{temperature}": (prompt, temperature) for name, prompt in prompts.items() for temperature in (0.0, 0.8)
     }
-    runner = load_runner(tmp_path / "model", dtype="bfloat16", num_blocks=1200, device=DEVICE)
+    runner = load_runner(TorchSpec(tmp_path / "model", dtype="bfloat16", num_blocks=1200, device=DEVICE))
     assert runner.model.bit_exact
     requests = [
         Request(name, prompt, SamplingParams(temperature=temperature, seed=7, max_tokens=24, ignore_eos=True))

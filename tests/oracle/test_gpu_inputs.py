@@ -15,7 +15,7 @@ from baton.messages.capabilities import Capability
 from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter
-from baton.runner.encoder.loading import load_encoder
+from baton.runner.encoder.encoder_runner import load_encoder
 from baton.runner.encoder_decoder.loading import load_encoder_decoder
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -48,7 +48,7 @@ LOGGED = SamplingParams(temperature=0.8, seed=4, max_tokens=12, logprobs=2)
 def test_tokens_with_adapters_are_those_of_peft(tmp_path: Path, name: str) -> None:
     base = tmp_path / "base"
     write_random_model(base, TINY_MODELS[name], seed=5)
-    runner = load_runner(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96, device=DEVICE)
+    runner = load_runner(TorchSpec(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96, device=DEVICE))
     prompts = dict(list(make_prompts(runner.model.vocab_size).items())[:4])
     expected = {f"{key}-": tokens for key, tokens in generate_with_peft(base, None, prompts).items()}
     requests = [Request(f"{key}-", prompt, GREEDY) for key, prompt in prompts.items()]
@@ -59,7 +59,7 @@ def test_tokens_with_adapters_are_those_of_peft(tmp_path: Path, name: str) -> No
             targets["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj", "mlp.gate.weight"]
         write_peft_adapter(base, adapter, seed=index, **targets, **settings)
         digest = open_adapter(adapter).digest()
-        runner.load_adapter(adapter, digest)
+        runner.adapters.load(adapter, digest)
         with_it = generate_with_peft(base, adapter, prompts)
         expected |= {f"{key}-{index}": tokens for key, tokens in with_it.items()}
         requests += [
@@ -74,14 +74,16 @@ def test_tokens_with_adapters_are_those_of_peft(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_other_adapters_in_the_batch_change_no_bit(tmp_path: Path, name: str, dtype: str) -> None:
     write_random_model(tmp_path / "base", TINY_MODELS[name], seed=5)
-    runner = load_runner(tmp_path / "base", dtype=dtype, block_size=BLOCK_SIZE, num_blocks=160, device=DEVICE)
+    runner = load_runner(
+        TorchSpec(tmp_path / "base", dtype=dtype, block_size=BLOCK_SIZE, num_blocks=160, device=DEVICE)
+    )
     assert runner.model.bit_exact
     digests = [""]
     for rank in (4, 9, 16):
         files = tmp_path / f"{rank}"
         write_adapter(files, lora_tensors(runner._transformer.adapters.modules, rank, seed=rank, scale=0.1), rank)
         digests.append(open_adapter(files).digest())
-        runner.load_adapter(files, digests[-1])
+        runner.adapters.load(files, digests[-1])
     prompts = dict(list(make_prompts(runner.model.vocab_size).items())[:3])
 
     def requests() -> list[Request]:
@@ -100,7 +102,7 @@ def test_other_adapters_in_the_batch_change_no_bit(tmp_path: Path, name: str, dt
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_prompt_embeddings(tmp_path: Path, name: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
-    runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64, device=DEVICE)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64, device=DEVICE))
     assert Capability.PROMPT_EMBEDS in runner.model.capabilities
     prompts = prompts_of(runner.model.row_width)
     assert run_prompts(make_engine(runner), prompts) == generate_with_transformers(tmp_path, prompts)
@@ -127,8 +129,8 @@ def test_pooled_vectors(tmp_path: Path, name: str, dtype: str) -> None:
         runner: Any = load_encoder(TorchSpec(tmp_path, dtype=dtype, num_blocks=256, device=DEVICE))
     else:
         write_random_model(tmp_path, TINY_MODELS[name], seed=5)
-        on_cpu = load_runner(tmp_path, dtype=dtype, num_blocks=256)
-        runner = load_runner(tmp_path, dtype=dtype, num_blocks=256, device=DEVICE)
+        on_cpu = load_runner(TorchSpec(tmp_path, dtype=dtype, num_blocks=256))
+        runner = load_runner(TorchSpec(tmp_path, dtype=dtype, num_blocks=256, device=DEVICE))
     assert runner.model.bit_exact, runner.model.bit_exact_reason
     together = same_in_any_batch(runner)
     for one, expected in same_in_any_batch(on_cpu).items():
@@ -151,10 +153,10 @@ def test_images(tmp_path: Path, name: str) -> None:
     write_image_model(tmp_path, name)
     prompts = {f"p{seed}": prompt_of(tmp_path, seed, num_images) for seed, num_images in enumerate((1, 2, 0, 3))}
     requests = [prompt.request(key) for key, prompt in prompts.items()]
-    expected = run_all(engine_of(load_runner(tmp_path, dtype="float32", num_blocks=64)), requests)
-    on_gpu = load_runner(tmp_path, dtype="float32", num_blocks=64, device=DEVICE)
+    expected = run_all(engine_of(load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64))), requests)
+    on_gpu = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64, device=DEVICE))
     assert run_all(engine_of(on_gpu), [prompt.request(key) for key, prompt in prompts.items()]) == expected
-    runner = load_runner(tmp_path, dtype="bfloat16", num_blocks=64, device=DEVICE)
+    runner = load_runner(TorchSpec(tmp_path, dtype="bfloat16", num_blocks=64, device=DEVICE))
     assert runner.model.bit_exact
     for budget in (24, 200):
         engine = engine_of(runner, max_num_batched_tokens=budget, enable_prefix_caching=False)

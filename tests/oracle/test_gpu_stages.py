@@ -28,8 +28,10 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stages_here import start_on
+from baton.runner.spec import TorchSpec
 from tests.oracle.test_ranks_exact import Run, compute
 from tests.oracle.test_token_exact import make_engine, make_prompts, run_all
+from tests.support.load_with import load_with
 from tests.support.mini_cluster import mini_cluster
 from tests.support.tiny_models import TINY_MODELS
 
@@ -48,7 +50,7 @@ def start_on_one_gpu(model_dir: Path, count: int, num_threads: int, first_device
 @contextmanager
 def on_gpu(directory: Path, count: int, **settings: Any) -> Iterator[TorchModelRunner]:
     made: dict[str, Any] = {"block_size": 16, "num_blocks": 64, "device": DEVICE, "start_stages": start_on_one_gpu}
-    runner = load_runner(directory, pipeline_parallel=count, **(made | settings))
+    runner = load_with(directory, pipeline_parallel=count, **made | settings)
     try:
         yield runner
     finally:
@@ -128,4 +130,4 @@ def test_more_stages_than_gpus_are_refused(tmp_path: Path) -> None:
     there = torch.cuda.device_count()
     if there < 3:  # the model has three layers
         with pytest.raises(ConfigError, match=f"3 stages need 3 GPUs from cuda:0 on, and this machine has {there}"):
-            load_runner(tmp_path, num_blocks=64, device=DEVICE, pipeline_parallel=3)
+            load_runner(TorchSpec(tmp_path, num_blocks=64, device=DEVICE, pipeline_parallel=3))

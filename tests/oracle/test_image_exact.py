@@ -18,15 +18,15 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 from baton.model_formats.images import image_family
-from baton.runner.images.pixels import ImageProcessor
+from baton.runner.images import ImageProcessor
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_rank_group import FakeRankGroup
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import NEW_TOKENS, run_all
 from tests.support.image_models import IMAGE_MODELS, IMAGE_TOKEN_ID, random_image, write_image_model
 
@@ -136,7 +136,7 @@ def generate_from_images(model: Any, processor: ImageProcessor, prompt: Prompt) 
 
 @pytest.fixture(scope="module")
 def runner(directory: Path) -> TorchModelRunner:
-    return load_runner(directory, dtype="float32", num_blocks=64)
+    return load_runner(TorchSpec(directory, dtype="float32", num_blocks=64))
 
 
 def test_tokens_behind_images_are_those_of_generate(
@@ -158,7 +158,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(
     directory: Path, prompts: Mapping[str, Prompt], expected: Mapping[str, Sequence[int]], mode: str
 ) -> None:
     blocks = max(len(prompt.token_ids) for prompt in prompts.values()) // 16 + 4
-    cramped = load_runner(directory, dtype="float32", num_blocks=blocks, host_cache_bytes=1 << 20)
+    cramped = load_runner(TorchSpec(directory, dtype="float32", num_blocks=blocks, host_cache_bytes=1 << 20))
     engine = engine_of(
         cramped, preemption_mode=mode, num_host_blocks=cramped.num_host_blocks, max_num_seqs=3, watermark=0.0
     )
@@ -182,10 +182,11 @@ def test_several_sequences_of_a_prompt_with_images(
 def test_bits_in_bfloat16_depend_on_the_request_alone(directory: Path, prompts: Mapping[str, Prompt]) -> None:
     """Whatever is beside it, however it is cut, and in however many processes the text part is computed."""
     drawn = SamplingParams(temperature=0.7, seed=7, max_tokens=NEW_TOKENS, logprobs=2)
-    alone = load_runner(directory, dtype="bfloat16", num_blocks=64)
+    alone = load_runner(TorchSpec(directory, dtype="bfloat16", num_blocks=64))
     expected = {name: _outputs(engine_of(alone), [prompt.request(name, drawn)]) for name, prompt in prompts.items()}
     divided = load_runner(
-        directory, dtype="bfloat16", num_blocks=64, tensor_parallel=2, pipeline_parallel=2, start_ranks=FakeRankGroup
+        TorchSpec(directory, dtype="bfloat16", num_blocks=64, tensor_parallel=2, pipeline_parallel=2),
+        start_ranks=FakeRankGroup,
     )
     for runner, budget in ((alone, 24), (alone, 200), (divided, 40)):
         engine = engine_of(runner, max_num_batched_tokens=budget, enable_prefix_caching=False)

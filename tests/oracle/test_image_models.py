@@ -18,16 +18,15 @@ from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.images import UnusableImage
 from baton.runner.backends.kernel_choice import choose_operations
-from baton.runner.execution.grid_positions import Grid, GridPositions
-from baton.runner.images.image_encoder import ImageEncoder
-from baton.runner.images.pixels import ImageProcessor
+from baton.runner.execution.request_table import Grid, GridPositions
+from baton.runner.images import ImageEncoder, ImageProcessor
 from baton.runner.loading import load_runner
 from baton.runner.model import attention, layers
 from baton.runner.model.decoder import RotaryTable
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import DTYPES, load_model
-from baton.runner.spec import CacheSpec
-from baton.testing.fake_rank_group import FakeRankGroup
+from baton.runner.spec import CacheSpec, TorchSpec, WeightSpec
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with, make_engine, make_prompts, run_all
 from tests.support.image_models import IMAGE_MODELS, IMAGE_TOKEN_ID, random_image, write_image_model
 
@@ -55,7 +54,7 @@ def expected_model(directory: Path) -> Any:
 
 
 def test_text_alone_has_the_tokens_of_generate(directory: Path, expected_model: Any) -> None:
-    runner = load_runner(directory, dtype="float32", num_blocks=64)
+    runner = load_runner(TorchSpec(directory, dtype="float32", num_blocks=64))
     assert runner.model.bit_exact
     assert {path.part: path.why_not_faster for path in runner.model.compute_paths}["step"] == ""
     prompts = make_prompts(IMAGE_TOKEN_ID)
@@ -72,11 +71,7 @@ def test_ranks_and_stages_of_the_text_part_have_the_same_tokens(directory: Path)
     for ranks in (1, 2):
         with closing(
             load_runner(
-                directory,
-                dtype="bfloat16",
-                num_blocks=64,
-                tensor_parallel=ranks,
-                pipeline_parallel=ranks,
+                TorchSpec(directory, dtype="bfloat16", num_blocks=64, tensor_parallel=ranks, pipeline_parallel=ranks),
                 start_ranks=FakeRankGroup,
             )
         ) as runner:
@@ -100,14 +95,14 @@ def test_wrong_numbers_of_a_part_are_refused_by_name(tmp_path: Path, part: str, 
     config[part] |= number
     path.write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=next(iter(number))):
-        load_model(tmp_path, "float32")
+        load_model(tmp_path, WeightSpec("float32"))
 
 
 def test_an_encoder_makes_the_rows_that_transformers_makes(directory: Path, expected_model: Any) -> None:
     """And as many as the image's layout says; their bits don't depend on the number of threads."""
     processor = ImageProcessor(directory)
-    encoder = ImageEncoder(load_model(directory, "float32"), choose_operations(1))
-    with_threads = ImageEncoder(load_model(directory, "float32"), choose_operations(2))
+    encoder = ImageEncoder(load_model(directory, WeightSpec("float32")), choose_operations(1))
+    with_threads = ImageEncoder(load_model(directory, WeightSpec("float32")), choose_operations(2))
     for seed, size in enumerate([(40, 40), (153, 42), (24, 73), (8, 9), (200, 31)]):
         image = processor.pixels(random_image(seed, *size))
         rows = encoder.encode(image)
@@ -186,7 +181,7 @@ def test_positions_in_a_grid_are_those_of_transformers(grid_directory: Path) -> 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rotary_rows_of_three_dimensions_are_those_of_the_model(grid_directory: Path, dtype: str) -> None:
-    loaded = load_model(grid_directory, dtype)
+    loaded = load_model(grid_directory, WeightSpec(dtype))
     rotary, like = loaded.module.get_submodule("model.rotary_emb"), torch.empty(1, dtype=DTYPES[dtype])
     positions = GridPositions(GRIDS).rows(0, 40)
     expected = [angles[0] for angles in rotary(like, torch.from_numpy(positions)[:, None])]

@@ -23,10 +23,11 @@ from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_grammar import FakeMatcher
+from baton.runner.spec import TorchSpec
 from baton.text.grammar import Grammars, num_mask_words
 from baton.text.tokenizer import Tokenizer
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_grammar import FakeMatcher
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
 from tests.support.tiny_models import TINY_MODELS
 
@@ -54,7 +55,7 @@ def grammars(model_dir: Path) -> Iterator[Grammars]:
 
 @pytest.fixture(scope="module")
 def runner(model_dir: Path) -> TorchModelRunner:
-    return load_runner(model_dir, dtype="float32", block_size=BLOCK_SIZE, num_blocks=128)
+    return load_runner(TorchSpec(model_dir, dtype="float32", block_size=BLOCK_SIZE, num_blocks=128))
 
 
 class Engine:
@@ -185,7 +186,7 @@ def test_batching_preemption_and_asynchronous_scheduling_change_no_token(
 ) -> None:
     block_bytes = 3 * 2 * 2 * BLOCK_SIZE * 16 * 4
     cramped = load_runner(
-        model_dir, dtype="float32", block_size=BLOCK_SIZE, num_blocks=24, host_cache_bytes=100 * block_bytes
+        TorchSpec(model_dir, dtype="float32", block_size=BLOCK_SIZE, num_blocks=24, host_cache_bytes=100 * block_bytes)
     )
     cramped._masks = TokenMasks(VOCAB, least_beside=1)  # all steps' masks by the second thread
     engine = Engine(cramped, grammars, ahead, preemption_mode=mode, num_host_blocks=cramped.num_host_blocks)

@@ -15,20 +15,21 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.batch import NewRequestData
 from baton.messages.sampling import SamplingParams
-from baton.runner.backends import reference
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.execution.input_batch import flatten
+from baton.runner.execution.request_table import RequestState
 from baton.runner.loading import load_runner
 from baton.runner.model import attention, layers
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
 from baton.runner.model.weights import load_model
-from baton.runner.spec import CacheSpec
-from baton.testing.fake_attention import fake_paged_attention
+from baton.runner.spec import CacheSpec, TorchSpec, WeightSpec
+from tests.doubles.fake_attention import fake_paged_attention
+from tests.support import reference_operations as reference
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 
@@ -53,7 +54,9 @@ def compute(directory: Path, operations: Operations) -> HiddenAndLogits:
     """The input and the output of the head for the last token of PROMPT, computed in bfloat16."""
     attention.register()
     layers.register()
-    transformer = Transformer(load_model(directory, "bfloat16"), operations, 16, CacheSpec(num_blocks=16), 1)
+    transformer = Transformer(
+        load_model(directory, WeightSpec("bfloat16")), operations, 16, CacheSpec(num_blocks=16), 1
+    )
     blocks = range(1, 1 + 2 * len(transformer.layout.groups))
     state = RequestState(NewRequestData("one", PROMPT, (), SamplingParams(), blocks, 0))
     step = flatten([state.share(len(PROMPT))], transformer.layout, transformer.row_quantum)
@@ -97,7 +100,7 @@ def test_the_better_of_two_logits_that_bfloat16_can_not_tell_apart_is_taken(
 
     logits = compute(tmp_path, operations).logits[0]
     assert 0 < logits[BEST] - logits[NEAR] < 1e-3 * logits[BEST]
-    driver = RunnerDriver(load_runner(tmp_path, dtype="bfloat16", num_blocks=16, operations=operations))
+    driver = RunnerDriver(load_runner(TorchSpec(tmp_path, dtype="bfloat16", num_blocks=16), operations=operations))
     request = driver.add("one", PROMPT)
     driver.finish(chunk=13)
     assert request.output[0] == BEST

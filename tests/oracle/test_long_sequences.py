@@ -30,7 +30,8 @@ from baton.runner import DraftSpec
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_clock import FakeClock
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_clock import FakeClock
 from tests.support.rotary_models import PHI3_LONGROPE, ROPE_TYPES
 
 _SCHEDULES = int(os.environ.get("BATON_SCHEDULES") or 0)
@@ -205,12 +206,14 @@ class Schedule:
 
 def load(directory: Path, dtype: str) -> TorchModelRunner:
     return load_runner(
-        directory,
-        dtype=dtype,
-        block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
-        host_cache_bytes=1 << 21,
-        draft=DraftSpec(directory, 4),
+        TorchSpec(
+            directory,
+            dtype=dtype,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            host_cache_bytes=1 << 21,
+            draft=DraftSpec(directory, 4),
+        )
     )
 
 
@@ -234,7 +237,7 @@ def test_tokens_of_every_type_equal_generate(tmp_path: Path, name: str) -> None:
     assert set(ROPE_TYPES) == {"default", *ROPE_INIT_FUNCTIONS}
     write_random_model(tmp_path, ROPE_TYPES[name], seed=5)
     given = {key: prompts()[f"0/{key}"] for key in ("5", "48", "130")}
-    runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS))
     # Its tables of angles are transformers'.
     assert "Baton's loop over the layers" in [path.runs for path in runner.model.compute_paths]
     engine = make_engine(runner, chunk=24)

@@ -16,6 +16,7 @@ from baton import LLM, RequestOutput, SamplingParams
 from baton.messages.sampling import TokenLogprobs
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from tests.support.caller import Answer
 from tests.support.json_fit import PERSON
 from tests.support.mini_cluster import MiniCluster, mini_cluster
@@ -47,7 +48,7 @@ def make_llm() -> LLM:
 
 
 def make_runner(node_id: str) -> TorchModelRunner:
-    return load_runner(DEMO_MODEL, dtype="float32", block_size=16, num_blocks=512)
+    return load_runner(TorchSpec(DEMO_MODEL, dtype="float32", block_size=16, num_blocks=512))
 
 
 def post(cluster: MiniCluster, path: str, body: dict[str, Any]) -> Any:

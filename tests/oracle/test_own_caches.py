@@ -26,9 +26,11 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_stages import FakeStages
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_stages import FakeStages
 from tests.oracle.test_ranks_exact import ALONE, NAMED, NEW_TOKENS, compute, loaded
 from tests.oracle.test_token_exact import make_engine
+from tests.support.load_with import load_with
 from tests.support.tiny_models import TINY_MODELS
 
 
@@ -36,7 +38,7 @@ from tests.support.tiny_models import TINY_MODELS
 def in_stages(directory: Path, count: int, **settings: Any) -> Iterator[TorchModelRunner]:
     """A runner whose model is divided among so many stages, each with a cache of its own layers."""
     made: dict[str, Any] = {"block_size": 16, "num_blocks": 64, "stages": FakeStages(count, directory)}
-    runner = load_runner(directory, pipeline_parallel=count, **(made | settings))
+    runner = load_with(directory, pipeline_parallel=count, **made | settings)
     try:
         yield runner
     finally:
@@ -148,20 +150,24 @@ def test_other_weights_on_another_host_are_refused(tmp_path: Path) -> None:
         write_random_model(tmp_path / str(seed), TINY_MODELS["llama"], seed=seed)
     stages = FakeStages(2, tmp_path / "6")
     with pytest.raises(ConfigError, match=r"rank 1 has failed: .* fingerprint .* give all hosts the same files"):
-        load_runner(tmp_path / "5", dtype="float32", num_blocks=64, pipeline_parallel=2, stages=stages)
+        load_runner(TorchSpec(tmp_path / "5", dtype="float32", num_blocks=64, pipeline_parallel=2), stages=stages)
 
 
 def test_other_kernels_on_another_host_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     monkeypatch.setattr("baton.runner.remote_stages.stage_worker.numerics_of", lambda *_: "other kernels")
     with pytest.raises(ConfigError, match=r"rank 1 computes with other kernels, and this process with .*equal"):
-        load_runner(tmp_path, dtype="float32", num_blocks=64, pipeline_parallel=2, stages=FakeStages(2, tmp_path))
+        load_runner(
+            TorchSpec(tmp_path, dtype="float32", num_blocks=64, pipeline_parallel=2), stages=FakeStages(2, tmp_path)
+        )
 
 
 def test_a_missing_model_on_another_host_is_refused(tmp_path: Path) -> None:
     write_random_model(tmp_path / "here", TINY_MODELS["llama"], seed=5)
     with pytest.raises(ConfigError, match=r"rank 1 has failed: .*there"):
-        load_runner(tmp_path / "here", num_blocks=64, pipeline_parallel=2, stages=FakeStages(2, tmp_path / "there"))
+        load_runner(
+            TorchSpec(tmp_path / "here", num_blocks=64, pipeline_parallel=2), stages=FakeStages(2, tmp_path / "there")
+        )
 
 
 def test_a_stage_that_fails_in_a_step_ends_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +195,10 @@ def test_a_stage_that_fails_in_a_step_ends_them_all(tmp_path: Path, monkeypatch:
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     write_random_model(tmp_path, {**TINY_MODELS["llama"], "num_hidden_layers": 1}, seed=5)
     with pytest.raises(ConfigError, match="1 layers can't be divided among 2 stages"):
-        load_runner(tmp_path, num_blocks=64, pipeline_parallel=2, stages=FakeStages(2, tmp_path))
+        load_runner(TorchSpec(tmp_path, num_blocks=64, pipeline_parallel=2), stages=FakeStages(2, tmp_path))
     with pytest.raises(ConfigError, match="2 hosts compute a model in as many stages, one each, and not in 3"):
-        load_runner(tmp_path, num_blocks=64, pipeline_parallel=3, stages=FakeStages(2, tmp_path))
+        load_runner(TorchSpec(tmp_path, num_blocks=64, pipeline_parallel=3), stages=FakeStages(2, tmp_path))
     with pytest.raises(ConfigError, match="leave --tp out"):
-        load_runner(tmp_path, num_blocks=64, pipeline_parallel=2, tensor_parallel=2, stages=FakeStages(2, tmp_path))
+        load_runner(
+            TorchSpec(tmp_path, num_blocks=64, pipeline_parallel=2, tensor_parallel=2), stages=FakeStages(2, tmp_path)
+        )

@@ -17,12 +17,13 @@ from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.execution.input_batch import flatten
+from baton.runner.execution.request_table import RequestState
 from baton.runner.model import attention, layers
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model
-from baton.runner.spec import CacheSpec
+from baton.runner.spec import CacheSpec, WeightSpec
 from tests.support.tiny_models import TINY_MODELS
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
@@ -80,7 +81,7 @@ def load(models: Path, name: str, dtype: str, operations: CompiledOperations | T
         write_random_model(directory, MODELS[name], seed=5)
     attention.register()
     layers.register()
-    return Transformer(load_model(directory, dtype), operations, BLOCK_SIZE, CacheSpec(num_blocks=200), 1)
+    return Transformer(load_model(directory, WeightSpec(dtype)), operations, BLOCK_SIZE, CacheSpec(num_blocks=200), 1)
 
 
 def both(models: Path, name: str, dtype: str, threads: int) -> tuple[Transformer, Transformer]:

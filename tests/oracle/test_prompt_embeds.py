@@ -23,10 +23,12 @@ from baton.messages.speculation import SpeculationConfig
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_rank_group import FakeRankGroup
-from baton.testing.fake_stages import FakeStages
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_stages import FakeStages
 from tests.support.given_spans import random_rows, span_of, with_placeholders
+from tests.support.load_with import load_with
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
@@ -120,7 +122,7 @@ with experts, and with learned positions, which begin at 0 or behind it. Others 
 @pytest.mark.parametrize("name", EMBEDDINGS)
 def test_tokens_behind_given_rows_equal_generate(tmp_path: Path, name: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
-    runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
     assert Capability.PROMPT_EMBEDS in runner.model.capabilities
     prompts = prompts_of(runner.model.row_width)
     expected = generate_with_transformers(tmp_path, prompts)
@@ -171,7 +173,7 @@ def test_batch_mates_and_preemption_change_no_bit(tmp_path: Path, dtype: str) ->
     write_random_model(tmp_path, TINY_MODELS["qwen2"], seed=5)
     block_bytes = 3 * 2 * 2 * BLOCK_SIZE * 16 * 4
     cramped = load_runner(
-        tmp_path, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=13, host_cache_bytes=100 * block_bytes
+        TorchSpec(tmp_path, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=13, host_cache_bytes=100 * block_bytes)
     )
     prompts = prompts_of(64)
     expected = alone(cramped, prompts, DRAWN)
@@ -183,7 +185,7 @@ def test_batch_mates_and_preemption_change_no_bit(tmp_path: Path, dtype: str) ->
 
 def test_rows_of_any_dtype_and_the_tokens_own_rows_give_what_the_tokens_give(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5, dtype="bfloat16")
-    runner = load_runner(tmp_path, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=64)
+    runner = load_runner(TorchSpec(tmp_path, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=64))
     text = prompts_of(64)["text"].token_ids
     table = runner._transformer._module.get_input_embeddings()(torch.tensor(text))
     for dtype in (torch.float32, torch.bfloat16):
@@ -200,7 +202,7 @@ def test_rows_of_any_dtype_and_the_tokens_own_rows_give_what_the_tokens_give(tmp
 
 def test_drafts_change_no_token_and_beams_are_those_of_the_tokens(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
-    runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96))
     prompts = prompts_of(64)
     span = span_of(random_rows(20, 64, seed=3), 5)
     loop = [7, 8, 9, 10] * 12
@@ -231,10 +233,10 @@ def test_ranks_and_stages_give_the_bits_of_one_process(tmp_path: Path, how: str)
     settings = choices[how]
     if how == "stages with own caches":
         settings["stages"] = FakeStages(3, tmp_path)
-    one = load_runner(tmp_path, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=64)
+    one = load_runner(TorchSpec(tmp_path, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=64))
     prompts = prompts_of(one.model.row_width)
     expected = run_recorded(make_engine(one), prompts, DRAWN)
-    several = load_runner(tmp_path, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=64, **settings)
+    several = load_with(tmp_path, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=64, **settings)
     try:
         assert several.model.row_width == one.model.row_width
         assert run_recorded(make_engine(several), prompts, DRAWN) == expected
@@ -246,7 +248,7 @@ def test_ranks_and_stages_give_the_bits_of_one_process(tmp_path: Path, how: str)
 def test_huge_rows_fail_their_own_request_and_change_no_tokens_of_others(tmp_path: Path, dtype: str) -> None:
     """Their keys and values are not numbers, in blocks that others use afterwards."""
     write_random_model(tmp_path, TINY_MODELS["gpt2"], seed=5)
-    runner = load_runner(tmp_path, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=13)
+    runner = load_runner(TorchSpec(tmp_path, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=13))
     bad = Prompt([0] * 40, [span_of(torch.full((40, 64), 3e38))])
     prompts = {name: prompt for name, prompt in prompts_of(64).items() if len(prompt.token_ids) < 50}
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=12, logprobs=0)
@@ -271,7 +273,7 @@ def test_huge_rows_fail_their_own_request_and_change_no_tokens_of_others(tmp_pat
 
 def test_rows_of_another_width_fail_their_own_request_alone(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
-    runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
     engine = make_engine(runner)
     narrow = span_of(random_rows(8, 63, seed=0))
     engine.add_request(Request("narrow", [0] * 8, GREEDY, spans=[narrow]))

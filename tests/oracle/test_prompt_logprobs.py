@@ -20,7 +20,8 @@ from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_clock import FakeClock
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_clock import FakeClock
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 
@@ -36,7 +37,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def load(model: Path, num_blocks: int = 96, host_cache_bytes: int = 0) -> TorchModelRunner:
-    return load_runner(model, dtype="float32", num_blocks=num_blocks, host_cache_bytes=host_cache_bytes)
+    return load_runner(TorchSpec(model, dtype="float32", num_blocks=num_blocks, host_cache_bytes=host_cache_bytes))
 
 
 def expected(model: Path, prompt: Sequence[int]) -> npt.NDArray[np.float64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -10,6 +11,8 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stored.quantize import Quantization
+from baton.runner.spec import TorchSpec
 from tests.oracle.test_bit_exact import (
     AMONG_OTHERS,
     FEW_AND_MANY,
@@ -31,15 +34,9 @@ FORMATS = {**PACKED_FORMATS, **FP8_FORMATS}
 def run_on(
     directory: Path, dtype: str, num_threads: int, operations: Operations | None, how: str, length: int = LENGTH
 ) -> Run:
-    quantization = how if how in ("int8", "int4") else None
-    runner = load_runner(
-        directory,
-        dtype=dtype,
-        num_blocks=400,
-        num_threads=num_threads,
-        operations=operations,
-        quantization=quantization,  # type: ignore[arg-type]
-    )
+    quantization: Quantization | None = next((known for known in get_args(Quantization) if known == how), None)
+    spec = TorchSpec(directory, dtype=dtype, num_blocks=400, num_threads=num_threads, quantization=quantization)
+    runner = load_runner(spec, operations=operations)
     assert runner.model.bit_exact, runner.model.bit_exact_reason
     assert runner.model.compute_paths[0].runs.count(" bits a weight") == 1
     return Run(runner._transformer, runner.model.vocab_size, length)

@@ -18,17 +18,18 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.batch import NewRequestData
 from baton.messages.sampling import SamplingParams
-from baton.runner.backends.cache_rows import read_blocks
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.kernel_choice import CompiledOperations
-from baton.runner.backends.ranks.shard import Shard
-from baton.runner.execution.input_batch import RequestState, flatten
-from baton.runner.loading import load_runner
+from baton.runner.backends.paged_cache import read_blocks
+from baton.runner.backends.ranks.ranks import Shard
+from baton.runner.execution.input_batch import flatten
+from baton.runner.execution.request_table import RequestState
 from baton.runner.model.attention import cache_views
 from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner
 from tests.support.float64_model import Float64Model
 from tests.support.gguf_files import SCALE_STARTS
+from tests.support.load_with import load_with
 from tests.support.meant_models import (
     GGUF_FILES,
     MEANT_MODELS,
@@ -124,7 +125,7 @@ def expert_layers(transformer: Transformer) -> dict[int, str]:
 
 def load(written: MeantModel, dtype: str, cache_dtype: str, **how: Any) -> TorchModelRunner:
     options = {**written.options, **how}
-    return load_runner(written.directory, dtype=dtype, num_blocks=8, cache_dtype=cache_dtype, **options)
+    return load_with(written.directory, dtype=dtype, num_blocks=8, cache_dtype=cache_dtype, **options)
 
 
 def excess(found: torch.Tensor, disturbed: DisturbedModel, most: int | None = None) -> float:

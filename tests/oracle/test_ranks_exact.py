@@ -27,16 +27,17 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from baton.messages.speculation import SpeculationConfig
-from baton.runner.backends.sharded.sharded_program import ShardedProgram
+from baton.runner.backends.sharded_operations import ShardedProgram
 from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
-from baton.runner.model.gguf.convert import convert
 from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stored.convert_gguf import convert
 from baton.runner.model.transformer import HiddenAndLogits
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_rank_group import FakeRankGroup
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import make_engine, make_prompts, run_all
 from tests.support.gguf_models import random_module, write_module
 from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model
@@ -79,7 +80,7 @@ def loaded(directory: Path, shape: Shape, **settings: Any) -> Iterator[TorchMode
     ranks, stages = shape
     settings = {"block_size": 16, "num_blocks": 64} | settings
     runner = load_runner(
-        directory, tensor_parallel=ranks, pipeline_parallel=stages, start_ranks=FakeRankGroup, **settings
+        TorchSpec(directory, tensor_parallel=ranks, pipeline_parallel=stages, **settings), start_ranks=FakeRankGroup
     )
     try:
         yield runner
@@ -317,4 +318,4 @@ def test_a_step_that_fails_on_one_rank_ends_them_all(tmp_path: Path, monkeypatch
 def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     with pytest.raises(ConfigError, match=r"4 attention heads over 2 key/value heads .* 3 ranks; 1, 2, 4 would do"):
-        load_runner(tmp_path, dtype="float32", num_blocks=16, tensor_parallel=3, start_ranks=FakeRankGroup)
+        load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16, tensor_parallel=3), start_ranks=FakeRankGroup)

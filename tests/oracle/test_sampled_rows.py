@@ -11,9 +11,11 @@ import pytest
 
 from baton.engine.batch import NewRequestData
 from baton.messages.sampling import SamplingParams
-from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.execution.input_batch import flatten
+from baton.runner.execution.request_table import RequestState
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
+from baton.runner.spec import TorchSpec
 from tests.support.tiny_models import TINY_MODELS
 
 _ROUTED_BY_SIGMOID: Mapping[str, Mapping[str, Any]] = {
@@ -28,7 +30,7 @@ MODELS = {**_ROUTED_BY_SIGMOID, **{name: TINY_MODELS[name] for name in ("llama",
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_that_sample_have_the_bits_that_they_have_beside_all_rows(tmp_path: Path, name: str, dtype: str) -> None:
     write_random_model(tmp_path, MODELS[name], seed=5)
-    runner = load_runner(tmp_path, dtype=dtype, num_blocks=48)
+    runner = load_runner(TorchSpec(tmp_path, dtype=dtype, num_blocks=48))
     assert runner.model.bit_exact
     transformer = runner._transformer
     groups = len(runner.layout.groups)

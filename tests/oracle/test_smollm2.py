@@ -26,9 +26,10 @@ from baton.messages.sampling import SamplingParams
 from baton.models.resolve import find_model
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_workers import FakeWorkers
+from baton.runner.spec import TorchSpec
 from baton.text.model_template import ModelTemplate
 from baton.text.tokenizer import Tokenizer
+from tests.doubles.fake_workers import FakeWorkers
 from tests.oracle.test_token_exact import make_engine
 from tests.unit.runner.test_quantized_loading import error, logits
 
@@ -101,7 +102,7 @@ def answers(runner: TorchModelRunner, prompts: Mapping[str, list[int]]) -> dict[
 
 @pytest.fixture(scope="module")
 def dequantized(model_dir: Path) -> TorchModelRunner:
-    return load_runner(model_dir, dtype="float32", block_size=16, num_blocks=128, dequantize=True)
+    return load_runner(TorchSpec(model_dir, dtype="float32", block_size=16, num_blocks=128, dequantize=True))
 
 
 @pytest.mark.timeout(600)
@@ -128,7 +129,7 @@ def test_greedy_answers_equal_generate(model_dir: Path, dequantized: TorchModelR
 def test_integers_of_the_file_change_the_logits_by_the_rounding_of_inputs(
     model_dir: Path, dequantized: TorchModelRunner
 ) -> None:
-    kept = load_runner(model_dir, dtype="float32", num_blocks=64)
+    kept = load_runner(TorchSpec(model_dir, dtype="float32", num_blocks=64))
     assert kept.model.compute_paths[0].runs == "Q4_1, Q8_0 (GGUF), 5.74 bits a weight, 92 MiB"
     assert kept.model.bit_exact
     assert 0 < error(logits(kept), logits(dequantized)) < 0.2

@@ -15,7 +15,7 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.speculation.stats import SpecDecodingStats
+from baton.engine.stats import SpecDecodingStats
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.speculation import SpeculationConfig
@@ -23,7 +23,8 @@ from baton.runner import DraftSpec
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_grammar import FakeMatcher
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_grammar import FakeMatcher
 from tests.support.tiny_models import TINY_MODELS
 
 LENGTH = 28
@@ -157,7 +158,7 @@ def plain_results(model_dir: Callable[[str, int], Path]) -> Callable[[str, str],
 
     @cache
     def results(kind: str, dtype: str) -> Mapping[str, Result]:
-        runner = load_runner(model_dir(kind, 0), dtype=dtype, num_blocks=160, block_size=8)
+        runner = load_runner(TorchSpec(model_dir(kind, 0), dtype=dtype, num_blocks=160, block_size=8))
         assert runner.model.bit_exact
         found: dict[str, Result] = {}
         for name in PROMPTS:
@@ -184,7 +185,7 @@ def test_speculation_changes_no_bit(
 ) -> None:
     names = list(PROMPTS)
     plain = plain_results(kind, dtype)
-    runner = load_runner(model_dir(kind, 0), dtype=dtype, num_blocks=160, block_size=8)
+    runner = load_runner(TorchSpec(model_dir(kind, 0), dtype=dtype, num_blocks=160, block_size=8))
 
     # Drafts of the engine's own: of one request alone, of all, and of some beside mates without.
     assert generate(runner, ["penalised"], SpeculationConfig(prompt_lookup_min=1))[0] == {
@@ -226,7 +227,7 @@ def test_a_draft_model_changes_no_bit(
 ) -> None:
     directory = model_dir(kind, 0) if drafting == "the same" else model_dir("llama", 1)
     draft = DraftSpec(directory, num_tokens=6)
-    runner = load_runner(model_dir(kind, 0), dtype=dtype, num_blocks=160, block_size=8, draft=draft)
+    runner = load_runner(TorchSpec(model_dir(kind, 0), dtype=dtype, num_blocks=160, block_size=8, draft=draft))
     names = list(PROMPTS)
     plain = plain_results(kind, dtype)
     config = SpeculationConfig("draft_model", num_speculative_tokens=6, model=str(directory))

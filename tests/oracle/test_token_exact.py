@@ -20,7 +20,8 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_clock import FakeClock
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_clock import FakeClock
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
@@ -111,7 +112,7 @@ def generate_with(model: Any, prompts: dict[str, list[int]]) -> dict[str, list[i
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
-    runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
     prompts = make_prompts(runner.model.vocab_size)
     expected = generate_with_transformers(tmp_path, prompts)
     # A model that repeats one token would prove nothing.
@@ -130,7 +131,7 @@ def test_a_yarn_reaches_beyond_the_positions_that_a_configuration_names(tmp_path
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     config = {**TINY_MODELS["qwen2"], "max_position_embeddings": 64, "rope_parameters": yarn}
     write_random_model(tmp_path, config, seed=5)
-    runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
     assert runner.model.max_model_len == 256
     prompts = {name: tokens for name, tokens in make_prompts(runner.model.vocab_size).items() if len(tokens) > 50}
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
@@ -140,8 +141,8 @@ def test_a_yarn_reaches_beyond_the_positions_that_a_configuration_names(tmp_path
 
 def test_preempted_requests_continue_with_the_same_tokens(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["qwen2"], seed=5)
-    roomy = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
-    cramped = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=11)
+    roomy = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
+    cramped = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=11))
     prompts = {f"p{i}": [(i * 31 + j * 7) % 256 for j in range(20)] for i in range(5)}
 
     def requests() -> list[Request]:

@@ -26,6 +26,7 @@ from baton.messages.sampling import SamplingParams
 from baton.registry.embedded import READY_WORDS, find_redis_server
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
+from baton.runner.spec import TorchSpec
 from baton.security.authority import make_certificates
 from tests.oracle.test_token_exact import make_engine, run_all
 from tests.process.shell import BOUND_S, Shell, refusal
@@ -168,7 +169,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def wanted(site: Site) -> list[int]:
     """The tokens of one process."""
-    with closing(load_runner(site.directory / "model", num_blocks=256)) as runner:
+    with closing(load_runner(TorchSpec(site.directory / "model", num_blocks=256))) as runner:
         sampling = SamplingParams(temperature=0.0, max_tokens=LONG)
         return run_all(make_engine(runner), [Request("one", PROMPT, sampling)])["one"]
 

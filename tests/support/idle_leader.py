@@ -12,6 +12,7 @@ from pathlib import Path
 from baton.processes.fork_server import ForkedProcess
 from baton.runner.loading import load_runner
 from baton.runner.remote_stages.stages_here import start_on
+from baton.runner.spec import TorchSpec
 from tests.support.forked_commands import fork_server
 
 _THIS = "tests.support.idle_leader"
@@ -42,10 +43,10 @@ def main(arguments: Sequence[str]) -> int:
     """Load, print the process ids of the others, and wait to be killed."""
     kind, model = arguments[0], Path(arguments[1])
     if kind == "ranks":
-        runner = load_runner(model, dtype="float32", num_blocks=16, tensor_parallel=2)
+        runner = load_runner(TorchSpec(model, dtype="float32", num_blocks=16, tensor_parallel=2))
     else:
         stages = start_on(["cpu"], model, 1)
-        runner = load_runner(model, dtype="float32", num_blocks=16, pipeline_parallel=2, stages=stages)
+        runner = load_runner(TorchSpec(model, dtype="float32", num_blocks=16, pipeline_parallel=2), stages=stages)
     pids = [one.pid for one in runner.rank_reports()[1:]]
     os.write(1, (" ".join(map(str, pids)) + "\n").encode())
     signal.pause()

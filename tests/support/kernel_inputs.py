@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 
 
 def generator(seed: int) -> torch.Generator:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.runner.model.gguf.convert import convert
-from baton.runner.model.quantization.gguf_blocks import QUANTIZED_FORMATS
-from baton.runner.model.quantization.quantize import quantized
 from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stored.convert_gguf import convert
+from baton.runner.model.stored.gguf import QUANTIZED_FORMATS
+from baton.runner.model.stored.quantize import quantized
 from tests.support.float64_model import Float64Model
 from tests.support.gguf_models import random_module, write_module
 from tests.support.quantized_models import (

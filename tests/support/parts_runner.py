@@ -24,7 +24,7 @@ class DividedRunner(SimulatedRunner):
 
     def __init__(self, spec: SimulatedSpec, layers: Sequence[range]) -> None:
         super().__init__(spec)
-        whole = super().memory
+        whole = self.memory
         self.layers_of_parts = layers
         self._parts = [np.zeros_like(whole.owner[:, each.start : each.stop], order="C") for each in layers]
         self.memories = [
@@ -41,10 +41,7 @@ class DividedRunner(SimulatedRunner):
             )
             for part, each in zip(self._parts, layers, strict=True)
         ]
-
-    @property
-    def memory(self) -> KVMemory:
-        return self.memories[0]
+        self.memory = self.memories[0]
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         blocks = self._cache

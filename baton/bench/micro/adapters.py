@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -21,7 +20,7 @@ from baton.bench.micro.engine import EngineBenchConfig
 from baton.bench.micro.engine_drive import EngineDrive, load_with_room
 from baton.bench.results.spread import Spread
 from baton.messages.adapters import NO_ADAPTER
-from baton.model_formats.adapters import open_adapter
+from baton.model_formats.adapters import DEFAULT_MAX_RANK, open_adapter
 from baton.runner import TorchSpec
 
 if TYPE_CHECKING:
@@ -54,9 +53,7 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
 
     count, length = num_adapters, config.context_tokens
     blocks_of_one = -(-(length + config.steps + 4) // _BLOCK_SIZE) + 1
-    spec = TorchSpec(config.model_dir)
-    load = partial(
-        load_runner,
+    spec = TorchSpec(
         config.model_dir,
         dtype=config.dtype,
         block_size=_BLOCK_SIZE,
@@ -64,10 +61,10 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
         num_threads=config.threads,
         quantization=config.quantization,
         dequantize=config.dequantize,
-        max_lora_rank=max(rank, spec.max_lora_rank),
+        max_lora_rank=max(rank, DEFAULT_MAX_RANK),
     )
     num_stripes = 2 + (3 * count + 2 * _ROUNDS + 2) * blocks_of_one
-    runner = load_with_room(lambda num_blocks: load(num_blocks=num_blocks), num_stripes)
+    runner = load_with_room(lambda num_blocks: load_runner(replace(spec, num_blocks=num_blocks)), num_stripes)
     with closing(runner), TemporaryDirectory(prefix="baton-adapters-") as place:
         digests = _load_adapters(runner, Path(place), count, rank)
         drive = EngineDrive(runner, length, count)
@@ -120,7 +117,7 @@ def _load_adapters(runner: TorchModelRunner, place: Path, count: int, rank: int)
         directory = place / f"{seed}"
         write_adapter(directory, lora_tensors(modules, rank, seed, scale=0.02), rank)
         digests.append(open_adapter(directory).digest())
-        runner.load_adapter(directory, digests[-1])
+        runner.adapters.load(directory, digests[-1])
     return digests
 
 

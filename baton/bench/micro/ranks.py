@@ -17,7 +17,7 @@ from baton.bench.micro.engine import EngineBenchConfig
 from baton.bench.micro.engine_drive import EngineDrive, load_with_room
 from baton.bench.results.spread import Spread
 from baton.engine.runner import ModelRunner
-from baton.messages.node_shape import NodeShape
+from baton.messages.node import NodeShape
 from baton.runner import TorchSpec, load
 from baton.runner.execution.step_thread import StepThread
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from baton.client import OperatorClient
 from baton.errors import BatonError, Unreachable
-from baton.messages.cluster import NodeStatus
+from baton.messages.operator import NodeStatus
 from baton.registry.registry import Registry, with_authority
 from baton.security.access import default_access
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from baton.bench.nodes.samples import NodeSamples
 from baton.bench.nodes.timeline import NodeTimeline
 from baton.errors import BatonError
-from baton.messages.cluster import NodeStatus
+from baton.messages.operator import NodeStatus
 from baton.security.access import default_access
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.credentials import Dialer

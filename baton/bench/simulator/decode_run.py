@@ -12,7 +12,7 @@ steps; the run ends with the step in which that happens.
 from __future__ import annotations
 
 from baton.bench.simulator.counted_decodes import CountedDecodes
-from baton.engine.kv_cache.allocation import AllocationAnswer
+from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.kv_cache.manager import KVCacheManager
 
 

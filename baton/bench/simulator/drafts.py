@@ -17,10 +17,9 @@ import xxhash
 
 from baton.bench.simulator.prompt import TOKEN
 from baton.engine.request import Request, RequestStatus
-from baton.engine.speculation.draft_length import DraftLength
-from baton.engine.speculation.request_drafts import PAUSE_OF_MODEL, SHARE_OF_MODEL
+from baton.engine.speculation.request_drafts import PAUSE_OF_MODEL, SHARE_OF_MODEL, DraftLength
+from baton.engine.speculation.speculation import LEAST_PRICE
 from baton.engine.speculation.step_cost import StepCost
-from baton.engine.speculative_steps import LEAST_PRICE
 from baton.errors import InvalidRequest
 from baton.messages.speculation import MAX_DRAFTS, SpeculationConfig
 

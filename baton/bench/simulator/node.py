@@ -33,8 +33,8 @@ from baton.engine.batch import (
     SchedulerOutput,
 )
 from baton.engine.connector import KVTransferOutput
-from baton.engine.kv_cache.allocation import AllocationAnswer
 from baton.engine.kv_cache.block_hash import CacheKeyFields
+from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.kv_cache.events import KVEventLog
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import SchedulerConfig

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from baton.bench.simulator.simulation import NodeSizes
 from baton.bench.simulator.step_times import StepTimes
 from baton.errors import InvalidRequest
-from baton.messages.node_shape import NodeShape
+from baton.messages.node import NodeShape
 
 
 @dataclass(frozen=True, slots=True)

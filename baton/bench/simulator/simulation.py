@@ -23,8 +23,7 @@ from baton.bench.simulator.step_times import FormulaTimes, StepTimes
 from baton.bench.workloads import WorkloadRequest
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import BatonError
-from baton.messages.node import NodeDescription, Role
-from baton.messages.node_shape import ONE_RANK, NodeShape
+from baton.messages.node import ONE_RANK, NodeDescription, NodeShape, Role
 from router.limits import DispatchLimits
 from router.placement.placer import ALONE_TOKENS, PlacementSettings
 

@@ -12,7 +12,7 @@ from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.output import Format, OutputOption, print_json, print_table, print_text, print_yaml
 from baton.config.kinds import KVCacheDtype
 from baton.errors import UsageError
-from baton.messages.node_shape import NodeShape
+from baton.messages.node import NodeShape
 from baton.model_formats.adapters import MAX_RANK
 from baton.models.resolve import FoundModel
 

@@ -16,8 +16,7 @@ from baton.config import Loaded, NodeConfig, RouterConfig
 from baton.errors import BatonError, ConfigError
 from baton.models.resolve import with_model_directory
 from baton.processes.death_pipe import end_with_pipe
-from baton.runner.lean_imports import import_transformers
-from baton.runner.rare_collections import rare_collections
+from baton.runner.lean_imports import import_transformers, rare_collections
 
 if TYPE_CHECKING:
     from baton.messages.node import Role

@@ -21,8 +21,7 @@ from baton.cli.bench.serve import Dataset, count_requests, slo_of, usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 from baton.cli.steering import ProgressLine
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.node import Role
-from baton.messages.node_shape import ONE_RANK, NodeShape
+from baton.messages.node import ONE_RANK, NodeShape, Role
 from baton.messages.speculation import MAX_DRAFTS, SpeculationConfig
 
 if TYPE_CHECKING:

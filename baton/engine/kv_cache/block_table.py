@@ -2,7 +2,63 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
+
+from baton.engine.batch import BlockCopy
 from baton.engine.kv_cache.block_pool import Block
+from baton.values import value
+
+
+class AllocationAnswer(enum.Enum):
+    """Whether an allocation succeeded."""
+
+    OK = "ok"
+    LATER = "later"
+    """The blocks are not free now; the allocation succeeds when other requests have freed theirs."""
+    NEVER = "never"
+    """The allocation does not fit even into the empty pool."""
+
+
+@value(frozen=True, slots=True)
+class Allocation:
+    """The result of an allocation: an answer and, if it is OK, the blocks taken from the pool, without cache hits."""
+
+    answer: AllocationAnswer
+    new_block_ids: Sequence[int] = ()
+    copies: Sequence[BlockCopy] = ()
+    """Copies that the runner must make before it computes anything in the new blocks."""
+
+
+@value(frozen=True, slots=True)
+class Growth:
+    """How many tokens a request may compute now, and the blocks that its table got for them."""
+
+    num_tokens: int
+    new_block_ids: Sequence[int] = ()
+
+
+@value(frozen=True, slots=True)
+class ComputedBlocks:
+    """A prefix of a request whose KV exists. The blocks are not held: valid until the next call that takes blocks."""
+
+    blocks: Sequence[Block]
+    """The first entries of the request's table."""
+    num_tokens: int
+    """Tokens of the whole prefix, those in the host tier included."""
+    copy_from: Sequence[Block] = ()
+    """The entries of a last, partly filled stripe: they are copied, not shared, since its owner writes to them."""
+    host_blocks: Sequence[Block] = ()
+    """The continuation of the prefix in the host tier, which is copied back."""
+    num_host_tokens: int = 0
+    """Tokens in `host_blocks`."""
+
+    def without_host(self) -> ComputedBlocks:
+        """The part of the prefix that is on the device."""
+        return ComputedBlocks(self.blocks, self.num_tokens - self.num_host_tokens, self.copy_from)
+
+
+NO_COMPUTED_BLOCKS = ComputedBlocks((), 0)
 
 
 class BlockTable:

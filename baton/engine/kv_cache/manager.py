@@ -16,10 +16,16 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from baton.engine.batch import BlockCopy
-from baton.engine.kv_cache.allocation import NO_COMPUTED_BLOCKS, Allocation, AllocationAnswer, ComputedBlocks, Growth
 from baton.engine.kv_cache.block_hash import BlockHasher, group_key
 from baton.engine.kv_cache.block_pool import Block, BlockInvariantBroken, BlockPool
-from baton.engine.kv_cache.block_table import BlockTable
+from baton.engine.kv_cache.block_table import (
+    NO_COMPUTED_BLOCKS,
+    Allocation,
+    AllocationAnswer,
+    BlockTable,
+    ComputedBlocks,
+    Growth,
+)
 from baton.engine.kv_cache.cache_groups import CacheGroups
 from baton.engine.kv_cache.events import KVEventLog, KVSnapshot
 from baton.engine.kv_cache.host_tier import NO_COPIES, HostTier, StepCopies

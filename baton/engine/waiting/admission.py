@@ -23,16 +23,14 @@ from typing import NamedTuple
 
 from baton.engine.batch import EngineCoreEventType
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens, LostKV
-from baton.engine.kv_cache.allocation import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
-from baton.engine.prefix_cache_stats import PrefixCacheCounts
+from baton.engine.constraints import TokenMatcher
+from baton.engine.kv_cache.block_table import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
 from baton.engine.request import Request, RequestEvent, RequestStatus
-from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
+from baton.engine.stats import PrefixCacheCounts
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
-from baton.engine.waiting.adapter_queues import AdapterQueues
-from baton.engine.waiting.adapter_slots import AdapterSlots
-from baton.engine.waiting.request_queue import NO_TURN, Turn
+from baton.engine.waiting.request_queue import NO_TURN, AdapterQueues, AdapterSlots, Turn
 from baton.engine.waiting.waiting_requests import WaitingRequests, may_load
 from baton.errors import TransferCause
 from baton.messages.node import Leg

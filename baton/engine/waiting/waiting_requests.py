@@ -17,8 +17,13 @@ from baton.engine.batch import WaitingReason
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.sequences.sequence_group import SequenceGroup
-from baton.engine.waiting.adapter_queues import AdapterQueues
-from baton.engine.waiting.request_queue import FCFSRequestQueue, PriorityRequestQueue, QueuePositions, RequestQueue
+from baton.engine.waiting.request_queue import (
+    AdapterQueues,
+    FCFSRequestQueue,
+    PriorityRequestQueue,
+    QueuePositions,
+    RequestQueue,
+)
 from baton.messages.node import Leg
 
 

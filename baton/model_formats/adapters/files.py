@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from baton.errors import AdapterRefused
-from baton.model_formats.adapters.config import MAX_RANK, AdapterConfig, read_config
-from baton.model_formats.adapters.patterns import LONGEST
-from baton.model_formats.regular_files import open_regular
-from baton.model_formats.safetensors_header import SafetensorsHeader, UnsoundSafetensors, read_header
+from baton.model_formats.adapters.config import LONGEST, MAX_RANK, AdapterConfig, read_config
+from baton.model_formats.files import SafetensorsHeader, UnsoundSafetensors, open_regular, read_header
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PICKLE_NAME = "adapter_model.bin"

@@ -24,8 +24,7 @@ import soxr  # noqa: F401
 from numpy.typing import NDArray
 
 from baton.model_formats.audio.containers import REFUSED, Container
-from baton.model_formats.audio.limits import AudioLimits, UnusableAudio
-from baton.model_formats.audio.mono import MonoSamples
+from baton.model_formats.audio.mono import AudioLimits, MonoSamples, UnusableAudio
 from baton.processes.bounded_process import limit_memory, limit_powers
 from baton.processes.parent import die_with
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from baton.errors import Overloaded
-from baton.model_formats.audio.limits import AudioLimits, UnusableAudio
+from baton.model_formats.audio.mono import AudioLimits, UnusableAudio
 from baton.model_formats.limits import AUDIO_RATE
 from baton.processes.bounded_process import child_environment
 

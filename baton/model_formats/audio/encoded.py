@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.model_formats.audio.containers import Container, decode_container
-from baton.model_formats.audio.limits import AudioLimits, UnusableAudio
-from baton.model_formats.audio.mono import MonoSamples
+from baton.model_formats.audio.mono import AudioLimits, MonoSamples, UnusableAudio
 
 if TYPE_CHECKING:
     from soundfile import SoundFile

@@ -18,7 +18,7 @@ from cachetools import LRUCache
 from baton.errors import AdapterRefused
 from baton.messages.adapters import is_adapter_directory
 from baton.model_formats.adapters import CONFIG_NAME, WEIGHTS_NAME, AdapterInfo
-from baton.model_formats.regular_files import is_below, only_below
+from baton.model_formats.files import is_below, only_below
 
 _MOST_REMEMBERED = 512
 _Stamp = tuple[tuple[int, int, int, int], ...]

@@ -63,7 +63,7 @@ class AdapterThreads:
         try:
             self._directories.check_place(directory)
             with self._directories.reading():
-                self._runner.load_adapter(Path(directory), digest)
+                self._runner.adapters.load(Path(directory), digest)
         except Exception as error:
             return _fault(error, "could not load an adapter: its requests fail", digest, directory)
         return None

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from baton.config import NodeConfig
+from baton.engine.constraints import TokenMatcher
 from baton.engine.request import Request
 from baton.engine.runner import ModelInfo
-from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, ConfigError, EngineFault, InvalidRequest
 from baton.fair_executor import FairExecutor
 from baton.messages.ids import tenant_of

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import structlog
 
 from baton.clock import Clock
-from baton.engine.encoder_input import EncoderInput
+from baton.engine.encoder_cache import EncoderInput
 from baton.engine.runner import ModelRunner
 from baton.errors import BatonError, EngineFault
 
@@ -37,7 +37,7 @@ class EncoderThread:
         def run() -> None:
             began = self._clock.monotonic()
             try:
-                self._runner.encode(each.content, each.num_rows)
+                self._runner.encoder.encode(each.content, each.num_rows)
             except BatonError as error:
                 failed(each.digest, error)
             except Exception as error:
@@ -62,4 +62,4 @@ class EncoderThread:
         Idempotent. No callback may matter any more.
         """
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._runner.forget_encoded(None)
+        self._runner.encoder.forget(None)

@@ -1,18 +1,24 @@
-"""Products that adapters may change, and the adapters of the rows that are being computed."""
+"""What adapters may change: products, those of experts, and the embedding; and the adapters of the rows of a step.
+
+The parts of a mixture of experts hold their weights as parameters, which adapters name as such. To rows of the
+embedding an adapter adds factor * B A, of which A has a column for each token.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.nn import functional
 
 from baton.runner.backends.cpu.kernels.adapters import AdapterTable, StepAdapters
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
-from baton.runner.backends.low_rank import RowAdapters
+from baton.runner.backends.low_rank import LowRank, Outputs, RowAdapters
 from baton.runner.backends.operations import Activation, Operations
 
 
@@ -79,7 +85,26 @@ class ModuleOutputs(NamedTuple):
     num_outputs: int
 
 
-class AdaptableProduct:
+class _Adaptable:
+    """What is the same for all products that adapters may change."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._number: int | None = None
+        self._rows = _NO_ROWS
+        self._num_rows: set[int] = set()
+
+    def attach(self, number: int, rows: RowsOfStep) -> None:
+        """Give the product its number in tables of adapters, and the rows of the steps to come."""
+        self._number, self._rows = number, rows
+
+    @property
+    def computes_all_rows(self) -> bool:
+        """Whether the step that was to find out gave it all of its rows, once each; experts are given rows to route."""
+        return self._num_rows == {0}
+
+
+class AdaptableProduct(_Adaptable):
     """A product of the model. Rows whose adapter changes it get what the adapter adds."""
 
     def __init__(
@@ -92,6 +117,7 @@ class AdaptableProduct:
         """`packed`: the weight of all modules, which are given by name and number of outputs, stacked; of a gated
         product the gate and up.
         """
+        super().__init__(operations)
         self.packed = packed
         self.num_inputs = num_inputs
         self.modules: list[ModuleOutputs] = []
@@ -99,20 +125,7 @@ class AdaptableProduct:
         for name, num_outputs in modules:
             self.modules.append(ModuleOutputs(name, first, num_outputs))
             first += num_outputs
-        self._operations = operations
-        self._number: int | None = None
-        self._rows = _NO_ROWS
-        self._num_rows: set[int] = set()
         self._row_dtypes: set[torch.dtype] = set()
-
-    def attach(self, number: int, rows: RowsOfStep) -> None:
-        """Give the product its number in tables of adapters, and the rows of the steps to come."""
-        self._number, self._rows = number, rows
-
-    @property
-    def computes_all_rows(self) -> bool:
-        """Whether it computed all rows of the step that was to find out, once each."""
-        return self._num_rows == {0}
 
     @property
     def row_dtype(self) -> torch.dtype | None:
@@ -135,15 +148,11 @@ class AdaptableProduct:
         `packed`: the same weight in another dtype, that of x.
         """
         packed = self.packed if packed is None else packed
-        if (adapters := self._adapters(x)) is None:
-            return self._operations.linear(x, packed, bias, out_dtype=out_dtype)
-        return self._operations.linear(x, packed, bias, out_dtype=out_dtype, adapters=adapters)
+        return self._operations.linear(x, packed, bias, out_dtype=out_dtype, adapters=self._adapters(x))
 
     def gated_linear(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """The gated product, as `Operations.gated_linear` computes it, with the adapters of the step's rows."""
-        if (adapters := self._adapters(x)) is None:
-            return self._operations.gated_linear(x, self.packed, activation=activation)
-        return self._operations.gated_linear(x, self.packed, activation=activation, adapters=adapters)
+        return self._operations.gated_linear(x, self.packed, activation=activation, adapters=self._adapters(x))
 
     def record(self, program: Program, x: Rows, bias: torch.Tensor | None, *, into: str | Rows) -> Rows:
         """Append to a program what `linear` computes."""
@@ -176,3 +185,166 @@ class HasProducts(ABC):
 
 _NO_ROWS = RowsOfStep()
 """What a product that is not attached reads: no row has an adapter."""
+
+
+def routed(slots: torch.Tensor | None, index: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+    """The slots [rows] of the rows `index`, and -1 for padding up to `num_rows`; None: none of them has an adapter."""
+    if slots is None:
+        return None
+    own = slots[index.cpu()]
+    if int(own.max()) < 0:
+        return None
+    return own if len(own) == num_rows else functional.pad(own, (0, num_rows - len(own)), value=-1)
+
+
+class AdaptableExperts(_Adaptable):
+    """One product of every expert of a mixture: gate and up, or down. An adapter has a part for each expert.
+
+    Each expert computes the rows that were routed to it.
+    """
+
+    def __init__(self, operations: Operations, packed: Sequence[Any], num_outputs: int, num_inputs: int) -> None:
+        """`packed`: the weight of each expert; of a gated product gate and up."""
+        super().__init__(operations)
+        self.num_outputs = num_outputs
+        self.num_inputs = num_inputs
+        self.packed = packed
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.packed)
+
+    def slots(self, num_rows: int) -> torch.Tensor | None:
+        """Int32 [rows] on the CPU: the slots of the rows that are to be routed, or -1; None: no adapter is for these
+        experts, or no row has one."""
+        rows = self._rows
+        if rows.num_probed:
+            self._num_rows.add(num_rows - rows.num_probed)
+        if rows.slots is None or self._number is None or all(one is None for one in rows.table.experts[self._number]):
+            return None
+        return rows.of_product(num_rows)
+
+    def linear(
+        self, x: torch.Tensor, expert: int, slots: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The product of one expert and rows with these slots [rows], or none, as `Operations.linear` computes it."""
+        return self._operations.linear(x, self.packed[expert], bias, adapters=self._adapters(expert, slots))
+
+    def gated_linear(
+        self, x: torch.Tensor, expert: int, slots: torch.Tensor | None, activation: Activation
+    ) -> torch.Tensor:
+        """The gated product of one expert and rows with these slots [rows], or none, as operations compute it."""
+        adapters = self._adapters(expert, slots)
+        return self._operations.gated_linear(x, self.packed[expert], activation=activation, adapters=adapters)
+
+    def _adapters(self, expert: int, slots: torch.Tensor | None) -> RowAdapters | None:
+        if slots is None or self._number is None:
+            return None
+        weights = [None if one is None else one[expert] for one in self._rows.table.experts[self._number]]
+        return None if all(one is None for one in weights) else RowAdapters(slots, weights)
+
+    def adapt(self, terms: Sequence[Sequence[LowRank]], dtype: torch.dtype) -> list[Any]:
+        """Prepare what an adapter adds, for each expert, to products of rows in `dtype`."""
+        return [
+            self._operations.adapt(packed, of_expert, dtype) if of_expert else None
+            for packed, of_expert in zip(self.packed, terms, strict=True)
+        ]
+
+
+def divided_among_experts(
+    a: torch.Tensor, b: torch.Tensor, factor: float, num_experts: int, *, swapped: bool
+) -> list[LowRank]:
+    """The term of each expert in A [experts * rank, K] and B [outputs, rank * experts], as PEFT stacks them.
+
+    In A the ranks of an expert are neighbours, in B those of all experts for one rank. `swapped`: A has the outputs and
+    B the inputs, and what is added to an expert's weight is the transpose of B A.
+    """
+    of_a = a.view(num_experts, -1, a.shape[1])
+    of_b = b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
+    if swapped:
+        of_a, of_b = of_b.transpose(1, 2), of_a.transpose(1, 2)
+    return [
+        LowRank(of_a[expert].contiguous(), factor, (Outputs(0, of_b[expert].contiguous()),))
+        for expert in range(num_experts)
+    ]
+
+
+AdaptableParameters = Mapping[str, AdaptableProduct | AdaptableExperts | None]
+"""What adapters may change in the parameters of a module, by their names and in the module's order; None: they must not
+change this one."""
+
+
+def hold_parameters(module: nn.Module, parameters: AdaptableParameters) -> None:
+    """Say what adapters may change in a module whose parameters were packed."""
+    object.__setattr__(module, "baton_parameters", parameters)
+
+
+def held_parameters(module: nn.Module) -> AdaptableParameters:
+    """What adapters may change in the parameters of a module; empty for one that has none."""
+    held: AdaptableParameters = getattr(module, "baton_parameters", {})
+    return held
+
+
+@dataclass(frozen=True, slots=True)
+class _EmbeddingAdapter:
+    """What one adapter adds to the embedding."""
+
+    columns: torch.Tensor
+    """Float32 [vocabulary, rank], with the factor: A transposed."""
+    packed: Any
+    """B, packed in float32."""
+
+
+class AdaptableEmbedding:
+    """Adds to the rows that the embedding returns what the adapters of the step's rows add."""
+
+    def __init__(
+        self, name: str, part: nn.Module, rows: RowsOfStep, vocab_size: int, width: int, device: torch.device
+    ) -> None:
+        self.name = name
+        self.vocab_size = vocab_size
+        self.width = width
+        self._part = part
+        self._rows = rows
+        self._device = device
+        self._operations: Operations | None = None
+        scale = getattr(part, "embed_scale", None)
+        self._scale = 1.0 if scale is None else float(scale)
+        part.register_forward_hook(self._add)
+
+    @classmethod
+    def of(cls, name: str, part: Any, rows: RowsOfStep, device: torch.device) -> AdaptableEmbedding | None:
+        """The embedding of a model; None for a stage that has none."""
+        if isinstance(part, nn.Embedding):
+            return cls(name, part, rows, part.num_embeddings, part.embedding_dim, device)
+        head = getattr(part, "shared_weight", None)
+        return None if head is None else cls(name, part, rows, head.out_features, head.in_features, device)
+
+    def adapt(self, operations: Operations, a: torch.Tensor, b: torch.Tensor, factor: float) -> _EmbeddingAdapter:
+        """Prepare A [rank, vocabulary] and B [width, rank] of an adapter."""
+        self._operations = operations
+        return _EmbeddingAdapter((a.T * (factor * self._scale)).contiguous(), operations.pack_own(b.to(self._device)))
+
+    def weight_rows(self, index: torch.Tensor) -> torch.Tensor:
+        """The rows `index` of the weight, without its scale: [rows, width]."""
+        if isinstance(self._part, nn.Embedding):
+            return self._part.weight[index.to(self._part.weight.device)]
+        rows: torch.Tensor = self._part.shared_weight.take_rows(index)  # type: ignore[union-attr, operator]
+        return rows
+
+    def _add(self, _part: nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor | None:
+        slots = self._rows.slots
+        if slots is None or all(one is None for one in self._rows.table.embeddings):
+            return None
+        token_ids: torch.Tensor = given[0].reshape(-1)
+        rows = out.view(-1, out.shape[-1]).clone()
+        for slot in torch.unique(slots).tolist():
+            adapter: _EmbeddingAdapter | None = self._rows.table.embeddings[slot] if slot >= 0 else None
+            if adapter is None or self._operations is None:
+                continue
+            own = (slots == slot).nonzero().flatten()
+            t = adapter.columns[token_ids.cpu()[own]].to(rows.device)
+            more = self._operations.linear(t, adapter.packed)
+            own = own.to(rows.device)
+            rows[own] = (rows[own].float() + more).to(rows.dtype)
+        return rows.view(out.shape)

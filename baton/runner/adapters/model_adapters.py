@@ -16,9 +16,14 @@ import torch
 
 from baton.errors import AdapterRefused
 from baton.model_formats.adapters import AdapterFiles, AdapterInfo, TensorPiece, read_adapter
-from baton.runner.adapters.adaptable import AdaptableProduct, LoadedAdapters, RowsOfStep
-from baton.runner.adapters.embedding import AdaptableEmbedding
-from baton.runner.adapters.experts import AdaptableExperts, divided_among_experts
+from baton.runner.adapters.adaptable import (
+    AdaptableEmbedding,
+    AdaptableExperts,
+    AdaptableProduct,
+    LoadedAdapters,
+    RowsOfStep,
+    divided_among_experts,
+)
 from baton.runner.adapters.places import ParameterNames, Place, Places, named_parts
 from baton.runner.backends.cpu.kernels.adapters import AdapterTable, StepAdapters
 from baton.runner.backends.low_rank import LowRank, Outputs

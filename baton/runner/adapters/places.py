@@ -10,8 +10,14 @@ from typing import Any, Protocol
 
 from baton.errors import AdapterRefused
 from baton.model_formats.adapters import AdapterFiles, without_wrappers
-from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts, ModuleOutputs, RowsOfStep
-from baton.runner.adapters.experts import AdaptableExperts, held_parameters
+from baton.runner.adapters.adaptable import (
+    AdaptableExperts,
+    AdaptableProduct,
+    HasProducts,
+    ModuleOutputs,
+    RowsOfStep,
+    held_parameters,
+)
 
 _EXPERT = re.compile(r".*\.(0|[1-9]\d{0,8})\.[^.\d][^.]*")
 """A module of one expert, as models had them whose experts are stacked now."""

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import Packed, Program
-from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation, Operations
+from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.backends.weight_rows import Weight, read_weight
@@ -81,42 +82,14 @@ class CompiledOperations:
     def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
         kernels.store_kv(key, value, cache, slots)
 
-    def paged_attention(
-        self,
-        query: torch.Tensor,
-        cache: CacheView,
-        query_start: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_tables: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        sharing: torch.Tensor | None = None,
-        ahead: int = 0,
-        distance_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return kernels.paged_attention(
-            query,
-            cache,
-            query_start,
-            seq_lens,
-            block_tables,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            ahead=ahead,
-            distance_bias=distance_bias,
-            threads=self.num_threads,
-        )
+    def paged_attention(self, call: AttentionCall) -> torch.Tensor:
+        return kernels.paged_attention(call, threads=self.num_threads)
 
 
 def choose_operations(num_threads: int, device: torch.device = CPU) -> Operations:
     """On a CPU the C kernels if they can run, otherwise torch's products; on a GPU the CUDA operations.
 
-    Their numerics have different names. The reference is never chosen, since it is a thousand times slower.
+    Their numerics have different names.
     """
     if device.type != "cpu":
         return CudaOperations(device)

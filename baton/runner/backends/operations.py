@@ -1,7 +1,7 @@
 """The interface of the operations that a step consists of; a row's result must not depend on the other rows.
 
 One model uses one implementation: the C kernels (kernel_choice.py), torch's products in calls of a fixed number of rows
-(torch_operations.py), the same on a GPU (cuda_operations.py), or a slow, plain one for tests (reference.py).
+(torch_operations.py), or the same on a GPU (cuda_operations.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.low_rank import LowRank, RowAdapters
+from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.ranks.ranks import Ranks
 from baton.runner.backends.weight_rows import Weight
 
@@ -116,33 +117,9 @@ class Operations(Protocol):
         """
         ...
 
-    def paged_attention(
-        self,
-        query: torch.Tensor,
-        cache: CacheView,
-        query_start: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_tables: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        sharing: torch.Tensor | None = None,
-        ahead: int = 0,
-        distance_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention of query [T, H, KD] over the cache; returns [T, H, VD], zero in rows of no sequence.
+    def paged_attention(self, call: AttentionCall) -> torch.Tensor:
+        """Attention of the call's query [T, H, KD] over the cache: [T, H, VD].
 
-        The rows query_start[b] to query_start[b + 1], which may be none, are the last of the seq_lens[b] tokens of
-        sequence b, whose keys and values are in the blocks block_tables[b]. With a window, a query attends to that many
-        keys at most, its own included. It is causal, unless a query attends to `ahead` keys behind its own, too, as far
-        as its sequence has them; then all tokens of a sequence are in the same call. `sinks` [H]: one more score for
-        each head, which has no value. `sharing`: which sequences share leading blocks (cuda/shared_splits.py), for
-        operations that do not find out themselves.
-
-        `distance_bias`: float32 [H, D], contiguous, finite: head h adds distance_bias[h, min(q - k, D - 1)] to the
-        scaled score of a query at position q and a key at position k. None: nothing is added. Raises
-        KernelArgumentError for another shape, dtype or layout, and for biases with a soft cap or with `ahead`.
+        Raises KernelArgumentError for biases of distances that don't fit.
         """
         ...

@@ -12,8 +12,7 @@ import torch
 from torch.nn import functional
 
 from baton.errors import ConfigError
-from baton.runner.backends.float8_weight import GROUP_MULTIPLE, Float8Weight
-from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
+from baton.runner.backends.quantized_weight import GROUP_MULTIPLE, Float8Weight, NarrowWeight, QuantizedWeight
 from baton.runner.backends.weight_rows import rows_of
 
 _WIDENED_ROWS = 4096

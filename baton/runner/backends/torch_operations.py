@@ -17,15 +17,14 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from baton.runner.backends.cache_rows import read_blocks, write_rows
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.attention import require_distance_bias
-from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.device import CPU
-from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.operations import Activation
+from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
 from baton.runner.backends.quantized_product import block_of, narrow_product, require_float8_groups
-from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
+from baton.runner.backends.quantized_weight import Float8Weight, NarrowWeight, QuantizedWeight
 from baton.runner.backends.ranks.ranks import ONE_RANK
 from baton.runner.backends.weight_rows import Weight, read_weight
 
@@ -59,22 +58,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) 
     if plus_one:
         return (normal * (1.0 + weight.float())).to(x.dtype)
     return weight * normal.to(x.dtype)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate the two halves of the first R columns of x [T, H, D] by cos and sin [T, R], in place."""
-    half = cos.shape[-1] // 2
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    x[..., : 2 * half] = rotated.to(x.dtype)
-
-
-def store_kv(key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
-    """Write rows into the cache at `slots`; rows with a negative slot are skipped."""
-    kept = slots >= 0
-    slots = slots[kept]
-    write_rows(cache, key[kept], value[kept], slots // cache.block_size, slots % cache.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,53 +188,47 @@ class TorchOperations:
         return total, rms_norm(total, weight, eps, plus_one)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        rotate(x, cos, sin)
+        half = cos.shape[-1] // 2
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+        cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        x[..., : 2 * half] = rotated.to(x.dtype)
 
     def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
-        store_kv(key, value, cache, slots)
+        kept = slots >= 0
+        slots = slots[kept]
+        write_rows(cache, key[kept], value[kept], slots // cache.block_size, slots % cache.block_size)
 
-    def paged_attention(
-        self,
-        query: torch.Tensor,
-        cache: CacheView,
-        query_start: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_tables: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        sharing: torch.Tensor | None = None,
-        ahead: int = 0,
-        distance_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        require_distance_bias(distance_bias, query, softcap, ahead)
+    def paged_attention(self, call: AttentionCall) -> torch.Tensor:
+        query, cache, how = call.query, call.cache, call.how
+        require_distance_bias(how, query.shape[1], query.device)
         out = query.new_zeros(*query.shape[:2], cache.value_dim)
-        extra = None if sinks is None else sinks.float().view(cache.num_kv_heads, -1, 1)
-        starts: list[Any] = query_start.tolist()
-        for sequence, length in enumerate(seq_lens.tolist()):
+        extra = None if how.sinks is None else how.sinks.float().view(cache.num_kv_heads, -1, 1)
+        starts: list[Any] = call.query_start.tolist()
+        for sequence, length in enumerate(call.seq_lens.tolist()):
             first, last = starts[sequence], starts[sequence + 1]
             if first == last:
                 continue
-            blocks = block_tables[sequence, : -(-length // cache.block_size)].long()
+            blocks = call.block_tables[sequence, : -(-length // cache.block_size)].long()
             keys, values = (rows.float() for rows in read_blocks(cache, blocks, query.dtype))
-            if ahead:
-                if softcap or extra is not None:
+            if how.ahead:
+                if how.softcap or extra is not None:
                     raise ValueError("attention to keys behind has neither a soft cap nor sinks")
                 rows = slice(first, last)
-                out[rows] = _attend_both_ways(query[rows], keys[:, :length], values[:, :length], scale, window, ahead)
+                out[rows] = _attend_both_ways(query[rows], keys[:, :length], values[:, :length], how)
                 continue
-            biases = None if distance_bias is None else _biases_of_keys(distance_bias, length, cache.num_kv_heads)
+            biases = None
+            if how.distance_bias is not None:
+                biases = _biases_of_keys(how.distance_bias, length, cache.num_kv_heads)
             for row in range(first, last):
                 stop = length - (last - 1 - row)
-                start = max(0, stop - window) if window else 0
+                start = max(0, stop - how.window) if how.window else 0
                 seen = slice(start, stop)
                 grouped = query[row].view(cache.num_kv_heads, -1, cache.key_dim).float()
                 # A copy, so that the product sees the same memory layout for a prompt and for a lone token.
-                scores = torch.bmm(grouped, keys[:, seen].contiguous().transpose(1, 2)) * scale
-                if softcap:
-                    scores = torch.tanh(scores / softcap) * softcap
+                scores = torch.bmm(grouped, keys[:, seen].contiguous().transpose(1, 2)) * how.scale
+                if how.softcap:
+                    scores = torch.tanh(scores / how.softcap) * how.softcap
                 if biases is not None:
                     scores = scores + biases[..., length - (stop - start) :]
                 if extra is not None:
@@ -331,7 +308,7 @@ def _biases_of_keys(distance_bias: torch.Tensor, length: int, num_kv_heads: int)
 
 
 def _attend_both_ways(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int | None, ahead: int
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: AttentionFeatures
 ) -> torch.Tensor:
     """Attention of all rows [n, H, KD] of a sequence to float32 keys [KH, n, KD] and values [KH, n, VD]: [n, H, VD].
 
@@ -340,30 +317,24 @@ def _attend_both_ways(
     """
     before = keys.shape[1] - query.shape[0]
     blocks = [
-        _attend_block(query[row : row + _QUERY_ROWS], before + row, keys.contiguous(), values, scale, window, ahead)
+        _attend_block(query[row : row + _QUERY_ROWS], before + row, keys.contiguous(), values, how)
         for row in range(0, query.shape[0], _QUERY_ROWS)
     ]
     return torch.cat(blocks)
 
 
 def _attend_block(
-    query: torch.Tensor,
-    start: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    window: int | None,
-    ahead: int,
+    query: torch.Tensor, start: int, keys: torch.Tensor, values: torch.Tensor, how: AttentionFeatures
 ) -> torch.Tensor:
     """Attention of rows [n, H, KD] at the positions from `start` on, as `_attend_both_ways`."""
     num_rows, heads, length = query.shape[0], keys.shape[0], keys.shape[1]
     grouped = query.float().view(num_rows, heads, -1, keys.shape[2]).permute(1, 2, 0, 3)
-    scores = torch.bmm(grouped.reshape(heads, -1, keys.shape[2]), keys.transpose(1, 2)) * scale
+    scores = torch.bmm(grouped.reshape(heads, -1, keys.shape[2]), keys.transpose(1, 2)) * how.scale
     at = torch.arange(length, device=query.device)
     own = at[start : start + num_rows, None]
-    seen = at <= own + ahead
-    if window:
-        seen &= at > own - window
+    seen = at <= own + how.ahead
+    if how.window:
+        seen &= at > own - how.window
     scores = scores.view(heads, -1, num_rows, length).masked_fill(~seen, -math.inf)
     weights = torch.softmax(scores, dim=-1).view(heads, -1, length)
     attended = torch.bmm(weights, values.contiguous()).view(heads, -1, num_rows, values.shape[2])

@@ -10,6 +10,8 @@ Keys and values are needed within one layer only: a cache of one layer's blocks 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, LayerGeometry
 from baton.errors import ConfigError
 from baton.messages.pooling import ModelPooling, Pooling
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
+from baton.runner.backends.attention_call import AttentionCall, StepLayout
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.encoder.head import ClassificationHead
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.model.attention import (
     Attend,
@@ -33,13 +33,55 @@ from baton.runner.model.attention import (
     cache_views,
     dense_rows,
 )
+from baton.runner.model.cached_model import CachedModel, failing_as_unusable, on_device, on_device_of_model, on_host
 from baton.runner.model.layers import ProductWatch, replace_products
 from baton.runner.model.long_angles import refuse_long_angles
-from baton.runner.model.mapped_files import MappedFiles
-from baton.runner.model.quantization.stored_weight import UnusableWeight
-from baton.runner.model.transformer import on_device, on_host, row_quantum, row_widths
-from baton.runner.model.weights import DTYPES, LoadedModel
+from baton.runner.model.stored.mapped_files import MappedFiles
+from baton.runner.model.weights import LoadedModel
 from baton.runner.spec import CacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationHead:
+    """The head of one `…ForSequenceClassification` of transformers."""
+
+    pooling: Pooling
+    """The hidden states that it reads."""
+    last_layer: nn.Module
+    """The layer that gives a number for each label, before products are replaced: its results are float32."""
+    outputs: Callable[[torch.Tensor], torch.Tensor]
+    """Pooled hidden states [n, size] to the outputs [n, labels]."""
+
+    @classmethod
+    def of(cls, module: Any, config: Any) -> ClassificationHead:
+        """The head of a loaded module; raises ConfigError for one of another build."""
+        base = getattr(module, module.base_model_prefix)
+        classifier: Any = getattr(module, "classifier", None)
+        if isinstance(getattr(classifier, "out_proj", None), nn.Linear):
+            # Roberta, Electra: the classifier takes hidden states [n, tokens, size], and the first token of each.
+            return cls(Pooling.CLS, classifier.out_proj, lambda rows: module.classifier(rows[:, None]))
+        if not isinstance(classifier, nn.Linear):
+            raise ConfigError(f"{type(module).__name__} has no classifier that is supported; choose another model")
+        if getattr(base, "pooler", None) is not None:  # Bert
+
+            def of_bert(rows: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = module.classifier(base.pooler(rows[:, None]))
+                return found
+
+            return cls(Pooling.CLS, classifier, of_bert)
+        if isinstance(getattr(module, "pre_classifier", None), nn.Linear):  # DistilBert
+
+            def of_distilbert(rows: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = module.classifier(torch.relu(module.pre_classifier(rows)))
+                return found
+
+            return cls(Pooling.CLS, classifier, of_distilbert)
+        kinds = {"cls": Pooling.CLS, "mean": Pooling.MEAN}
+        kind = kinds.get(getattr(config, "classifier_pooling", ""))
+        if kind is None or getattr(module, "head", None) is None:
+            raise ConfigError(f"{type(module).__name__} has a head that is not supported; choose another model")
+        return cls(kind, classifier, lambda rows: module.classifier(module.head(rows)))  # ModernBert
+
 
 _MOST_TOKENS = 1 << 15
 """The most tokens whose keys and values the cache holds: it serves the steps that are being computed, and keeps nothing
@@ -73,22 +115,18 @@ class BothWays:
         if layout is None:
             raise RuntimeError("attention was called outside of a step")
         self._operations.store_kv(dense_rows(key), dense_rows(value), self._cache, layout.slots[0])
+        both_ways = replace(how, sinks=None, ahead=_ALL if how.window is None else how.window - 1)
         return self._operations.paged_attention(
-            dense_rows(query),
-            self._cache,
-            layout.query_start,
-            layout.seq_lens,
-            layout.block_tables[0],
-            scale=how.scale,
-            window=how.window,
-            softcap=how.softcap,
-            ahead=_ALL if how.window is None else how.window - 1,
+            AttentionCall(
+                dense_rows(query), self._cache, layout.query_start, layout.seq_lens, layout.block_tables[0], both_ways
+            )
         )
 
 
-class Encoder:
+class Encoder(CachedModel):
     """One encoder. Called from one thread."""
 
+    @on_device_of_model
     def __init__(
         self,
         model: LoadedModel,
@@ -99,25 +137,11 @@ class Encoder:
         num_threads: int,
     ) -> None:
         """Raises UnusableWeight and UnsupportedAttention for a model that can't be computed, and ConfigError."""
-        with on_device(model.device):
-            self._build(model, pooling, operations, block_size, cache, num_threads)
-
-    def _build(
-        self,
-        model: LoadedModel,
-        pooling: ModelPooling,
-        operations: Operations,
-        block_size: int,
-        cache: CacheSpec,
-        num_threads: int,
-    ) -> None:
-        self.device, self.dtype = model.device, DTYPES[model.dtype]
+        super().__init__(model, operations, num_threads)
         self.max_length = pooling.max_length
         self.vocab_size: int = model.config.vocab_size
-        self._operations = operations
         self._pooling = pooling
         module: Any = model.module
-        self.row_quantum = row_quantum(row_widths(model), num_threads)
         self._head = ClassificationHead.of(module, model.config) if pooling.labels else None
         module.to(self.device)
         release = MappedFiles(model.checkpoint.weight_files).release
@@ -132,12 +156,13 @@ class Encoder:
         refuse_long_angles(module, self.max_length)
         self._layers = _attention_layers(self._base)
         geometry = self._probe(model.architecture)
-        self.layout = KVLayout(block_size, (geometry,), model.dtype)
+        self.layout = self.cache_layout = KVLayout(block_size, (geometry,), model.dtype)
         most = -(-max(_MOST_TOKENS, 2 * self.max_length) // block_size)
-        self.num_blocks = min(cache.blocks(self.layout.block_bytes), most)
-        elements = (self.num_blocks + PROBE_BLOCKS) * self.layout.block_elements
-        self._memory = torch.zeros(elements, dtype=self.dtype, device=self.device)
-        self._attention = BothWays(operations, self._memory, self.layout)
+        num_blocks = min(cache.blocks(self.layout.block_bytes), most)
+        # Not written now: steps may never need all of it.
+        elements = (num_blocks + PROBE_BLOCKS) * self.layout.block_elements
+        self._hold(torch.zeros(elements, dtype=self.dtype, device=self.device))
+        self._attention = BothWays(operations, self.kv_memory, self.layout)
         self._bind(self._attention)
 
     @property
@@ -145,29 +170,10 @@ class Encoder:
         """The hidden states that the classification head reads; None without a head."""
         return None if self._head is None else self._head.pooling
 
-    @property
-    def memory(self) -> KVMemory:
-        return KVMemory(
-            base_address=self._memory.data_ptr(),
-            num_blocks=self.num_blocks,
-            block_bytes=self.layout.block_bytes,
-            kind="DRAM" if self.device.type == "cpu" else "VRAM",
-            device_id=self.device.index or 0,
-            owner=self._memory,
-            num_probe_blocks=PROBE_BLOCKS,
-            layout=self.layout,
-        )
-
     def compute(self, batch: FlatBatch, token_types: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """The hidden states [rows, size] of texts that begin and end in this step; `token_types` [rows]."""
         with on_device(self.device), torch.inference_mode():
-            self._attention.layout = StepLayout(
-                query_start=self._tensor(batch.query_start),
-                seq_lens=self._tensor(batch.seq_lens),
-                block_tables=[self._tensor(tables) for tables in batch.block_tables],
-                slots=[self._tensor(slots) for slots in batch.slots],
-                sample_start=self._tensor(batch.sample_start),
-            )
+            self._attention.layout = self._step_layout(batch)
             try:
                 return on_host(self._forward(batch.token_ids, batch.positions, token_types))
             finally:
@@ -180,11 +186,6 @@ class Encoder:
             row = torch.from_numpy(pooled).to(self.device, self.dtype)[None]
             outputs: npt.NDArray[np.float64] = on_host(self._head.outputs(row))[0].astype(np.float64)
             return outputs
-
-    def set_rows_per_call(self, rows: int) -> None:
-        """Make torch's products take so many rows in one call, before anything is computed that counts."""
-        assert isinstance(self._operations, TorchOperations)
-        self._operations.rows_per_call = rows
 
     def _forward(
         self,
@@ -201,9 +202,6 @@ class Encoder:
         rows: torch.Tensor = out.last_hidden_state[0]
         return rows
 
-    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
-
     def _bind(self, attend: Attend) -> None:
         for index, part in enumerate(self._layers):
             # nn.Module's own __setattr__ would register it as a submodule.
@@ -216,14 +214,10 @@ class Encoder:
         self._bind(probe)
         at = np.arange(_PROBE_TOKENS * self.row_quantum)
         positions = at % min(_PROBE_TOKENS, self.max_length)
-        try:
-            with watch, torch.inference_mode():
-                rows = self._forward((at * 7919) % self.vocab_size, positions, np.zeros_like(at))
-                if self._head is not None:
-                    self._head.outputs(rows[:1])
-        except (RuntimeError, ValueError, IndexError, ArithmeticError) as error:
-            reason = (str(error).splitlines() or [""])[0]
-            raise UnusableWeight(f"a step with them fails with {type(error).__name__} ({reason:.200})") from error
+        with failing_as_unusable(), watch, torch.inference_mode():
+            rows = self._forward((at * 7919) % self.vocab_size, positions, np.zeros_like(at))
+            if self._head is not None:
+                self._head.outputs(rows[:1])
         self.embedding_size = int(rows.shape[1])
         self.missed_products = frozenset(watch.missed)
         geometries = set(probe.layers.values())
@@ -235,9 +229,3 @@ class Encoder:
 def _attention_layers(base: nn.Module) -> list[Any]:
     """The modules that call transformers' AttentionInterface, in order."""
     return [part for part in base.modules() if hasattr(part, "is_causal")]
-
-
-def check_not_divided(tensor_parallel: int, pipeline_parallel: int) -> None:
-    """Raises ConfigError for an encoder that several processes are to compute."""
-    if tensor_parallel * pipeline_parallel > 1:
-        raise ConfigError("an encoder is computed by one process: leave --tp, --pp and --hosts out")

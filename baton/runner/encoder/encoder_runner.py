@@ -1,23 +1,55 @@
-"""Executes steps on an encoder: the implementation of `ModelRunner` for models that generate nothing."""
+"""Loads an encoder, and executes steps on it: the implementation of `ModelRunner` for models that generate nothing."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import KVLayout, KVMemory, ModelInfo, OneProcessRunner
-from baton.errors import AdapterRefused, InvalidRequest
-from baton.messages.encoder_contents import EncoderContent
+from baton.engine.runner import ModelInfo, OneProcessRunner, RefusedAdapters
+from baton.errors import InvalidRequest
+from baton.messages.node_report import ComputePath
 from baton.messages.pooling import PoolingParams
-from baton.model_formats.adapters import AdapterInfo
+from baton.messages.spans import EncoderContent
+from baton.runner.backends.device import resolve_device
+from baton.runner.backends.operations import Operations
+from baton.runner.compute_paths import products_path
 from baton.runner.encoder.encoder import Encoder
-from baton.runner.execution.input_batch import RequestTable, Scheduled, flatten
+from baton.runner.execution.input_batch import Rows, flatten, flatten_rows
 from baton.runner.execution.pooling import Pooler
+from baton.runner.execution.request_table import RequestTable, Scheduled
+from baton.runner.load_steps import model_info, named_errors, prepared_operations, refuse_settings, settle
+from baton.runner.model.pooling_files import read_pooling
+from baton.runner.model.weights import load_model_for
+from baton.runner.self_check import TOO_SMALL, require_finite, why_missed
+from baton.runner.spec import TorchSpec
+
+
+class OnlyTexts:
+    """The `RowEncoder` of a model that takes no other inputs."""
+
+    def __init__(self, model_name: str) -> None:
+        self._reason = f"{model_name} takes only texts"
+
+    def encode(self, content: EncoderContent, num_rows: int) -> None:
+        """Raises InvalidRequest."""
+        raise InvalidRequest(content.kind.field, f"can't be encoded: {self._reason}")
+
+    def bytes_of(self, digest: str) -> memoryview | None:
+        """There are no rows of any input."""
+        return None
+
+    def keep(self, digest: str, num_rows: int, rows: bytes) -> None:
+        """Raises ValueError: no step would use them."""
+        raise ValueError(self._reason)
+
+    def forget(self, digests: Sequence[str] | None) -> None:
+        """No input is ever encoded."""
 
 
 class EncoderRunner(OneProcessRunner):
@@ -27,59 +59,21 @@ class EncoderRunner(OneProcessRunner):
     """
 
     def __init__(self, model: ModelInfo, encoder: Encoder) -> None:
-        self._model = model
+        self.model = model
+        self.layout = encoder.layout
+        self.memory = encoder.memory
+        self.num_host_blocks = 0
+        self.adapters = RefusedAdapters(f"{model.name} is an encoder, which takes no adapters")
+        self.encoder = OnlyTexts(model.name)
         self._encoder = encoder
-        self._memory = encoder.memory
         self._requests = RequestTable(
             encoder.layout, encoder.num_blocks, model.vocab_size, model.max_model_len, adapters=(), row_width=0
         )
 
     @property
-    def model(self) -> ModelInfo:
-        return self._model
-
-    @property
-    def layout(self) -> KVLayout:
-        return self._encoder.layout
-
-    @property
-    def memory(self) -> KVMemory:
-        return self._memory
-
-    @property
-    def num_host_blocks(self) -> int:
-        return 0
-
-    @property
     def num_requests(self) -> int:
         """Requests that the runner has not forgotten."""
         return len(self._requests)
-
-    def check_adapter(self, directory: Path) -> AdapterInfo:
-        """Raises AdapterRefused: an encoder takes no adapters."""
-        raise AdapterRefused(f"{directory}: {self._model.name} is an encoder, which takes no adapters")
-
-    def load_adapter(self, directory: Path, digest: str) -> None:
-        """Raises AdapterRefused: an encoder takes no adapters."""
-        raise AdapterRefused(f"{directory}: {self._model.name} is an encoder, which takes no adapters")
-
-    def unload_adapter(self, digest: str) -> None:
-        """No adapter is ever loaded."""
-
-    def encode(self, content: EncoderContent, num_rows: int) -> None:
-        """Raises InvalidRequest: only texts are taken."""
-        raise InvalidRequest(content.kind.field, f"can't be encoded: {self._model.name} takes only texts")
-
-    def encoded_bytes(self, digest: str) -> memoryview | None:
-        """There are no rows of any input."""
-        return None
-
-    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
-        """Raises ValueError: no step would use them."""
-        raise ValueError(f"{self._model.name} takes only texts")
-
-    def forget_encoded(self, digests: Sequence[str] | None) -> None:
-        """No image is ever encoded."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised."""
@@ -107,7 +101,7 @@ class EncoderRunner(OneProcessRunner):
 
     def _vector(self, share: Scheduled, rows: npt.NDArray[np.float32]) -> bytes:
         assert share.state.pooler is not None
-        return vector_of(share.state.pooler.params, rows, self._encoder, self._model)
+        return vector_of(share.state.pooler.params, rows, self._encoder, self.model)
 
 
 def vector_of(params: PoolingParams, rows: npt.NDArray[np.float32], encoder: Encoder, model: ModelInfo) -> bytes:
@@ -127,3 +121,69 @@ def _token_types(scheduled: Sequence[Scheduled], num_rows: int) -> npt.NDArray[n
             types[first + second : first + share.count] = 1
         first += share.count
     return types
+
+
+_CHECKED_LENGTHS = (1, 9, 17, 5, 23)
+"""The tokens of the texts with which the check at start compares bits."""
+
+
+def load_encoder(spec: TorchSpec, operations: Operations | None = None) -> EncoderRunner:
+    """Load an encoder; `operations` replaces the machine's kernels (tests). Raises ConfigError."""
+    refuse_settings(
+        spec,
+        "is an encoder, which is computed plainly: leave {} out",
+        {
+            "--tp, --pp and --hosts": spec.is_divided,
+            "--quantization": spec.quantization is not None,
+            "--kv-cache-dtype": spec.cache_dtype != "auto",
+            "--host-cache-memory": spec.host_cache_bytes > 0,
+            "--speculative-config": spec.draft is not None,
+        },
+    )
+    device = resolve_device(spec.device)
+    chosen = prepared_operations(spec, device, operations)
+    pooling = read_pooling(spec.model_dir)
+    with named_errors(spec.model_dir):
+        loaded = load_model_for(chosen, spec.model_dir, spec.weights, device)
+        encoder = Encoder(loaded, pooling, chosen, spec.block_size, spec.cache, spec.num_threads)
+        reason = settle(chosen, encoder.set_rows_per_call, partial(_why_not_bit_exact, encoder))
+    info = replace(
+        model_info(spec, loaded, chosen, encoder.layout, pooling.max_length, reason),
+        # It generates nothing that could end.
+        eos_token_ids=frozenset(),
+        embedding_size=encoder.embedding_size,
+        capabilities=pooling.capabilities,
+        pooling=pooling,
+        compute_paths=(
+            ComputePath("weights", f"{loaded.dtype}, {loaded.weights.num_bytes >> 20} MiB"),
+            products_path(chosen),
+            ComputePath("encoder", "transformers' loop over the layers, several texts in a step"),
+        ),
+    )
+    return EncoderRunner(info, encoder)
+
+
+def _why_not_bit_exact(encoder: Encoder) -> str | None:
+    """Compute texts together and one by one, and compare the bits of their hidden states."""
+    if (why := why_missed(encoder.missed_products)) is not None:
+        return why
+    lengths = [min(length, encoder.max_length) for length in _CHECKED_LENGTHS]
+    texts = [(np.arange(length) * 7919 + 13 * number) % encoder.vocab_size for number, length in enumerate(lengths)]
+    size, first, sequences = encoder.layout.block_size, 1, []
+    for text in texts:
+        width = -(-text.size // size)
+        sequences.append(Rows(text.astype(np.int64), 0, 1, np.arange(first, first + width, dtype=np.int32)))
+        first += width
+    if first > encoder.num_blocks:
+        return TOO_SMALL
+
+    def hidden(some: list[Rows]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+        batch = flatten_rows(some, encoder.layout, encoder.row_quantum)
+        return encoder.compute(batch, np.zeros(batch.token_ids.size, dtype=np.int64))[: batch.query_start[-1]]
+
+    together = hidden(sequences)
+    require_finite(together, "numbers")
+    alone = np.concatenate([hidden([one]) for one in sequences])
+    if not np.array_equal(together.view(np.uint32), alone.view(np.uint32)):
+        return "the check at start found different bits for a text alone and beside others"
+    return None

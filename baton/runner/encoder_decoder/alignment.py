@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError
-from baton.model_formats.json_files import read_object
+from baton.model_formats.files import read_object
 
 Matrix = npt.NDArray[np.float32]
 

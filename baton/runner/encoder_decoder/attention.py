@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional
 
 from baton.errors import ConfigError
-from baton.runner.backends.cache_rows import read_blocks
-from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.operations import Operations
-from baton.runner.model.attention import ENCODER_DECODER_ATTENTION, dense_rows
+from baton.runner.backends.paged_cache import CacheView, read_blocks
+from baton.runner.model.attention import ENCODER_DECODER_ATTENTION, dense_rows, register_without_masks
 
 _SELF_NAMES = frozenset({"self_attn", "SelfAttention"})
 _CROSS_NAMES = frozenset({"encoder_attn", "EncDecAttention"})
@@ -36,16 +36,8 @@ class Sequences:
     seq_lens: torch.Tensor
     """Int32 [B]: keys of each sequence."""
     block_tables: torch.Tensor
-    """Int32 [B, W]: blocks of these keys."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderStep:
-    """The step that is being computed."""
-
-    own: Sequences
-    cross: Sequences
-    """Each row of the decoder is a sequence of its own here, since it attends to all rows of its input."""
+    """Int32 [B, W]: blocks of these keys. In the cross-attention each row of the decoder is a sequence of its own: it
+    attends to all rows of its input."""
 
 
 class Attends(Protocol):
@@ -71,7 +63,7 @@ class DecoderAttention:
     """Attention of one layer of the decoder over the paged cache, to its own tokens or to the encoder's rows."""
 
     def __init__(self, operations: Operations, cache: CacheView, distance_bias: torch.Tensor | None = None) -> None:
-        """`distance_bias` [H, D]: see `Operations.paged_attention`."""
+        """`distance_bias` [H, D]: see `AttentionFeatures`."""
         self._operations = operations
         self._cache = cache
         self._distance_bias = distance_bias
@@ -93,14 +85,9 @@ class DecoderAttention:
         self._operations.store_kv(dense_rows(key), dense_rows(value), self._cache, at.slots)
         if self.noted_heads:
             self.noted = query[self.noted_rows][:, list(self.noted_heads)].to(torch.float32) * scale
+        how = AttentionFeatures(scale, distance_bias=self._distance_bias)
         return self._operations.paged_attention(
-            dense_rows(query),
-            self._cache,
-            at.query_start,
-            at.seq_lens,
-            at.block_tables,
-            scale=scale,
-            distance_bias=self._distance_bias,
+            AttentionCall(dense_rows(query), self._cache, at.query_start, at.seq_lens, at.block_tables, how)
         )
 
     def keys(self, blocks: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -213,14 +200,9 @@ def _forward(
     return attends.attend(query, key, value, scale, position_bias).unsqueeze(0), None
 
 
-def _no_mask(*_arguments: Any, **_keywords: Any) -> None:
-    """Returns no mask: one input is encoded at a time, and the decoder's keys follow from the block tables."""
-
-
 def register() -> None:
-    """Register this attention with transformers under ENCODER_DECODER_ATTENTION."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
+    """Register this attention with transformers under ENCODER_DECODER_ATTENTION.
 
-    AttentionInterface.register(ENCODER_DECODER_ATTENTION, _forward)
-    AttentionMaskInterface.register(ENCODER_DECODER_ATTENTION, _no_mask)
+    It needs no masks: one input is encoded at a time, and the decoder's keys follow from the block tables.
+    """
+    register_without_masks(ENCODER_DECODER_ATTENTION, _forward)

@@ -24,16 +24,18 @@ from baton.runner.encoder_decoder.attention import (
     decoder_layers,
     distance_bias_of,
 )
-from baton.runner.execution.input_batch import NO_SLOT, FlatBatch, RequestState
+from baton.runner.execution.input_batch import NO_SLOT, FlatBatch
+from baton.runner.execution.request_table import RequestState
 from baton.runner.model.attention import cache_views
-from baton.runner.model.checkpoint_names import CheckpointNames
+from baton.runner.model.cached_model import CachedModel, on_device, on_device_of_model, on_host
 from baton.runner.model.decoder import ModelOutput
 from baton.runner.model.layers import PackedLinear, ProductWatch, replace_products
-from baton.runner.model.mapped_files import MappedFiles
 from baton.runner.model.recognition import fuse
-from baton.runner.model.stage import Stages
-from baton.runner.model.transformer import HiddenAndLogits, Transformer, on_device, on_host, row_quantum, row_widths
-from baton.runner.model.weights import DTYPES, LoadedModel
+from baton.runner.model.stage import Stage
+from baton.runner.model.stored.mapped_files import MappedFiles
+from baton.runner.model.stored.plan import CheckpointNames
+from baton.runner.model.transformer import HiddenAndLogits, Transformer
+from baton.runner.model.weights import LoadedModel
 from baton.runner.spec import CacheSpec
 
 
@@ -58,6 +60,7 @@ class DecoderSteps(Transformer):
     through the layers. transformers' loop over the layers computes them.
     """
 
+    @on_device_of_model
     def __init__(
         self,
         model: LoadedModel,
@@ -67,31 +70,19 @@ class DecoderSteps(Transformer):
         cache: CacheSpec,
         num_threads: int,
     ) -> None:
-        self._shape = shape
         if ALIGNMENT % block_size:
             raise ConfigError(
                 f"a model with an encoder needs a block size that divides {ALIGNMENT}, and it is {block_size}: change "
                 "--block-size"
             )
-        super().__init__(model, operations, block_size, cache, num_threads)
-
-    def _build(
-        self,
-        model: LoadedModel,
-        operations: Operations,
-        block_size: int,
-        cache: CacheSpec | None,
-        num_threads: int,
-        stages: Stages,
-    ) -> None:
+        CachedModel.__init__(self, model, operations, num_threads)
+        self._shape = shape
         module: Any = model.module
-        self._module, self._operations = module, operations
-        self.device, self.dtype = model.device, DTYPES[model.dtype]
+        self._module = module
         self.width: int = model.config.hidden_size
-        self.row_quantum = row_quantum(row_widths(model), num_threads)
-        self.stage, self.has_own_cache = stages.stage, False
+        self.stage, self.has_own_cache = Stage(), False
         self._decoder = None
-        self._why_no_own_loop = self._why_not_fused = "it has an encoder, and transformers' loop runs"
+        self.why_no_own_loop = self._why_not_fused = "it has an encoder, and transformers' loop runs"
         module.to(self.device)
         self._positions = _replace_positions(module.get_decoder())
         distance_bias = distance_bias_of(module.get_decoder(), self._shape.most_tokens)
@@ -109,7 +100,7 @@ class DecoderSteps(Transformer):
         layers = decoder_layers(module.get_decoder())
         self._num_layers = len(layers)
         geometry = [LayerGeometry(layer.num_heads, layer.head_dim, layer.head_dim) for layer in layers]
-        dtype = model.dtype if cache is None or cache.dtype == "auto" else cache.dtype
+        dtype = model.dtype if cache.dtype == "auto" else cache.dtype
         self.layout = self.cache_layout = KVLayout(block_size, tuple(geometry), dtype)
         self.heads: Mapping[int, Sequence[int]] = {}
         """The heads that align transcripts, by layer; empty: none is known."""
@@ -122,8 +113,7 @@ class DecoderSteps(Transformer):
         self.max_model_len = self._shape.max_model_len
         self.long_sequences = None
         self._distance_bias = distance_bias
-        if cache is not None:
-            self.allocate_cache(cache.blocks(self.layout.block_bytes))
+        self.allocate_cache(cache.blocks(self.layout.block_bytes))
         self.missed_products = self._find_missed_products()
 
     @property

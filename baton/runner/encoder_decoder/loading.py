@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from baton.engine.batch import NewRequestData
-from baton.engine.runner import ModelInfo
-from baton.errors import ConfigError
 from baton.messages.capabilities import GENERATES, TRANSCRIBES, Capability
-from baton.messages.encoder_contents import source_spans
 from baton.messages.node_report import ComputePath
-from baton.messages.pooling import NO_POOLING_FILES
 from baton.messages.sampling import SamplingParams
+from baton.messages.spans import source_spans
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned, encoder_decoder
 from baton.runner.backends.device import resolve_device
-from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.compute_paths import compute_paths
 from baton.runner.encoder_decoder import attention
 from baton.runner.encoder_decoder.decoder_steps import DecoderSteps
 from baton.runner.encoder_decoder.source_inputs import SourceInputs
 from baton.runner.execution.encoded_rows import EncodedRows
-from baton.runner.execution.given_rows import with_given_rows, with_sources
-from baton.runner.execution.input_batch import RequestState, flatten
-from baton.runner.load_steps import named_errors, settle
-from baton.runner.model import layers
-from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.execution.input_batch import flatten, with_given_rows, with_sources
+from baton.runner.execution.request_table import RequestState
+from baton.runner.load_steps import model_info, named_errors, prepared_operations, refuse_settings, settle
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.numerics import numerics_of
-from baton.runner.spec import CacheSpec, TorchSpec
-from baton.runner.torch_threads import elementwise_threads
+from baton.runner.self_check import DIFFERENT_IN_CHUNKS, TOO_SMALL, check_tokens, require_finite, why_missed
+from baton.runner.spec import TorchSpec
 
 _CHUNKS = (40, 24, 3, 1, 1)
 """Tokens of the steps in which the check at start computes one of two equal sequences: the input's come first."""
@@ -46,39 +39,36 @@ def load_encoder_decoder(spec: TorchSpec, operations: Operations | None = None) 
 
     Raises ConfigError.
     """
-    _check_settings(spec)
+    refuse_settings(
+        spec,
+        "has an encoder and a decoder, which don't go with {}: leave it out",
+        {
+            "--tp, --pp and --hosts": spec.is_divided,
+            "--quantization": spec.quantization is not None,
+            "--kv-cache-dtype": spec.cache_dtype != "auto",
+            "--speculative-config": spec.draft is not None,
+        },
+    )
     shape = encoder_decoder(spec.model_dir)
     assert shape is not None
     device = resolve_device(spec.device)
-    torch.set_num_threads(elementwise_threads(spec.num_threads))
+    chosen = prepared_operations(spec, device, operations)
     attention.register()
-    layers.register()
-    chosen = choose_operations(spec.num_threads, device) if operations is None else operations
-    cache = CacheSpec(spec.num_blocks, spec.cache_bytes)
     with named_errors(spec.model_dir):
-        loaded = load_model_for(chosen, spec.model_dir, spec.dtype, device, None, dequantize=spec.dequantize)
-        decoder = DecoderSteps(loaded, shape, chosen, spec.block_size, cache, spec.num_threads)
+        loaded = load_model_for(chosen, spec.model_dir, spec.weights, device)
+        decoder = DecoderSteps(loaded, shape, chosen, spec.block_size, spec.cache, spec.num_threads)
         inputs = SourceInputs(loaded, shape)
         reason = settle(chosen, decoder.set_rows_per_call, partial(_why_not_bit_exact, loaded, decoder))
+    info = model_info(spec, loaded, chosen, decoder.layout, decoder.max_model_len, reason)
     source = ComputePath("encoder", f"transformers' loop over the layers, one {shape.source} at a time")
-    info = ModelInfo(
-        name=spec.name or spec.model_dir.resolve().name,
-        fingerprint=loaded.fingerprint,
-        architecture=loaded.architecture,
-        dtype=loaded.dtype,
-        numerics=f"{numerics_of(loaded.weights.treatment, chosen, decoder.layout)}/{inputs.numerics}",
-        vocab_size=loaded.config.vocab_size,
-        max_model_len=decoder.max_model_len,
-        eos_token_ids=loaded.checkpoint.eos_token_ids,
-        bit_exact=reason is None,
-        bit_exact_reason=reason or "",
+    info = replace(
+        info,
+        numerics=f"{info.numerics}/{inputs.numerics}",
         embedding_size=decoder.embedding_size,
         row_width=decoder.row_width,
         capabilities=_capabilities(shape, decoder),
-        pooling=NO_POOLING_FILES,
         most_source_rows=aligned(shape.most_rows),
         compute_paths=(*compute_paths(chosen, decoder, loaded.weights, loaded.dtype), source),
-        weight_bytes=loaded.weights.num_bytes,
     )
     aligner = decoder if decoder.heads else None
     return TorchModelRunner(info, decoder, spec.host_cache_bytes, inputs=inputs, source=shape, aligner=aligner)
@@ -90,35 +80,20 @@ def _capabilities(shape: EncoderDecoder, decoder: DecoderSteps) -> frozenset[Cap
     return TRANSCRIBES | {Capability.ALIGN} if decoder.heads else TRANSCRIBES
 
 
-def _check_settings(spec: TorchSpec) -> None:
-    """Raises ConfigError for settings that are of models with a decoder alone."""
-    refused = {
-        "--tp, --pp and --hosts": spec.tensor_parallel * spec.pipeline_parallel > 1,
-        "--quantization": spec.quantization is not None,
-        "--kv-cache-dtype": spec.cache_dtype != "auto",
-        "--draft-model": spec.draft is not None,
-    }
-    for setting, is_set in refused.items():
-        if is_set:
-            raise ConfigError(
-                f"{spec.model_dir} has an encoder and a decoder, which don't go with {setting}: leave it out"
-            )
-
-
 def _why_not_bit_exact(loaded: LoadedModel, decoder: DecoderSteps) -> str | None:
     """None if a sequence has the same bits at once and in chunks beside another one; otherwise a reason."""
-    if decoder.missed_products:
-        return f"computes {', '.join(sorted(decoder.missed_products))} outside of Baton's kernels"
+    if (why := why_missed(decoder.missed_products)) is not None:
+        return why
     spans = source_spans("check", _ROWS)
     begin = spans[-1].stop
     blocks = -(-(begin + _TOKENS) // decoder.layout.block_size)
     if decoder.num_blocks < 1 + 2 * blocks:
-        return "the cache is too small for the check at start"
+        return TOO_SMALL
     rows = np.zeros((begin, decoder.row_width), dtype=np.float32)
     rows[:_ROWS] = np.random.default_rng(0).standard_normal((_ROWS, decoder.row_width))
     encoded = EncodedRows()
     encoded.put("check", rows)
-    tokens = [0] * begin + [7919 * (place + 1) % loaded.config.vocab_size for place in range(_TOKENS)]
+    tokens = [0] * begin + check_tokens(_TOKENS, loaded.config.vocab_size)
 
     def state(number: int) -> RequestState:
         own = range(1 + number * blocks, 1 + (number + 1) * blocks)
@@ -135,13 +110,12 @@ def _why_not_bit_exact(loaded: LoadedModel, decoder: DecoderSteps) -> str | None
 
     whole, parts = state(0), state(1)
     expected = advance((whole, begin + _TOKENS))
-    if not np.isfinite(expected).all():
-        raise UnusableWeight("they give logits that are not finite: they or config.json are damaged; copy them again")
+    require_finite(expected, "logits")
     mate = state(0)
     logits = expected
     for count in _CHUNKS:
         logits = advance((mate, min(count + 7, begin + _TOKENS - mate.num_computed_tokens)), (parts, count))
     decoder.clear_blocks(1 + 2 * blocks)
     if not np.array_equal(expected.view(np.uint32), logits.view(np.uint32)):
-        return "the check at start found different bits for a sequence computed at once and in chunks"
+        return DIFFERENT_IN_CHUNKS
     return None

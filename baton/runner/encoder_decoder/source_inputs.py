@@ -11,13 +11,14 @@ import numpy.typing as npt
 import torch
 
 from baton.errors import ConfigError, InvalidRequest
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.spans import EncoderContent
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned
 from baton.model_formats.limits import AUDIO_RATE, LONGEST_SPEECH_S
 from baton.runner.encoder_decoder.attention import attend_in_encoder
-from baton.runner.model.transformer import on_device, on_host
+from baton.runner.model.cached_model import on_device, on_host
+from baton.runner.model.model_classes import first_line
 from baton.runner.model.weights import LoadedModel
-from baton.runner.torch_threads import one_thread
+from baton.runner.torch_threads import torch_threads
 
 _FEATURES = {"feature_size": 80, "sampling_rate": AUDIO_RATE, "hop_length": 160, "chunk_length": 30, "n_fft": 400}
 """The numbers of a preprocessor_config.json that decide the features of speech, as they are where it says nothing."""
@@ -47,7 +48,7 @@ class SourceInputs:
         `content.data`: speech as GenerateRequest.audio has it, or token ids as little-endian 32-bit numbers.
         """
         field = content.kind.field
-        with on_device(self._device), torch.inference_mode(), one_thread():
+        with on_device(self._device), torch.inference_mode(), torch_threads(1):
             given = self._tokens(content.data) if self._features is None else self._speech(content.data)
             made = on_host(self._encoder(**{name: tensor.to(self._device) for name, tensor in given.items()})[0][0])
         if not np.isfinite(made).all():
@@ -95,10 +96,8 @@ def _feature_extractor(model: LoadedModel, shape: EncoderDecoder) -> Any:
         return WhisperFeatureExtractor(**numbers)
     # transformers has no list of what it raises for a configuration that it does not expect.
     except Exception as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"the features of speech in {directory} can't be made ({said:.200}); copy it again"
-        ) from error
+        said = first_line(error)
+        raise ConfigError(f"the features of speech in {directory} can't be made ({said}); copy it again") from error
 
 
 def _wrong_feature(numbers: Mapping[str, Any], num_bins: int, num_frames: int) -> str:

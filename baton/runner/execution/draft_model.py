@@ -26,7 +26,8 @@ from baton.engine.batch import SchedulerOutput
 from baton.engine.long_sequences import LongSequences
 from baton.engine.runner import KVLayout
 from baton.messages.sampling import SamplingParams
-from baton.runner.execution.input_batch import NEVER_LONG, FlatBatch, RequestState, Rows, flatten_rows
+from baton.runner.execution.input_batch import NEVER_LONG, FlatBatch, Rows, flatten_rows
+from baton.runner.execution.request_table import RequestState
 from baton.runner.execution.sampler import SamplingState, has_penalties, sample
 from baton.runner.execution.token_counts import TokenCounts
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.messages.encoder_contents import EncoderContent
-from baton.messages.spans import Span
+from baton.errors import InvalidRequest
+from baton.messages.spans import EncoderContent, Span
 
 
 class EncodedInputs(Protocol):
@@ -22,9 +23,12 @@ class EncodedInputs(Protocol):
 
 
 class EncodedRows:
-    """Rows that are kept until they are forgotten. Every method may be called from any thread."""
+    """A `RowEncoder`: rows are kept until they are forgotten. Every method may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: EncodedInputs | None = None, why_no_inputs: str = "there is no encoder") -> None:
+        """`inputs`: makes the rows. `why_no_inputs`: what `encode` says without it."""
+        self._inputs = inputs
+        self._why_no_inputs = why_no_inputs
         self._rows: dict[str, npt.NDArray[np.float32]] = {}
         self._num_resets = 0
         """How often all rows were forgotten."""
@@ -32,6 +36,12 @@ class EncodedRows:
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._rows
+
+    def encode(self, content: EncoderContent, num_rows: int) -> None:
+        """Make the rows of an input, and keep them for steps. Raises InvalidRequest for one that can't be used."""
+        if self._inputs is None:
+            raise InvalidRequest(content.kind.field, f"can't be encoded: {self._why_no_inputs}")
+        self.make(content.digest, partial(self._inputs.rows, content, num_rows))
 
     def put(self, digest: str, rows: npt.NDArray[np.float32]) -> None:
         """Keep the rows [rows, width] of an input."""
@@ -49,7 +59,7 @@ class EncodedRows:
             if self._num_resets == num_resets:
                 self._rows[digest] = rows
 
-    def take(self, digest: str, num_rows: int, rows: bytes) -> None:
+    def keep(self, digest: str, num_rows: int, rows: bytes) -> None:
         """Keep the rows of an input that came as bytes, see `bytes_of`. Raises ValueError unless they are so many."""
         self._rows[digest] = np.frombuffer(rows, dtype="<f4").reshape(num_rows, -1)
 

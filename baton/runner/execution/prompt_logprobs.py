@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from baton.errors import BatonError, EngineFault
 from baton.messages.sampling import TokenLogprobs
-from baton.runner.execution.input_batch import RequestState, Scheduled
+from baton.runner.execution.request_table import RequestState, Scheduled
 from baton.runner.execution.sampler import token_logprobs
 from baton.values import value
 

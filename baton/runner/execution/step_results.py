@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from baton.engine.batch import SchedulerOutput
 from baton.messages.sampling import TokenLogprobs
-from baton.runner.execution.input_batch import FlatBatch, RequestState, Scheduled
+from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.execution.pooling import Pooler
 from baton.runner.execution.prompt_logprobs import PromptChunk, chunks_of
+from baton.runner.execution.request_table import RequestState, Scheduled
 
 
 @dataclass(frozen=True, slots=True)

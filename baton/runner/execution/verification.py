@@ -16,7 +16,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from baton.runner.execution.input_batch import RequestState, Scheduled
+from baton.runner.execution.request_table import RequestState, Scheduled
 from baton.runner.execution.sampler import Sampled
 
 SampleRows = Callable[[npt.NDArray[np.float32], Sequence[RequestState]], Sequence[Sampled]]

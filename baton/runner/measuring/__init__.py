@@ -1,1 +1,1 @@
-"""Measurements for benchmarks: the limits of this machine, and how the time of a step divides."""
+"""Measurements that benchmarks alone take: the limits of this machine, and how the time of a step divides."""

@@ -12,11 +12,13 @@ from statistics import median
 import torch
 from torch.nn import functional
 
-from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.operations import Operations
-from baton.runner.measuring.limits import seconds_of, torch_threads
+from baton.runner.backends.paged_cache import CacheView
+from baton.runner.measuring.limits import seconds_of
 from baton.runner.model.weights import DTYPES
+from baton.runner.torch_threads import torch_threads
 
 REQUESTS, LENGTH, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 1024, 32, 8, 64, 16
 _BLOCKS = LENGTH // BLOCK_SIZE
@@ -113,8 +115,9 @@ class _Rig:
             HEAD_DIM,
             HEAD_DIM,
         )
+        how = AttentionFeatures(HEAD_DIM**-0.5)
         return self._operations.paged_attention(
-            self._query, view, self._query_start, seq_lens, block_tables, scale=HEAD_DIM**-0.5
+            AttentionCall(self._query, view, self._query_start, seq_lens, block_tables, how)
         )
 
     def gathered(self, layer: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.model.weights import DTYPES
+from baton.runner.torch_threads import torch_threads
 
 _READ_BYTES = 1 << 30
 _CACHES = 2
@@ -116,7 +117,10 @@ def _with_threads(num_threads: int, work: Callable[[], Any]) -> Callable[[], Any
 
 
 class UnpaddedOperations:
-    """Torch's own products without padding, which are not bit-exact; all other operations are those of `inner`."""
+    """Torch's own products without padding, which are not bit-exact; all other operations are those of `inner`.
+
+    No row has an adapter.
+    """
 
     packs_quantized = False
 
@@ -151,24 +155,17 @@ class UnpaddedOperations:
         bias: torch.Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
+        adapters: None = None,
     ) -> torch.Tensor:
         return functional.linear(x, weight, bias).to(x.dtype if out_dtype is None else out_dtype)
 
-    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, *, activation: Activation) -> torch.Tensor:
+    def gated_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, *, activation: Activation, adapters: None = None
+    ) -> torch.Tensor:
         gate, up = functional.linear(x, weight).chunk(2, dim=-1)
         if activation == "silu":
             return functional.silu(gate) * up
         return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
-
-
-@contextmanager
-def torch_threads(num_threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def seconds_of(work: Callable[[], Any], repeats: int) -> list[float]:

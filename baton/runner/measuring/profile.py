@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import KVLayout, KVMemory, ModelInfo, ModelRunner, RemotePart
-from baton.messages.encoder_contents import EncoderContent
-from baton.messages.node_report import RankReport
-from baton.model_formats.adapters import AdapterInfo
+from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.timed_operations import StepSplit, TimedOperations
+from baton.runner.loading import load_runner
+from baton.runner.measuring.limits import UnpaddedOperations
+from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
 
 
-class TimedRunner:
+class TimedRunner(TorchModelRunner):
     """A runner that measures, while `timing` is set, how the time of each step divides."""
 
-    def __init__(self, runner: ModelRunner, stopwatch: TimedOperations) -> None:
-        self._runner = runner
+    def __init__(self, stopwatch: TimedOperations, *arguments: Any, **named: Any) -> None:
+        """`arguments`, `named`: those of any other runner."""
+        super().__init__(*arguments, **named)
         self._stopwatch = stopwatch
         self._step_end = 0.0
-
-    @property
-    def model(self) -> ModelInfo:
-        return self._runner.model
-
-    @property
-    def layout(self) -> KVLayout:
-        return self._runner.layout
-
-    @property
-    def memory(self) -> KVMemory:
-        return self._runner.memory
-
-    @property
-    def num_host_blocks(self) -> int:
-        return self._runner.num_host_blocks
 
     @property
     def timing(self) -> bool:
@@ -49,51 +33,13 @@ class TimedRunner:
     def timing(self, value: bool) -> None:
         self._stopwatch.timing = value
 
-    def expect(self, scheduler_output: SchedulerOutput) -> None:
-        self._runner.expect(scheduler_output)
-
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step, as the runner does."""
         if scheduler_output.is_empty or not self.timing:
-            return self._runner.execute_model(scheduler_output)
+            return super().execute_model(scheduler_output)
         self._stopwatch.forget()
-        output = self._runner.execute_model(scheduler_output)
+        output = super().execute_model(scheduler_output)
         self._step_end = time.perf_counter()
         return output
-
-    @property
-    def remote_parts(self) -> Sequence[RemotePart]:
-        return self._runner.remote_parts
-
-    def encode(self, content: EncoderContent, num_rows: int) -> None:
-        self._runner.encode(content, num_rows)
-
-    def encoded_bytes(self, digest: str) -> memoryview | None:
-        return self._runner.encoded_bytes(digest)
-
-    def keep_encoded(self, digest: str, num_rows: int, rows: bytes) -> None:
-        self._runner.keep_encoded(digest, num_rows, rows)
-
-    def forget_encoded(self, digests: Sequence[str] | None) -> None:
-        self._runner.forget_encoded(digests)
-
-    def check_adapter(self, directory: Path) -> AdapterInfo:
-        return self._runner.check_adapter(directory)
-
-    def load_adapter(self, directory: Path, digest: str) -> None:
-        self._runner.load_adapter(directory, digest)
-
-    def unload_adapter(self, digest: str) -> None:
-        self._runner.unload_adapter(digest)
-
-    def rank_reports(self) -> Sequence[RankReport]:
-        return self._runner.rank_reports()
-
-    def on_lost(self, callback: Callable[[str], None]) -> None:
-        self._runner.on_lost(callback)
-
-    def close(self) -> None:
-        self._runner.close()
 
     def split(self) -> StepSplit:
         """How the time of the last step divides that computed something. Called after the step has been timed."""
@@ -105,24 +51,9 @@ def load_timed(spec: TorchSpec, *, bit_exact: bool = True) -> TimedRunner:
 
     Without `bit_exact` the products are torch's own without padding, to measure what bit-exactness costs.
     """
-    from baton.runner.backends.kernel_choice import choose_operations
-    from baton.runner.loading import load_runner
-    from baton.runner.measuring.limits import UnpaddedOperations
-
     chosen = choose_operations(spec.num_threads)
     stopwatch = TimedOperations(chosen if bit_exact else cast(Operations, UnpaddedOperations(chosen)))
-    runner = load_runner(
-        spec.model_dir,
-        dtype=spec.dtype,
-        block_size=spec.block_size,
-        num_blocks=spec.num_blocks,
-        cache_bytes=spec.cache_bytes,
-        cache_dtype=spec.cache_dtype,
-        num_threads=spec.num_threads,
-        name=spec.name,
-        operations=cast(Operations, stopwatch),
-        quantization=spec.quantization,
-        dequantize=spec.dequantize,
-        max_lora_rank=spec.max_lora_rank,
-    )
-    return TimedRunner(runner, stopwatch)
+    operations, make_runner = cast(Operations, stopwatch), partial(TimedRunner, stopwatch)
+    runner = load_runner(spec, operations=operations, make_runner=make_runner)
+    assert isinstance(runner, TimedRunner)
+    return runner

@@ -6,6 +6,7 @@ Every attention module has an attribute `baton_attend`, to which it passes queri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,14 +15,13 @@ from torch import nn
 
 from baton.engine.runner import KVLayout, LayerGeometry
 from baton.errors import ConfigError
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures, StepLayout
 from baton.runner.backends.cpu.kernels.attention import BFLOAT16_BYTES
 from baton.runner.backends.cpu.kernels.buffers import Rows
-from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.program import Program
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
-from baton.runner.backends.ranks.shard import OwnHeads, Shard
+from baton.runner.backends.paged_cache import CacheView
+from baton.runner.backends.ranks.ranks import ONE_RANK, OwnHeads, Ranks, Shard
 
 ATTENTION_NAME = "baton_paged"
 ENCODER_DECODER_ATTENTION = "baton_encoder_decoder"
@@ -35,18 +35,11 @@ Any other keyword that `_forward` doesn't name is refused, unless its value is N
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttentionParameters:
+class AttentionParameters(AttentionFeatures):
     """The parameters of an attention layer besides its weights."""
 
-    scale: float
-    num_kv_heads: int
+    num_kv_heads: int = field(kw_only=True)
     """KH of the whole layer, of which a rank may have a part."""
-    window: int | None = None
-    """The most keys that a query attends to, its own included; None: all of them."""
-    softcap: float | None = None
-    """Scores become softcap * tanh(score / softcap); None: they are not capped."""
-    sinks: torch.Tensor | None = None
-    """[H]: one more score for each head, which has no value; None: there are none."""
 
 
 def of_own_heads(how: AttentionParameters, own: OwnHeads) -> AttentionParameters:
@@ -149,16 +142,15 @@ class PagedAttention:
         cache, group = self._caches[layer], self._groups[layer]
         self._operations.store_kv(dense_rows(key), dense_rows(value), cache, layout.slots[group])
         return self._operations.paged_attention(
-            dense_rows(query),
-            cache,
-            layout.sample_start if sampling else layout.query_start,
-            layout.seq_lens,
-            layout.block_tables[group],
-            scale=how.scale,
-            window=how.window,
-            softcap=how.softcap,
-            sinks=how.sinks,
-            sharing=layout.sharing[group] if layout.sharing else None,
+            AttentionCall(
+                dense_rows(query),
+                cache,
+                layout.sample_start if sampling else layout.query_start,
+                layout.seq_lens,
+                layout.block_tables[group],
+                how,
+                layout.sharing[group] if layout.sharing else None,
+            )
         )
 
     def record(
@@ -167,16 +159,7 @@ class PagedAttention:
         """Append to a program what `attend` does; the query has all rows or only those that sample."""
         cache, group = self._caches[layer], self._groups[layer]
         program.store_kv(key, value, cache, group)
-        return program.paged_attention(
-            query,
-            cache,
-            group,
-            scale=how.scale,
-            window=how.window,
-            softcap=how.softcap,
-            sinks=how.sinks,
-            into=into,
-        )
+        return program.paged_attention(query, cache, group, how, into=into)
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
@@ -341,8 +324,13 @@ def _no_mask(*_arguments: Any, **_keywords: Any) -> None:
 
 def register() -> None:
     """Register Baton's attention with transformers under ATTENTION_NAME."""
+    register_without_masks(ATTENTION_NAME, _forward)
+
+
+def register_without_masks(name: str, forward: Callable[..., Any]) -> None:
+    """Register an attention with transformers for which no masks are made."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, _no_mask)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
+from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.graph_recording import Graph, Record
 from baton.runner.backends.cuda.shared_splits import SPLIT, Int32Array, unshared

@@ -9,7 +9,8 @@ The loop of a stage begins with the rows of the stage before it, and ends with t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,17 +20,16 @@ from torch import nn
 from torch.nn import functional
 
 from baton.runner.adapters.model_adapters import ModelAdapters
+from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.program import Program
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import PagedAttention
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
-from baton.runner.model.given_rows import GivenRows
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.long_angles import LongAngles
-from baton.runner.model.stage_module import NoHead, OtherLayer
+from baton.runner.model.stage import NoHead, OtherLayer
 
 _PIECE = 1024
 _Part = TypeVar("_Part", bound=nn.Module)
@@ -102,6 +102,35 @@ class RotaryTable:
         # The sine of an angle is 0 in the rows whose position is 0 in the dimension that it follows.
         axes: torch.Tensor = (sin != 0).to(torch.int64).argmax(dim=0)
         return axes
+
+
+class GivenRows(NamedTuple):
+    """Rows in place of the embedding's output."""
+
+    at: torch.Tensor
+    """Their places among the step's rows, int64 [G]."""
+    rows: torch.Tensor
+    """[G, width] in the dtype of the embedding's output."""
+
+    def replace_in(self, x: torch.Tensor) -> torch.Tensor:
+        """The output [T, width] of the embedding with these rows, which it is changed to."""
+        x[self.at] = self.rows
+        return x
+
+
+@contextmanager
+def given_to(embedding: nn.Module, given: GivenRows) -> Iterator[None]:
+    """Let an embedding give these rows in the body, as a model of transformers takes them by `inputs_embeds`."""
+
+    def replaced(_module: nn.Module, _arguments: Any, out: torch.Tensor) -> torch.Tensor:
+        given.replace_in(out[0])
+        return out
+
+    handle = embedding.register_forward_hook(replaced)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class ModelOutput(NamedTuple):

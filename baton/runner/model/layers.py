@@ -16,21 +16,20 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baton.runner.adapters.adaptable import AdaptableProduct, HasProducts
-from baton.runner.adapters.experts import AdaptableExperts, hold_parameters, routed
+from baton.runner.adapters.adaptable import AdaptableExperts, AdaptableProduct, HasProducts, hold_parameters, routed
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.recognition import children_of, gated_activation
-from baton.runner.model.stored_layers import (
+from baton.runner.model.stored.layers import (
     StoredEmbedding,
     StoredLinear,
     halves_of,
     read_packed,
     take_experts,
 )
-from baton.runner.model.weight_plan import is_experts
+from baton.runner.model.stored.plan import is_experts
 
 EXPERTS_NAME = "baton_experts"
 
@@ -203,10 +202,6 @@ class PackedExperts:
         # In the order in which every module of transformers has them.
         products = {self._up_name: self._up, "down_proj": self._down}
         hold_parameters(module, products | {name: None for name in others if name not in products})
-
-    @property
-    def is_fused(self) -> bool:
-        return self._activation is not None
 
     def _pack(
         self, module: Any, name: str, release: Callable[[nn.Module], None], gated: bool = False

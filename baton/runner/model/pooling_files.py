@@ -12,7 +12,7 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.messages.pooling import Activation, ModelPooling, Pooling
-from baton.model_formats.json_files import read_json, read_object
+from baton.model_formats.files import read_json, read_object
 
 ENCODER_TYPES = frozenset({"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "modernbert"})
 """The model types that are computed as encoders: each token attends to all of its text."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from baton.runner.model.image_parts import takes_images
+from baton.runner.model.model_classes import takes_images
 from baton.runner.model.weights import DTYPES
 
 

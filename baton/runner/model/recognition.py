@@ -19,7 +19,7 @@ from baton.runner.backends.torch_operations import activate, rms_norm
 from baton.runner.backends.weight_rows import Weight
 from baton.runner.model.attention import AttentionParameters, EchoAttention, heads_in
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
-from baton.runner.model.stored_layers import (
+from baton.runner.model.stored.layers import (
     StoredLinear,
     forget_weights,
     halves_of,

@@ -1,14 +1,26 @@
-"""Stages of a model: which layers each one has, and what it must know of the others (pipeline parallelism)."""
+"""Stages of a model: which layers each one has, and what it must know of the others (pipeline parallelism).
+
+`StageModule` leaves a transformers module the layers of one stage, so that its own loop over the layers computes just
+these. The loop still goes over all places. In those of other stages' layers are modules without weights, which hand the
+hidden states on: the last one before this stage's layers replaces them by what was received of the stage before, and
+the first one behind them keeps what this stage has computed.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+from torch import nn
 
 from baton.engine.runner import LayerGeometry
 from baton.errors import ConfigError
+from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.layers import head_of
+from baton.runner.model.stored.layers import StoredEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +133,110 @@ class OneStage:
 
 
 ONE_STAGE = OneStage()
+
+
+class OtherLayer(nn.Module):
+    """Stands for a layer of another stage."""
+
+    def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
+        return hidden
+
+
+class ReceivedRows(OtherLayer):
+    """Stands for the layer before a stage's first one: it returns the rows of the stage before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.empty(0)
+
+    def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
+        return self.rows.unsqueeze(0)
+
+
+class KeptRows(OtherLayer):
+    """Stands for the layer behind a stage's last one: it keeps the rows for the stage behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.empty(0)
+
+    def forward(self, hidden: torch.Tensor, *_arguments: Any, **_keywords: Any) -> torch.Tensor:
+        self.rows = hidden[0]
+        return hidden
+
+
+class NoEmbedding(nn.Module):
+    """Stands for the embedding in a stage behind the first: zeros, [...] to [..., hidden size]."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._width = width
+        self._dtype = dtype
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(*token_ids.shape, self._width, dtype=self._dtype, device=token_ids.device)
+
+
+class NoHead(nn.Module):
+    """Stands for the head in a stage before the last: logits of no tokens, [..., hidden size] to [..., 0]."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[..., :0]
+
+
+class StageModule:
+    """The part of a module that a stage computes; for the only stage the module as it is."""
+
+    def __init__(self, module: Any, num_layers: int, stage: Stage, dtype: torch.dtype) -> None:
+        """Take the layers of other stages, the embedding and the head out of the module, unless the stage has them.
+
+        Raises UnsupportedAttention for a module whose layers can't be found, and ConfigError for too few layers.
+        """
+        self._received: ReceivedRows | None = None
+        self._kept: KeptRows | None = None
+        self.own_layers = stage.layers(num_layers)
+        if stage.count == 1:
+            return
+        layers = _layers_of(module, num_layers)
+        for index in range(num_layers):
+            if index not in self.own_layers:
+                layers[index] = OtherLayer()
+        if not stage.is_first:
+            module.set_input_embeddings(NoEmbedding(_width_of(module.get_input_embeddings()), dtype))
+            self._received = layers[self.own_layers.start - 1] = ReceivedRows()
+        if not stage.is_last:
+            if head_of(module) is not None:
+                module.set_output_embeddings(NoHead())
+            self._kept = layers[self.own_layers.stop] = KeptRows()
+
+    def receive(self, rows: torch.Tensor) -> None:
+        """Give the stage the rows [T, hidden size] of the stage before, for the module's next call."""
+        if self._received is not None:
+            self._received.rows = rows
+
+    def take_kept(self) -> torch.Tensor | None:
+        """The rows [T, hidden size] of the module's last call for the stage behind; None in the last stage."""
+        if self._kept is None:
+            return None
+        rows, self._kept.rows = self._kept.rows, torch.empty(0)
+        return rows
+
+
+def _width_of(embedding: nn.Module) -> int:
+    weight = embedding.stored if isinstance(embedding, StoredEmbedding) else embedding.weight
+    return int(weight.shape[1])  # type: ignore[index]
+
+
+def _layers_of(module: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The list of the module's layers: the one whose i-th part has all attention with the layer index i."""
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == num_layers:
+            found = [_layer_indices(layer) for layer in part]
+            if found == [{index} for index in range(num_layers)]:
+                return part
+    raise UnsupportedAttention(f"{type(module).__name__} has no list of its layers, so they can't be divided in stages")
+
+
+def _layer_indices(layer: nn.Module) -> set[int]:
+    indices = {getattr(part, "layer_idx", None) for part in layer.modules()}
+    return {index for index in indices if index is not None}

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory
+from baton.engine.runner import PROBE_BLOCKS
 from baton.errors import ConfigError
 from baton.runner.adapters.model_adapters import ModelAdapters
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.shared_splits import Int32Array, find_in_groups
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.ranks.ranks import Ranks
 from baton.runner.backends.torch_operations import TorchOperations
-from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.model.attention import (
     EchoAttention,
@@ -29,37 +25,27 @@ from baton.runner.model.attention import (
     UnsupportedAttention,
     bind,
 )
-from baton.runner.model.checkpoint_names import CheckpointNames
+from baton.runner.model.cached_model import (
+    CachedModel,
+    cache_memory,
+    failing_as_unusable,
+    layout_of,
+    on_device,
+    on_device_of_model,
+    on_host,
+)
 from baton.runner.model.decode_graphs import DecodeGraphs
-from baton.runner.model.decoder import Decoder, ModelOutput, NotAPlainDecoder
-from baton.runner.model.given_rows import GivenRows, given_to
-from baton.runner.model.layer_groups import group_layers
+from baton.runner.model.decoder import Decoder, GivenRows, ModelOutput, NotAPlainDecoder, given_to
 from baton.runner.model.layers import ProductWatch, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
-from baton.runner.model.mapped_files import MappedFiles
-from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.recognition import fuse
-from baton.runner.model.stage import ONE_STAGE, LayerReport, Stage, StageReport, Stages
-from baton.runner.model.stage_module import StageModule
-from baton.runner.model.stored_layers import widths_of
-from baton.runner.model.weights import DTYPES, LoadedModel
+from baton.runner.model.stage import ONE_STAGE, LayerReport, Stage, StageModule, StageReport, Stages
+from baton.runner.model.stored.mapped_files import MappedFiles
+from baton.runner.model.stored.plan import CheckpointNames
+from baton.runner.model.weights import LoadedModel
 from baton.runner.spec import CacheSpec
-from baton.runner.torch_threads import elementwise_threads
 
-_VECTOR = 64
-"""The most elements that one iteration of a torch elementwise kernel processes (AVX-512: two registers of bfloat16)."""
 _PROBE_ROWS = 8
-
-
-def row_quantum(widths: list[int], num_threads: int) -> int:
-    """A step is padded to a multiple of this many rows, so that no real row is in the tail of an elementwise kernel.
-
-    torch's vectorised functions (silu, gelu, tanh, cos) round differently in the scalar tail that follows the last full
-    vector of a tensor, or of a thread's share of it. If rows x width is a multiple of the vector for every width, and
-    splits evenly over the threads, there is no tail.
-    """
-    common = math.gcd(*widths)
-    return _VECTOR // math.gcd(common, _VECTOR) * elementwise_threads(num_threads)
 
 
 class HiddenAndLogits(NamedTuple):
@@ -80,18 +66,14 @@ class _Widths(NamedTuple):
     logits: int
 
 
-class Transformer:
-    """One model and one KV cache. Called from one thread."""
+class Transformer(CachedModel):
+    """A decoder and its KV cache. Called from one thread."""
 
-    num_blocks: int
-    kv_cache: torch.Tensor
-    """Flat: [num_blocks * block_elements]."""
-    kv_memory: torch.Tensor
-    """The cache and the probe blocks behind it, flat."""
     decode_graphs: DecodeGraphs | None
     """The CUDA graphs of decode steps; None where a step's kernels are started one by one."""
     _attention: PagedAttention
 
+    @on_device_of_model
     def __init__(
         self,
         model: LoadedModel,
@@ -104,27 +86,10 @@ class Transformer:
         """`cache`: None for a model that drafts, whose blocks are those of another model: `allocate_cache` says how
         many, and all layers are in one group, whatever their windows. `stages`: this one computes its own layers only.
         """
-        with on_device(model.device):
-            self._build(model, operations, block_size, cache, num_threads, stages)
-
-    def _build(
-        self,
-        model: LoadedModel,
-        operations: Operations,
-        block_size: int,
-        cache: CacheSpec | None,
-        num_threads: int,
-        stages: Stages,
-    ) -> None:
+        super().__init__(model, operations, num_threads)
         self._module: Any = model.module
-        self._operations = operations
-        self.device = model.device
-        self.dtype = DTYPES[model.dtype]
-        """The dtype of the rows between layers."""
         self.width: int = getattr(model.config, "hidden_size", 0)
         """The width of the rows between layers."""
-        # The widths are those of the whole model, since all stages compute the same rows.
-        self.row_quantum = row_quantum(row_widths(model), num_threads)
         self.stage = stages.stage
         self.has_own_cache = stages.has_own_cache
         """Whether the cache holds this stage's layers only, and other stages have caches of their own."""
@@ -150,14 +115,15 @@ class Transformer:
         if head is not None:
             head.register_forward_pre_hook(self._keep_hidden)
         own_layers, missed_products = self._probe_layers(model.architecture)
-        self._why_no_own_loop = ""
+        self.why_no_own_loop = ""
+        """Why transformers' loop over the layers runs; empty when Baton's loop replaces it."""
         self._decoder = self._own_loop(self.dtype)
         why_not_fused = "transformers' loop runs" if self._decoder is None else self._decoder.why_not_fused
         reports = stages.exchange(
             StageReport(
                 own_layers,
                 missed_products,
-                self._why_no_own_loop,
+                self.why_no_own_loop,
                 why_not_fused,
                 self._output_widths.hidden if self.stage.is_last else 0,
                 self._output_widths.logits,
@@ -165,7 +131,7 @@ class Transformer:
             )
         )
         self.missed_products = frozenset(name for report in reports for name in report.missed_products)
-        self._why_no_own_loop = _first_of([report.why_no_own_loop for report in reports])
+        self.why_no_own_loop = _first_of([report.why_no_own_loop for report in reports])
         self._why_not_fused = _first_of([report.why_not_fused for report in reports])
         self.embedding_size = reports[-1].embedding_size
         """The width of the head's input; 0: it can't be observed."""
@@ -175,24 +141,26 @@ class Transformer:
         """The width of rows that may be given in place of tokens; 0: none may be."""
         self.why_no_given_rows = reports[0].why_no_given_rows
         """Why none may be; empty if they may."""
-        self.layout = _layout_of(reports, block_size, model.dtype, cache)
+        self.layout = layout_of(reports, block_size, model.dtype, cache)
         if self.layout.has_scales and self.device.type != "cpu":
             raise ConfigError(
                 f"a KV cache in 8 bits ({self.layout.dtype}) is for CPUs so far; leave out --kv-cache-dtype"
             )
-        self.cache_layout = self.layout.part(self.own_layers) if self.has_own_cache else self.layout
-        """The layout of a block in this stage's cache."""
+        if self.has_own_cache:
+            self.cached_layers = self.own_layers
+            self.cache_layout = self.layout.part(self.own_layers)
+        else:
+            self.cache_layout = self.layout
         if cache is not None:
             self.allocate_cache(cache.blocks(self.largest_block_bytes))
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache; called once. Raises ConfigError when there is no memory for it."""
-        self.num_blocks = num_blocks
         memory_dtype = torch.int8 if self.layout.has_scales else self.dtype
         block_elements, ranks = self.cache_layout.block_elements, self._operations.ranks
-        self.kv_memory = _cache_memory((num_blocks + PROBE_BLOCKS) * block_elements, memory_dtype, self.device, ranks)
-        self.kv_cache = self.kv_memory[: num_blocks * block_elements]
-        first_layer = self.own_layers.start if self.has_own_cache else 0
+        elements = (num_blocks + PROBE_BLOCKS) * block_elements
+        self._hold(cache_memory(elements, memory_dtype, self.device, ranks))
+        first_layer = 0 if self.cached_layers is None else self.cached_layers.start
         self._attention = PagedAttention(self._operations, self.kv_cache, self.cache_layout, first_layer)
         bind(self._module, self._attention, ranks)
         if not self._why_not_fused:
@@ -200,22 +168,6 @@ class Transformer:
         if self._decoder is not None:
             self._decoder.record(self._operations, self._attention)
         self.decode_graphs = self._graphs_of(self.max_model_len)
-
-    @property
-    def memory(self) -> KVMemory:
-        """The memory of the cache."""
-        cache = self.kv_cache
-        return KVMemory(
-            base_address=cache.data_ptr(),
-            num_blocks=self.num_blocks,
-            block_bytes=self.cache_layout.block_bytes,
-            kind="DRAM" if cache.device.type == "cpu" else "VRAM",
-            device_id=cache.device.index or 0,
-            owner=self.kv_memory,
-            num_probe_blocks=PROBE_BLOCKS,
-            layout=self.layout,
-            layers=self.own_layers if self.has_own_cache else None,
-        )
 
     @property
     def own_layers(self) -> range:
@@ -229,11 +181,6 @@ class Transformer:
             return self.layout.block_bytes
         stages = (Stage(index, self.stage.count) for index in range(self.stage.count))
         return max(self.layout.part(stage.layers(self.layout.num_layers)).block_bytes for stage in stages)
-
-    @property
-    def why_no_own_loop(self) -> str:
-        """Why transformers' loop over the layers runs; empty when Baton's loop replaces it."""
-        return self._why_no_own_loop
 
     @property
     def why_no_programs(self) -> str:
@@ -304,14 +251,7 @@ class Transformer:
         received: torch.Tensor | None = None,
         num_logits: int | None = None,
     ) -> ModelOutput:
-        self._attention.layout = StepLayout(
-            query_start=self._tensor(batch.query_start),
-            seq_lens=self._tensor(batch.seq_lens),
-            block_tables=[self._tensor(tables) for tables in batch.block_tables],
-            slots=[self._tensor(slots) for slots in batch.slots],
-            sample_start=self._tensor(batch.sample_start),
-            sharing=[None if places is None else self._tensor(places) for places in self._sharing(batch)],
-        )
+        self._attention.layout = self._step_layout(batch, self._sharing(batch))
         rows = self._tensor(logits_rows)
         self.adapters.begin(batch.adapters)
         self._set_long(batch)
@@ -360,9 +300,7 @@ class Transformer:
         )
 
     def set_rows_per_call(self, rows: int) -> None:
-        """Make torch's products take so many rows in one call, before anything is computed that counts."""
-        assert isinstance(self._operations, TorchOperations)
-        self._operations.rows_per_call = rows
+        super().set_rows_per_call(rows)
         if self.decode_graphs is not None:
             self.decode_graphs.forget()
 
@@ -377,31 +315,6 @@ class Transformer:
         with on_device(self.device), torch.inference_mode():
             return operations.why_adapters_not_bit_exact(self.adapters.shapes, self.device)
 
-    def clear_blocks(self, count: int) -> None:
-        """Fill the first blocks of the cache with zeros, as they were at first."""
-        self.kv_cache.view(self.num_blocks, -1)[:count].zero_()
-
-    def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
-        """Copy whole blocks within the cache."""
-        with on_device(self.device), torch.inference_mode():
-            blocks = self.kv_cache.view(self.num_blocks, -1)
-            blocks[destinations] = blocks[sources]
-
-    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-    def host_blocks(self, num_blocks: int) -> HostBlocks:
-        """A host tier of `num_blocks` blocks; raises ConfigError when there is no memory for it."""
-        shape = (num_blocks, self.cache_layout.block_elements)
-        try:
-            blocks = torch.empty(shape, dtype=self.kv_cache.dtype, pin_memory=self.device.type == "cuda")
-        except RuntimeError as error:
-            size = num_blocks * self.cache_layout.block_bytes
-            raise ConfigError(
-                f"this machine has no memory for a host tier of {size} bytes; make the host tier smaller"
-            ) from error
-        return HostBlocks(self.kv_cache.view(self.num_blocks, -1), blocks)
-
     def _probe_layers(self, architecture: str) -> tuple[dict[int, LayerReport], list[str]]:
         """Compute a step without attention; returns what was found out of each layer, and the missed products.
 
@@ -412,11 +325,8 @@ class Transformer:
         token_ids, positions, rows = self._probe_rows()
         try:
             self.adapters.rows.num_probed = rows.shape[0]
-            with watch, torch.inference_mode():
+            with failing_as_unusable(AttributeError, TypeError), watch, torch.inference_mode():
                 output = self._forward(token_ids, positions, rows, self._probe_received(rows.shape[0]))
-        except (RuntimeError, ValueError, IndexError, ArithmeticError, AttributeError, TypeError) as error:
-            reason = (str(error).splitlines() or [""])[0]
-            raise UnusableWeight(f"a step with them fails with {type(error).__name__} ({reason:.200})") from error
         finally:
             self.adapters.rows.num_probed = 0
         if not self.stage.is_last and (output.hidden.shape[1], output.hidden.dtype) != (self.width, self.dtype):
@@ -468,7 +378,7 @@ class Transformer:
         try:
             decoder = Decoder(self._module, dtype, self.device, self.row_quantum, self.adapters, self.max_model_len)
         except NotAPlainDecoder as reason:
-            self._why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_recognised)))
+            self.why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_recognised)))
             return None
         bind(self._module, EchoAttention(), self._operations.ranks)
         token_ids, places, rows = self._probe_rows()
@@ -480,7 +390,7 @@ class Transformer:
             if not _same_bits(expected.logits, output.logits) or not (
                 self.stage.is_last or _same_bits(expected.hidden, output.hidden)
             ):
-                self._why_no_own_loop = "its logits are not those of transformers' loop, bit for bit"
+                self.why_no_own_loop = "its logits are not those of transformers' loop, bit for bit"
                 return None
         return decoder
 
@@ -546,26 +456,6 @@ class Transformer:
             self.adapters.rows.keep(self._logits_rows)
 
 
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU this thread's current one: Triton's kernels and recorded graphs are started on that, whatever their
-    tensors are on."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def on_host(rows: torch.Tensor, copy: bool = False) -> npt.NDArray[np.float32]:
-    """Rows in float32 in the host's memory; with `copy` not in that of the rows, wherever they are.
-
-    On return a GPU has computed all that was started before, also where there are no rows: what a step wrote to the
-    cache is then read on other streams, and by other processes.
-    """
-    if rows.device.type == "cuda" and rows.numel() == 0:
-        torch.cuda.current_stream(rows.device).synchronize()  # a copy of nothing waits for nothing
-    # A GPU copies into pinned memory without a detour; torch keeps such memory for later steps.
-    host = torch.empty(rows.shape, pin_memory=True).copy_(rows) if rows.device.type == "cuda" else rows
-    wide: npt.NDArray[np.float32] = host.to(torch.float32, copy=copy and host is rows).numpy()
-    return wide
-
-
 def _first_of(reasons: Sequence[str]) -> str:
     """The first reason that there is, with the number of its stage if there are several stages."""
     found = next(((stage, reason) for stage, reason in enumerate(reasons) if reason), None)
@@ -587,36 +477,3 @@ def _has_grids(config: Any) -> bool:
 def _apart(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Positions [3, T] that differ in the three dimensions."""
     return np.stack([places, places[::-1], places // 2])
-
-
-def _layout_of(reports: Sequence[StageReport], block_size: int, dtype: str, cache: CacheSpec | None) -> KVLayout:
-    """The layout of a block of the whole model; that of a model that drafts has one group of layers."""
-    found = {index: layer for report in reports for index, layer in report.layers.items()}
-    layers = tuple(found[index].geometry for index in sorted(found))
-    if cache is None:
-        return KVLayout(block_size, layers, dtype)
-    groups = group_layers(layers, {index: layer.window for index, layer in found.items()})
-    return KVLayout(block_size, layers, dtype if cache.dtype == "auto" else cache.dtype, groups)
-
-
-def _cache_memory(elements: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> torch.Tensor:
-    size = elements * dtype.itemsize
-    if device.type == "cpu":
-        return ranks.cache_memory(size).view(dtype)
-    try:
-        return torch.zeros(elements, dtype=dtype, device=device)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"{device} has no memory for a KV cache of {size} bytes beside the weights; make the cache smaller"
-        ) from error
-
-
-def row_widths(model: LoadedModel) -> list[int]:
-    """Every row width that an elementwise function may be called with."""
-    config = model.config
-    widths = {parameter.shape[-2] for parameter in model.module.parameters() if parameter.dim() >= 2}
-    widths |= {parameter.shape[-1] for parameter in model.module.parameters()}
-    widths |= widths_of(model.module)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return [*widths, head_dim]

@@ -16,25 +16,28 @@ from safetensors import SafetensorError
 from torch import nn
 
 from baton.errors import ConfigError
-from baton.model_formats.contexts import longest_context
-from baton.model_formats.encoder_decoders import has_encoder_and_decoder
+from baton.model_formats.limits import longest_context
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Operations
-from baton.runner.model.attention import ATTENTION_NAME, ENCODER_DECODER_ATTENTION
-from baton.runner.model.checkpoint import Checkpoint, open_checkpoint
-from baton.runner.model.checkpoint_names import CheckpointNames
-from baton.runner.model.config_numbers import check_file_numbers, check_numbers
-from baton.runner.model.image_parts import divide_image_model, takes_images
+from baton.runner.model.checkpoint import Checkpoint, check_numbers, open_checkpoint
 from baton.runner.model.layers import EXPERTS_NAME
-from baton.runner.model.mapped_files import DuplicateTensor, TensorOnFile, tensors_on_file
-from baton.runner.model.plain_on_file import dequantized_on_file, weights_on_file
-from baton.runner.model.pooling_files import is_classifier, is_decoder_of_both_ways, is_encoder
-from baton.runner.model.pooling_models import classifier_class, encoder_class, is_unused, with_head_renamed
-from baton.runner.model.quantization.formats import format_of
-from baton.runner.model.quantization.quantize import GROUP, Quantization
-from baton.runner.model.quantization.stored_weight import StoredWeight, UnusableWeight, WeightFormat, stored_weights
-from baton.runner.model.quantize_at_load import weights_to_quantize
-from baton.runner.model.weight_plan import WeightPlan, check_shapes, check_size, plan_weights
+from baton.runner.model.model_classes import (
+    attention_of,
+    divide_image_model,
+    first_line,
+    is_unused,
+    model_class_of,
+    read_config,
+    takes_images,
+    with_head_renamed,
+)
+from baton.runner.model.stored.formats import format_of
+from baton.runner.model.stored.held import dequantized_on_file, weights_on_file, weights_to_quantize
+from baton.runner.model.stored.mapped_files import DuplicateTensor, TensorOnFile, tensors_on_file
+from baton.runner.model.stored.plan import CheckpointNames, WeightPlan, check_shapes, check_size, plan_weights
+from baton.runner.model.stored.quantize import GROUP
+from baton.runner.model.stored.weight import StoredWeight, UnusableWeight, WeightFormat, stored_weights
+from baton.runner.spec import WeightSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -122,62 +125,50 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(flags.partition(":")[2].split())
 
 
-def load_model_for(
-    operations: Operations,
-    directory: Path,
-    dtype: str,
-    device: torch.device,
-    quantization: Quantization | None,
-    *,
-    dequantize: bool = False,
-    in_parts: bool = False,
-) -> LoadedModel:
+def load_model_for(operations: Operations, directory: Path, how: WeightSpec, device: torch.device) -> LoadedModel:
     """Load a model directory as `load_model` does, with quantised weights made plain if operations don't pack them.
 
     Raises ConfigError also for a quantization that these operations can't compute.
     """
-    if quantization is not None and not operations.packs_quantized:
+    if how.quantization is not None and not operations.packs_quantized:
         raise ConfigError(
-            f"{quantization} weights can't be computed by {operations.numerics()}; leave quantization out"
+            f"{how.quantization} weights can't be computed by {operations.numerics()}; leave quantization out"
         )
-    dequantize = dequantize or not operations.packs_quantized
-    # What a GPU has while it loads in parts was not measured yet.
-    in_parts = in_parts and device.type == "cpu"
-    return load_model(directory, dtype, device, quantization, dequantize=dequantize, in_parts=in_parts)
+    return load_model(
+        directory,
+        replace(
+            how,
+            dequantize=how.dequantize or not operations.packs_quantized,
+            # What a GPU has while it loads in parts was not measured yet.
+            in_parts=how.in_parts and device.type == "cpu",
+        ),
+        device,
+    )
 
 
-def load_model(
-    directory: Path,
-    dtype: str,
-    device: torch.device = CPU,
-    quantization: Quantization | None = None,
-    *,
-    dequantize: bool = False,
-    in_parts: bool = False,
-) -> LoadedModel:
-    """Load a model directory; `dtype` is auto, float32 or bfloat16.
+def load_model(directory: Path, how: WeightSpec, device: torch.device = CPU) -> LoadedModel:
+    """Load a model directory.
 
-    `quantization`: quantise plain weights; `dequantize`: make quantised ones plain. Otherwise they are for
-    operations that pack them as they are. `in_parts`: for a rank, which packs some of each weight; until then all stay
-    in their files. Raises ConfigError (one line: what, and how to fix it) for a directory
-    that is missing, incomplete, corrupt, pickled or of an architecture or a format that can't run here. Never
-    reaches for the network and runs no code from the directory.
+    Raises ConfigError (one line: what, and how to fix it) for a directory that is missing, incomplete, corrupt, pickled
+    or of an architecture or a format that can't run here. Never reaches for the network and runs no code from the
+    directory.
     """
-    dtype = resolve_dtype(dtype, device)
+    dtype = resolve_dtype(how.dtype, device)
+    how = replace(how, dtype=dtype)
     checkpoint = open_checkpoint(directory)
     try:
         weight_format = format_of(checkpoint.config)
     except UnusableWeight as error:
         raise ConfigError(f"{directory} can't be served: {error}") from error
-    if quantization is not None and weight_format is not None:
+    if how.quantization is not None and weight_format is not None:
         raise ConfigError(f"{directory} is quantised already ({weight_format.description}); leave quantization out")
     # Imported only now, since transformers is slow to import and a bad directory is refused without it.
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    config = _config(checkpoint)
-    model_class = _model_class(checkpoint, config)
+    config = read_config(checkpoint)
+    model_class = model_class_of(checkpoint, config)
     check_numbers(checkpoint, config.get_text_config())
     try:
         with _ONE_AT_A_TIME, tensors_on_file(checkpoint.weight_files) as on_file:
@@ -186,7 +177,7 @@ def load_model(
             num_layers = config.get_text_config().num_hidden_layers
             if not 0 < num_layers <= len(tensors):
                 raise UnusableWeight(f"{num_layers} layers can't be made of {len(tensors)} tensors")
-            plan = _plan(skeleton, tensors, weight_format, quantization, dequantize, DTYPES[dtype], device, in_parts)
+            plan = _plan(skeleton, tensors, weight_format, how, device)
             _check_types(plan)
             _warn_of_lost_bits(plan, directory, dtype)
             module, info = _class_with(plan, model_class, DTYPES[dtype], device).from_pretrained(
@@ -194,26 +185,24 @@ def load_model(
                 config=config,
                 state_dict=plan.loaded,
                 dtype=DTYPES[dtype],
-                attn_implementation=_attention_of(config),
+                attn_implementation=attention_of(config),
                 experts_implementation=EXPERTS_NAME,
                 local_files_only=True,
                 output_loading_info=True,
             )
     except SafetensorError as error:
-        raise ConfigError(
-            f"the weights in {directory} can't be read ({_first_line(error)}); copy them again"
-        ) from error
+        raise ConfigError(f"the weights in {directory} can't be read ({first_line(error)}); copy them again") from error
     except (UnusableWeight, DuplicateTensor) as error:
         raise ConfigError(f"the weights in {directory} can't be used: {error}") from error
     except Exception as error:
-        raise ConfigError(f"the weights in {directory} don't fit its config.json ({_first_line(error)})") from error
+        raise ConfigError(f"the weights in {directory} don't fit its config.json ({first_line(error)})") from error
     missing = sorted(name for name in info["missing_keys"] if not is_unused(name, model_class))
     if missing:
         raise ConfigError(
             f"the weights in {directory} lack {len(missing)} tensors that its config.json asks for, first {missing[0]}"
         )
     module.eval().requires_grad_(False)
-    weights = _weights(plan, module, weight_format, quantization, dequantize, dtype)
+    weights = _weights(plan, module, weight_format, how)
     loaded = LoadedModel(module, config.get_text_config(), checkpoint, dtype, model_class.__name__, device, weights)
     if not takes_images(config):
         return loaded
@@ -226,8 +215,8 @@ def parameter_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
     Raises ConfigError.
     """
-    config = _config(checkpoint)
-    model_class = _model_class(checkpoint, config)
+    config = read_config(checkpoint)
+    model_class = model_class_of(checkpoint, config)
     check_numbers(checkpoint, config.get_text_config())
     with _ONE_AT_A_TIME:
         skeleton = _skeleton(model_class, config)
@@ -245,40 +234,34 @@ def _plan(
     skeleton: nn.Module,
     tensors: Mapping[str, TensorOnFile],
     weight_format: WeightFormat | None,
-    quantization: Quantization | None,
-    dequantize: bool,
-    dtype: torch.dtype,
+    how: WeightSpec,
     device: torch.device,
-    in_parts: bool,
 ) -> WeightPlan:
     """Decide where the weights of a checkpoint belong; raises UnusableWeight."""
-    names = CheckpointNames(skeleton)
+    names, dtype = CheckpointNames(skeleton), DTYPES[how.dtype]
     weights: dict[str, StoredWeight] = {}
     experts: dict[str, list[list[StoredWeight]]] = {}
     plain: Mapping[str, TensorOnFile] = tensors
     if weight_format is not None:
-        weights, used = stored_weights(weight_format, tensors, dequantize)
+        weights, used = stored_weights(weight_format, tensors, how.dequantize)
         plain = _without(tensors, used)
-        if dequantize:
+        if how.dequantize:
             weights = {name: replace(stored, packed_bytes=None) for name, stored in weights.items()}
     sizes = [*(stored.shape for stored in weights.values()), *(tensor.shape for tensor in plain.values())]
     check_size(skeleton, sizes)
     check_shapes(names, plain)
-    if quantization is not None:
-        chosen = weights_to_quantize(skeleton, names, _of_text(skeleton, names, plain), quantization)
+    if how.quantization is not None:
+        chosen = weights_to_quantize(skeleton, names, _of_text(skeleton, names, plain), how.quantization)
         weights, experts, plain = chosen.weights, chosen.experts, _without(plain, chosen.tensors)
     dtypes = {tensor.dtype for tensor in plain.values()}
-    if in_parts:
+    if how.in_parts:
         left = weights_on_file(skeleton, names, plain, dtype, device)
         weights = {
             name: dequantized_on_file(stored, dtype, device) if stored.packed_bytes is None else stored
             for name, stored in weights.items()
         }
         weights, experts, plain = weights | left.weights, experts | left.experts, _without(plain, left.tensors)
-    plan = plan_weights(skeleton, names, weights, plain)
-    for key, of_experts in experts.items():
-        path, _, leaf = key.rpartition(".")
-        plan.experts.setdefault(path, {})[leaf] = of_experts
+    plan = plan_weights(skeleton, names, weights, experts, plain)
     plan.plain_dtypes.update(dtypes)
     return plan
 
@@ -327,101 +310,15 @@ def _class_with(plan: WeightPlan, model_class: Any, dtype: torch.dtype, device: 
     return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
 
 
-def _weights(
-    plan: WeightPlan,
-    module: nn.Module,
-    weight_format: WeightFormat | None,
-    quantization: Quantization | None,
-    dequantize: bool,
-    dtype: str,
-) -> ModelWeights:
+def _weights(plan: WeightPlan, module: nn.Module, weight_format: WeightFormat | None, how: WeightSpec) -> ModelWeights:
     plain_bytes = sum(parameter.nbytes for parameter in module.parameters())
     plain_bytes += sum(stored.packed_bytes or 0 for stored in plan.held if stored.is_plain)
-    treatment = quantization or ("dequantized" if dequantize and weight_format is not None else "")
+    treatment = how.quantization or ("dequantized" if how.dequantize and weight_format is not None else "")
     held = [stored for stored in plan.held if not stored.is_plain]
     if not held:
-        description = "" if weight_format is None else f"{weight_format.description}, dequantised to {dtype}"
+        description = "" if weight_format is None else f"{weight_format.description}, dequantised to {how.dtype}"
         return ModelWeights(treatment, description, plain_bytes)
     packed_bytes = sum(stored.packed_bytes or 0 for stored in held)
-    name = f"{quantization}, groups of {GROUP}" if weight_format is None else weight_format.description
+    name = f"{how.quantization}, groups of {GROUP}" if weight_format is None else weight_format.description
     bits = 8 * packed_bytes / sum(stored.shape[0] * stored.shape[1] for stored in held)
     return ModelWeights(treatment, f"{name}, {bits:.3g} bits a weight", plain_bytes + packed_bytes, is_quantized=True)
-
-
-def _config(checkpoint: Checkpoint) -> Any:
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    check_file_numbers(checkpoint)
-    try:
-        config = AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True, trust_remote_code=False)
-    # transformers has no list of what it raises for a configuration that it does not expect.
-    except Exception as error:
-        name = checkpoint.config.get("model_type", "without a model_type")
-        if name in list(CONFIG_MAPPING):
-            # The error's first line names the field, and the others say what is wrong with it.
-            said = " ".join(str(error).split())[:300]
-            raise ConfigError(
-                f"{checkpoint.directory} has a config.json that can't be read ({said}); copy it again"
-            ) from error
-        raise ConfigError(
-            f"{checkpoint.directory} is of type {name!r}, which this version of transformers can't load "
-            f"({_first_line(error)}); choose another model or upgrade transformers"
-        ) from error
-    # transformers would otherwise look for the library that made the weights, and run its code.
-    for name in ("quantization_config", "compression_config"):
-        if hasattr(config, name):
-            delattr(config, name)
-    return config
-
-
-def _attention_of(config: Any) -> str | dict[str, str]:
-    """The attention of the layers that have a KV cache: Baton's. An encoder of images keeps transformers' own."""
-    if config.is_encoder_decoder:
-        return ENCODER_DECODER_ATTENTION
-    if not takes_images(config):
-        return ATTENTION_NAME
-    # Eager attention would need memory for the square of an image's patches, times heads.
-    return {"": "sdpa", "vision_config": "sdpa", "text_config": ATTENTION_NAME}
-
-
-def _model_class(checkpoint: Checkpoint, config: Any) -> Any:
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-    )
-
-    refusal = f"{checkpoint.directory} is of type {config.model_type!r}, which is not supported: "
-    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
-    if has_encoder_and_decoder(checkpoint.config):
-        mappings = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
-        return next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
-    if is_encoder(checkpoint.config):
-        return encoder_class(checkpoint.directory, config, checkpoint.config)
-    if is_decoder_of_both_ways(checkpoint.config):
-        raise ConfigError(
-            refusal + "its tokens attend to those behind, too (use_bidirectional_attention, or is_causal: false, in "
-            "config.json), and decoders are computed causally"
-        )
-    if config.is_encoder_decoder or type(config) not in known:
-        raise ConfigError(
-            refusal + "only decoder-only text models are, some that take images, and some with an encoder"
-        )
-    model_class = known[type(config)]
-    text_config = config.get_text_config()
-    if text_config is not config and not takes_images(config):
-        raise ConfigError(refusal + "only text models and some that take images are, and it has other parts")
-    if not getattr(model_class, "_supports_attention_backend", False):
-        raise ConfigError(refusal + "its attention can't be exchanged for the paged one")
-    kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise ConfigError(refusal + f"it has layers of type {', '.join(sorted(kinds))}")
-    if is_classifier(checkpoint.config) and not takes_images(config):
-        return classifier_class(model_class, config, checkpoint.config, checkpoint.directory)
-    return model_class
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.backends.ranks.host_ranks import SharedFiles
-from baton.runner.backends.ranks.shared_memory import make_shared_file
+from baton.runner.backends.ranks.host_ranks import SharedFiles, make_shared_file
 
 SLOTS_OF_A_STAGE = 2
 """Slots for each stage: one micro-batch that it computes, and one that waits for it."""

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from baton.engine.batch import SchedulerOutput
 from baton.engine.runner import RemotePart
@@ -23,11 +22,12 @@ from baton.observe.rank_reports import rank_reports
 from baton.runner.backends.cpu.kernels.barrier import Barrier, BarrierTag
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.device import CPU
-from baton.runner.backends.ranks.shared_memory import SharedMemory
+from baton.runner.backends.ranks.host_ranks import SharedMemory
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.model import attention, layers
+from baton.runner.load_steps import prepare
+from baton.runner.model.cached_model import on_host
 from baton.runner.model.decoder import ModelOutput
-from baton.runner.model.transformer import HiddenAndLogits, Transformer, on_host
+from baton.runner.model.transformer import HiddenAndLogits, Transformer
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.ranks.group_files import GroupFiles, RankFiles, StageRing
 from baton.runner.ranks.micro_batch import MicroBatch, Task
@@ -36,7 +36,7 @@ from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_leader import FollowingRanks, PipelinedTransformer
 from baton.runner.ranks.rank_parts import RankParts
 from baton.runner.ranks.rank_spec import RankSpec
-from baton.runner.torch_threads import elementwise_threads
+from baton.runner.spec import WeightSpec
 
 
 class LeadingTransformer(PipelinedTransformer):
@@ -187,18 +187,9 @@ class FollowingRank:
     def load(self) -> None:
         """Read the model's configuration, and map its weights. Raises ConfigError."""
         spec = self._spec
-        torch.set_num_threads(elementwise_threads(spec.least_threads))
-        attention.register()
-        layers.register()
-        self._model = load_model_for(
-            self._parts.operations,
-            Path(spec.model_dir),
-            spec.dtype,
-            CPU,
-            spec.quantization,
-            dequantize=spec.dequantize,
-            in_parts=True,
-        )
+        prepare(spec.least_threads)
+        how = WeightSpec(spec.dtype, spec.quantization, spec.dequantize, in_parts=True)
+        self._model = load_model_for(self._parts.operations, Path(spec.model_dir), how, CPU)
 
     def follow(self, on_loaded: Callable[[], None] = lambda: None) -> None:
         """Compute what the first rank announces until a rank is lost; raises RankLost then.

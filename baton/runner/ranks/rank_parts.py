@@ -6,9 +6,8 @@ from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernel_file import why_slow
 from baton.runner.backends.cpu.kernels.barrier import Barrier, BarrierTag
 from baton.runner.backends.kernel_choice import CompiledOperations, choose_operations
-from baton.runner.backends.ranks.host_ranks import HostRanks
-from baton.runner.backends.ranks.shared_memory import SharedMemory
-from baton.runner.backends.sharded.sharded_operations import ShardedOperations
+from baton.runner.backends.ranks.host_ranks import HostRanks, SharedMemory
+from baton.runner.backends.sharded_operations import ShardedOperations
 from baton.runner.model.stage import Stage, StageReport
 from baton.runner.ranks.group_files import RankFiles
 from baton.runner.ranks.micro_batch_slot import SlotsInTurns

@@ -10,9 +10,8 @@ import socket
 import sys
 
 from baton.errors import BatonError
-from baton.runner.lean_imports import import_transformers
+from baton.runner.lean_imports import import_transformers, rare_collections
 from baton.runner.ranks.rank_spec import Heartbeats, RankSpec
-from baton.runner.rare_collections import rare_collections
 
 _FAULT = 1
 

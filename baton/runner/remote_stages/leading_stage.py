@@ -15,7 +15,8 @@ import numpy.typing as npt
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.operations import Operations
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.model.transformer import HiddenAndLogits, on_host
+from baton.runner.model.cached_model import on_host
+from baton.runner.model.transformer import HiddenAndLogits
 from baton.runner.model.weights import LoadedModel
 from baton.runner.ranks.group_files import wait_until_readable
 from baton.runner.ranks.micro_batch import MicroBatch, Task, tensor_of, write_numbers

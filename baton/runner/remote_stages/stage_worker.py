@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from baton.engine.runner import KVMemory
 from baton.errors import BatonError, ConfigError
@@ -21,15 +20,15 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError, RankLo
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.blocks.host_blocks import host_blocks_in
-from baton.runner.model import attention, layers
-from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.load_steps import numerics_of, prepare
 from baton.runner.model.stage import StageReport
+from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model_for
-from baton.runner.numerics import numerics_of
 from baton.runner.ranks.micro_batch import MicroBatch, bytes_of, read_numbers, tensor_of
 from baton.runner.remote_stages.frames import Frame, FrameKind, FrameReader, FrameWriter, StageLinks
 from baton.runner.remote_stages.stage_spec import StageSpec, StepCopies, figures_to_json
+from baton.runner.spec import WeightSpec
 
 _MOST_FRAMES = 64
 """The most frames that wait for being computed."""
@@ -86,20 +85,11 @@ class StageWorker:
 
     def _load(self, spec: StageSpec) -> None:
         device = resolve_device(self._device)
-        torch.set_num_threads(spec.torch_threads)
-        attention.register()
-        layers.register()
+        prepare(spec.torch_threads)
         self.stage = spec.stage
         self._operations = choose_operations(self._num_threads, device)
-        loaded = load_model_for(
-            self._operations,
-            self._model_dir,
-            spec.dtype,
-            device,
-            spec.quantization,
-            dequantize=spec.dequantize,
-            in_parts=True,
-        )
+        how = WeightSpec(spec.dtype, spec.quantization, spec.dequantize, in_parts=True)
+        loaded = load_model_for(self._operations, self._model_dir, how, device)
         if loaded.fingerprint != spec.fingerprint:
             raise ConfigError(
                 f"the model in {self._model_dir} has the fingerprint {loaded.fingerprint}, and the leader's "

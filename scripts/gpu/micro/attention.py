@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from baton.engine.runner import KVLayout
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.ranks.ranks import ONE_RANK
 from baton.runner.model.attention import cache_views
 from gpu.made_model import BLOCK_SIZE, DTYPES
@@ -93,15 +94,13 @@ def _attend(context: StageContext, shape: Shape, case: Case) -> None:
         tables[row, : blocks.numel()] = blocks
     starts = torch.tensor([0, *itertools.accumulate(case.queries)], dtype=torch.int32, device=device)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    step = (query, cache, starts, lengths, tables.to(device))
-    timing = context.time(
-        lambda: triton_attention(*step, scale=shape.head_dim**-0.5), repeats=9, warm_up=1, graph=True, cold=True
-    )
+    call = AttentionCall(query, cache, starts, lengths, tables.to(device), AttentionFeatures(shape.head_dim**-0.5))
+    timing = context.time(lambda: triton_attention(call), repeats=9, warm_up=1, graph=True, cold=True)
     read = 1e-9 * dtype.itemsize * sum(case.lengths) * 2 * shape.kv_heads * shape.head_dim
     teraflop = 4e-12 * shape.heads * shape.head_dim * sum(n * n / 2 if case.of_prompts else n for n in case.lengths)
     fields = {"gb_per_s": read / timing.ms * 1e3, "tflops": teraflop / timing.ms * 1e3}
     if case.of_prompts:
-        del memory, cache, step
+        del memory, cache, call
         fields |= _by_torch(context, shape, case, query, teraflop)
     context.report("attention", shape=shape.name, case=case.name, us=timing.ms * 1e3, **fields)
 

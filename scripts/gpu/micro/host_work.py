@@ -12,7 +12,7 @@ from baton.engine.runner import KVLayout, KVMemory
 from baton.messages.sampling import SamplingParams
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.execution.sampler import SamplingState, sample
-from baton.runner.model.transformer import on_host
+from baton.runner.model.cached_model import on_host
 from gpu.made_model import BLOCK_SIZE, DTYPES
 from gpu.room import device_of, has_room
 from gpu.shapes import LLAMA_1B, TINY, fill_by_counter

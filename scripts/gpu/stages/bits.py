@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cuda.triton_attention import triton_attention
 from baton.runner.backends.cuda.triton_norm import triton_norm
+from baton.runner.backends.paged_cache import CacheView
 from gpu.probes.digest import constants, digests
 from gpu.probes.leaves import LEAF, Leaves, greedy, leaves
 from gpu.probes.product import SMALL_TILES, TILES, Tile, product
@@ -131,7 +132,8 @@ class _Sequences(NamedTuple):
         starts = torch.arange(len(some) + 1, dtype=torch.int32, device=self.query.device)
         chosen = torch.tensor(some, device=self.query.device)
         step = (starts, self.lengths[chosen], self.tables[chosen].contiguous())
-        return triton_attention(self.query[chosen], self.cache, *step, scale=self.query.shape[-1] ** -0.5)
+        how = AttentionFeatures(self.query.shape[-1] ** -0.5)
+        return triton_attention(AttentionCall(self.query[chosen], self.cache, *step, how))
 
 
 def check_attention(context: StageContext) -> None:

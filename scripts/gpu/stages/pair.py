@@ -25,6 +25,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_module
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from gpu.lanes import LANES, read_lanes
 from gpu.made_model import BLOCK_SIZE, DTYPES
 from gpu.room import device_of, has_room
@@ -82,11 +83,13 @@ def run(context: StageContext) -> None:
         context.report("model", shape=plan.shape.name, seconds=time.perf_counter() - started)
         with _pairs(context, plan, directory, cache_bytes) as pairs:
             alone = load_runner(
-                directory,
-                dtype=_dtype_name(context),
-                num_blocks=_blocks_alone(plan),
-                device=context.device,
-                allow_unverified=True,
+                TorchSpec(
+                    directory,
+                    dtype=_dtype_name(context),
+                    num_blocks=_blocks_alone(plan),
+                    device=context.device,
+                    allow_unverified=True,
+                )
             )
             context.report("nodes are ready", seconds=time.perf_counter() - started)
             _measure(context, plan, pairs, alone)

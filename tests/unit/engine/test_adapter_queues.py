@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from baton.engine.request import Request
-from baton.engine.waiting.adapter_queues import AdapterQueues
 from baton.engine.waiting.request_queue import (
     NO_TURN,
+    AdapterQueues,
     FCFSRequestQueue,
     PriorityRequestQueue,
     QueuePositions,

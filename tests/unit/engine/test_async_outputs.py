@@ -20,7 +20,8 @@ from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_clock import FakeClock
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_clock import FakeClock
 from tests.support.engine_rig import prompt_of
 from tests.support.executors import EagerExecutor
 from tests.support.tiny_models import TINY_MODELS
@@ -40,7 +41,7 @@ class Sequence(NamedTuple):
 def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchModelRunner:
     directory: Path = tmp_path_factory.mktemp("models") / "tiny"
     write_random_model(directory, TINY_MODELS["qwen3"], seed=1)
-    return load_runner(directory, dtype="float32", block_size=4, num_blocks=128, host_cache_bytes=1 << 20)
+    return load_runner(TorchSpec(directory, dtype="float32", block_size=4, num_blocks=128, host_cache_bytes=1 << 20))
 
 
 def requests(stops: dict[str, int]) -> list[Request]:

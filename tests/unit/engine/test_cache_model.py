@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from baton.engine.kv_cache.allocation import AllocationAnswer
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request
 from baton.messages.sampling import SamplingParams

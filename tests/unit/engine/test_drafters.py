@@ -11,16 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.request import Request
-from baton.engine.speculation.draft_length import DraftLength
-from baton.engine.speculation.forced_drafter import ForcedDrafter
-from baton.engine.speculation.ngram_drafter import WINDOW, NgramDrafter
-from baton.engine.speculation.request_drafts import RequestDrafts
+from baton.engine.speculation.drafters import WINDOW, ForcedDrafter, NgramDrafter
+from baton.engine.speculation.request_drafts import DraftLength, RequestDrafts
 from baton.engine.speculation.step_cost import Prices, StepCost
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 from baton.messages.speculation import SpeculationConfig
-from baton.testing.fake_grammar import FakeMatcher
+from tests.doubles.fake_grammar import FakeMatcher
 
 
 def draft_after(tokens: Sequence[int], most: int, least: int = 2, longest: int = 8) -> list[int]:

@@ -26,8 +26,9 @@ from baton.messages.sampling import SamplingParams
 from baton.node.runner_spec import scheduler_config
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_runner import FakeRunner
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_runner import FakeRunner
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.parsed_flags import config_from_flags
 from tests.support.tiny_models import TINY_MODELS
@@ -125,7 +126,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 def outputs_of(directory: Path, limits: Mapping[str, Any]) -> tuple[list[list[int]], int]:
     """The tokens of four requests, three of which share a prefix and come in turns, and the longest chunk."""
-    runner = load_runner(directory, dtype="float32", block_size=4, num_blocks=80)
+    runner = load_runner(TorchSpec(directory, dtype="float32", block_size=4, num_blocks=80))
     config = SchedulerConfig(80, block_size=4, max_num_batched_tokens=160, max_num_seqs=4, max_model_len=160, **limits)
     scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock())
     core = EngineCore(scheduler, runner)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.kv_cache.allocation import AllocationAnswer
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.block_pool import BlockAccounts, BlockInvariantBroken, BlockPool
+from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request
 from baton.messages.sampling import SamplingParams

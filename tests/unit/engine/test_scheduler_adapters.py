@@ -10,7 +10,7 @@ import pytest
 
 from baton.engine.request import RequestStatus
 from baton.messages.node import Leg, Outcome
-from baton.testing.fake_grammar import FakeMatcher
+from tests.doubles.fake_grammar import FakeMatcher
 from tests.support.engine_rig import EngineRig, prompt_of
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
@@ -19,7 +19,7 @@ A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 def rig_with(**limits: Any) -> EngineRig:
     """An engine whose runner has the adapters A, B and C loaded."""
     rig = EngineRig(**limits)
-    rig.runner.adapters.update(dict.fromkeys((A, B, C), Path("/adapter")))
+    rig.runner.adapters.loaded.update(dict.fromkeys((A, B, C), Path("/adapter")))
     return rig
 
 

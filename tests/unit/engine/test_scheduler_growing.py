@@ -17,7 +17,8 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.testing.fake_clock import FakeClock
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_clock import FakeClock
 from tests.support.engine_rig import EngineRig
 from tests.support.tiny_models import TINY_MODELS
 
@@ -113,11 +114,11 @@ def test_with_a_real_model_the_tokens_are_those_of_a_large_pool(tmp_path: Path, 
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
     outputs = []
     for small in (False, True):
-        layout = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=64).layout
+        layout = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=4, num_blocks=64)).layout
         num_whole = layout.windows.count(None)
         num_stripes = 30 * num_whole + 9 * (len(layout.windows) - num_whole)
         num_blocks = 1 + (num_stripes if small else 100 * len(layout.windows))
-        runner = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=num_blocks)
+        runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=4, num_blocks=num_blocks))
         config = SchedulerConfig(num_blocks, 4, 32, 4, windows=layout.windows, watermark=0.0)
         scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock())
         core = EngineCore(scheduler, runner)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.encoder_input import EncoderInput
+from baton.engine.encoder_cache import EncoderInput
 from baton.engine.request import RequestStatus
 from baton.engine.runner import LazyExecutor
 from baton.errors import InvalidRequest
@@ -35,7 +35,7 @@ class ImageRig(EngineRig):
             each = next(each for each in self.encoding if each.digest == digest)
             self.encoding.remove(each)
             try:
-                self.runner.encode(each.content, each.num_rows)
+                self.runner.encoder.encode(each.content, each.num_rows)
             except InvalidRequest as error:
                 self.core.input_failed(digest, error)
             else:
@@ -94,14 +94,14 @@ def test_the_same_image_is_encoded_once_and_other_text_before_it_shares_no_block
     rig.run()
     rig.add("s", 20, spans=[image("a", 4, 8)], max_tokens=2)
     rig.run()
-    assert rig.runner.num_encoded == 1
+    assert rig.runner.encoder.num_encoded == 1
     prompt = rig.requests["r"].prompt_token_ids
     rig.add("again", prompt, spans=[image("a", 4, 8)], max_tokens=2)
     rig.add("other image", prompt, spans=[image("b", 4, 8)], max_tokens=2)
     rig.run()
     assert rig.requests["again"].num_cached_tokens == 16
     assert rig.requests["other image"].num_cached_tokens == 4
-    assert rig.runner.num_encoded == 2
+    assert rig.runner.encoder.num_encoded == 2
     for name in ("r", "s", "again", "other image"):
         assert rig.tokens[name] == rig.expected(name, 2)
 
@@ -112,16 +112,16 @@ def test_a_cached_prefix_needs_no_encoder() -> None:
     rig.run()
     rig.add("other", 12, spans=[image("b", 4, 8)], max_tokens=2)
     rig.run()
-    assert rig.runner.encoded.keys() == {"b"}
+    assert rig.runner.encoder.encoded.keys() == {"b"}
     rig.add("again", rig.requests["r"].prompt_token_ids, spans=[image("a", 4, 8)], max_tokens=2)
     rig.run()
-    assert rig.runner.num_encoded == 2
+    assert rig.runner.encoder.num_encoded == 2
     assert rig.tokens["again"] == rig.expected("again", 2)
 
 
 def test_an_image_that_can_not_be_used_ends_all_that_need_it_and_nobody_else() -> None:
     rig = ImageRig()
-    rig.runner.unusable["bad"] = "it can't be decoded"
+    rig.runner.encoder.unusable["bad"] = "it can't be decoded"
     rig.add("r", 20, spans=[image("good", 0, 4), image("bad", 8, 4)], max_tokens=3)
     rig.add("s", 20, spans=[image("bad", 0, 4)], max_tokens=3)
     rig.add("t", 20, spans=[image("good", 0, 4)], max_tokens=3, n=2)
@@ -155,7 +155,7 @@ def test_an_aborted_request_leaves_its_room_to_others() -> None:
     rig.encode("b")
     rig.run()
     assert rig.tokens["s"] == rig.expected("s", 3)
-    assert rig.runner.encoded.keys() == {"b"}
+    assert rig.runner.encoder.encoded.keys() == {"b"}
 
 
 def test_prompts_are_cut_at_images_also_without_chunked_prefill() -> None:
@@ -166,7 +166,7 @@ def test_prompts_are_cut_at_images_also_without_chunked_prefill() -> None:
     rig.run()
     assert rig.tokens["r"] == rig.expected("r", 3)
     assert rig.tokens["s"] == rig.expected("s", 3)
-    assert rig.runner.num_encoded == 4
+    assert rig.runner.encoder.num_encoded == 4
 
 
 def test_what_only_ended_requests_asked_for_is_not_encoded_and_leaves_its_room() -> None:
@@ -185,7 +185,7 @@ def test_what_only_ended_requests_asked_for_is_not_encoded_and_leaves_its_room()
     rig.run()
     assert rig.tokens["next"] == rig.expected("next", 3)
     assert rig.tokens["shared"] == rig.expected("shared", 3)
-    assert rig.runner.encoded.keys() == {"a", "d"}
+    assert rig.runner.encoder.encoded.keys() == {"a", "d"}
 
 
 def test_a_failed_encoding_ends_no_request_that_did_not_ask_for_it() -> None:
@@ -196,7 +196,7 @@ def test_a_failed_encoding_ends_no_request_that_did_not_ask_for_it() -> None:
     rig.add("remote", 20, leg=Leg.DECODE, spans=[image("b", 0, 4)], max_tokens=3)
     rig.add("here", 20, spans=[image("b", 0, 4)], max_tokens=3)
     rig.step()
-    rig.runner.unusable["b"] = "no memory"
+    rig.runner.encoder.unusable["b"] = "no memory"
     rig.encode("b")
     rig.run()
     assert rig.reason("here") is Outcome.INVALID

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from baton.engine.batch import ModelRunnerOutput
+from baton.engine.constraints import RepetitionDetector
 from baton.engine.request import Request, RequestStatus
-from baton.engine.sampling.repetition import RepetitionDetector
 from baton.errors import InvalidRequest
 from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import MAX_PATTERN_SIZE, RepetitionDetection, SamplingParams

@@ -15,14 +15,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.engine.batch import EngineCoreOutput
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
-from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.beams import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_id, split_sequence_id
 from baton.engine.waiting.request_queue import tokens_to_compute
 from baton.messages.node import Leg, Outcome
 from baton.messages.speculation import SpeculationConfig
-from baton.testing.fake_connector import FakeLoad
-from baton.testing.fake_grammar import FakeMatcher
-from baton.testing.fake_runner import expected_beams, expected_embedding, expected_tokens
+from tests.doubles.fake_connector import FakeLoad
+from tests.doubles.fake_grammar import FakeMatcher
+from tests.doubles.fake_runner import expected_beams, expected_embedding, expected_tokens
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
 
@@ -136,7 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
             speculation=speculation,
             executor=executor_for(ahead),
         )
-        self.rig.runner.adapters = dict.fromkeys(filter(None, ADAPTERS), Path("/adapter"))
+        self.rig.runner.adapters.loaded = dict.fromkeys(filter(None, ADAPTERS), Path("/adapter"))
         self.ahead = ahead
         self.reads_at_once = reads_at_once
         self.rig.runner.seconds_per_copy, self.rig.runner.seconds_per_token = 1e-3, 1.0 if copies_are_cheap else 1e-9

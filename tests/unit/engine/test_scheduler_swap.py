@@ -20,7 +20,8 @@ from baton.runner import SimulatedSpec, load
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.simulated import expected_tokens
-from baton.testing.fake_clock import FakeClock
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_clock import FakeClock
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.tiny_models import TINY_MODELS
 
@@ -242,7 +243,9 @@ def test_simulated_tokens_do_not_depend_on_preemption(mode: str) -> None:
 
 def test_a_models_tokens_do_not_depend_on_preemption(tmp_path: Path) -> None:
     write_random_model(tmp_path / "tiny", TINY_MODELS["qwen3"], seed=1)
-    runner = load_runner(tmp_path / "tiny", dtype="float32", block_size=4, num_blocks=128, host_cache_bytes=1 << 20)
+    runner = load_runner(
+        TorchSpec(tmp_path / "tiny", dtype="float32", block_size=4, num_blocks=128, host_cache_bytes=1 << 20)
+    )
     fields = CacheKeyFields.of(runner.model, runner.layout)
     params = SamplingParams(temperature=0.0, max_tokens=16)
     tokens = {}

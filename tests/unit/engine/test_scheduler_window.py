@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from baton.engine.core import EngineCore
-from baton.engine.kv_cache.allocation import AllocationAnswer
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields, group_key
 from baton.engine.kv_cache.block_pool import Block, BlockPool
+from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.kv_cache.host_tier import HostTier
 from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request, RequestStatus
@@ -22,7 +22,8 @@ from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.testing.fake_clock import FakeClock
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_clock import FakeClock
 from tests.support.engine_rig import EngineRig
 from tests.support.tiny_models import TINY_MODELS
 
@@ -336,7 +337,7 @@ MIXED = ["gemma2", "gemma3_text", "gpt_oss"]
 )
 def test_groups_of_layers_follow_from_a_models_windows(tmp_path: Path, architecture: str, groups: list[str]) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
-    runner = load_runner(tmp_path, dtype="float32", num_blocks=16)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16))
     assert [str(group) for group in runner.layout.groups] == groups
 
 
@@ -346,11 +347,11 @@ def test_with_a_real_model_freeing_blocks_changes_no_token(tmp_path: Path, archi
     outputs = []
     # The second pool is too small for three whole sequences, so freed blocks are overwritten.
     for drops, num_stripes in ((False, 60), (True, 34)):
-        layout = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=64).layout
+        layout = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=4, num_blocks=64)).layout
         windows = layout.windows if drops else (None,) * len(layout.windows)
         mixed = len(windows) > 1
         num_blocks = 1 + (num_stripes * len(windows) if mixed or not drops else 23)
-        runner = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=num_blocks)
+        runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=4, num_blocks=num_blocks))
         config = SchedulerConfig(num_blocks, block_size=4, max_num_batched_tokens=32, max_num_seqs=4, windows=windows)
         scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock())
         core = EngineCore(scheduler, runner)

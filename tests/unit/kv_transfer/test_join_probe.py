@@ -11,9 +11,8 @@ import pytest
 
 from baton.errors import TransferCause, TransferFailed
 from baton.machine import Machine, render_mermaid
+from baton.messages.ids import Peer
 from baton.messages.node_report import ProbeFault
-from baton.messages.peer import Peer
-from baton.testing.fake_clock import FakeClock
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.receiver.join_probe import JoinProbes
 from kv_transfer.receiver.probe_values import (
@@ -30,6 +29,7 @@ from kv_transfer.receiver.probe_values import (
     ReportFailure,
 )
 from kv_transfer.receiver.transfer_values import CancelRead, TellSender
+from tests.doubles.fake_clock import FakeClock
 from tests.support.transitions import check_pair, every_pair
 
 S, E = ProbeState, ProbeEvent

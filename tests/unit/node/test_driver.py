@@ -20,20 +20,19 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import CacheInUse, TransferCause
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.kv_cache import AllBlocksCleared
 from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.encoding.row_fetcher import RowSource
 from baton.node.outbox import Outbox
 from baton.runner import SimulatedSpec
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.simulated import SimulatedRunner, expected_tokens
-from baton.testing.fake_connector import FakeConnector
-from baton.testing.fake_row_source import FakeRowSource
-from baton.testing.fake_runner import rows_of
+from tests.doubles.fake_connector import FakeConnector
+from tests.doubles.fake_row_source import FakeRowSource
+from tests.doubles.fake_runner import rows_of
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 from tests.support.step_gate import StepGate
 
@@ -393,7 +392,7 @@ def test_rows_that_another_node_has_made_are_not_made_again(encoding: EncodingRi
     encoding.submit("r")
     assert encoding.until_end("r")[-1].outcome is Outcome.LENGTH
     assert encoding.counts() == (0, 1)
-    assert encoding.engine.runner.num_encoded == 0
+    assert encoding.engine.runner.encoder.num_encoded == 0
     encoding.submit("again")
     encoding.until_end("again")
     assert encoding.source.asked == [digest]
@@ -433,8 +432,8 @@ def test_an_answer_that_nobody_waits_for_any_more_changes_nothing(encoding: Enco
     other = encoding.submit("s", b"b")
     assert encoding.until_end("s")[-1].outcome is Outcome.LENGTH
     assert encoding.counts() == (1, 0)
-    assert encoding.engine.runner.num_encoded == 1
-    assert encoding.engine.runner.encoded.keys() == {other}
+    assert encoding.engine.runner.encoder.num_encoded == 1
+    assert encoding.engine.runner.encoder.encoded.keys() == {other}
 
 
 def test_an_input_is_encoded_once_although_a_fetch_for_an_ended_request_fails_meanwhile(
@@ -458,4 +457,4 @@ def test_an_input_is_encoded_once_although_a_fetch_for_an_ended_request_fails_me
     encoding.until_end("s")
     encoding.submit("t", b"b", is_held=False)
     encoding.until_end("t")
-    assert encoding.engine.runner.num_encoded == 2
+    assert encoding.engine.runner.encoder.num_encoded == 2

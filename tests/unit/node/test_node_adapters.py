@@ -27,9 +27,9 @@ from baton.node.driver import EngineDriver
 from baton.node.port import Port
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.fake_adapter_threads import FakeAdapterThreads
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_runner import FakeRunner, expected_tokens
+from tests.doubles.fake_adapter_threads import FakeAdapterThreads
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_runner import FakeRunner, expected_tokens
 from tests.support.adapter_files import write_simple_adapter
 from tests.support.node_rig import KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, queued_reports, submit, tokens
 from tests.support.virtual_time import run_virtually
@@ -73,7 +73,7 @@ async def test_a_request_is_computed_with_its_adapter_once_that_is_loaded() -> N
     assert (load.digest, load.directory) == (A, "/a")
     got = await deltas(port)
     assert outcomes(got) == {"other": Outcome.LENGTH}, "others go on while it is loaded"
-    rig.runner.load_adapter(Path("/a"), A)
+    rig.runner.adapters.load(Path("/a"), A)
     rig.adapters.end_load()
     rig.driver.run()
     assert tokens(await deltas(port)) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB, adapter=A)
@@ -151,7 +151,7 @@ async def test_a_load_that_takes_too_long_fails_its_requests_and_the_adapter_sta
     (end,) = await deltas(port)
     assert end.outcome is Outcome.ADAPTER_UNAVAILABLE
     assert "for too long" in end.error
-    rig.runner.load_adapter(Path("/a"), A)
+    rig.runner.adapters.load(Path("/a"), A)
     rig.adapters.end_load()
     rig.submit(port, OTHER, adapter=A)
     rig.driver.run()
@@ -166,14 +166,14 @@ async def test_the_least_recently_wanted_adapter_leaves_memory_when_its_requests
         rig.submit(port, AttemptKey(f"r{number}", 1, 1), adapter=digest)
     rig.driver.run()
     for _ in range(2):
-        rig.runner.load_adapter(Path("/"), rig.adapters.loads[0].digest)
+        rig.runner.adapters.load(Path("/"), rig.adapters.loads[0].digest)
         rig.adapters.end_load()
     assert not rig.adapters.loads, "both in memory are in use"
     rig.driver.run()
     assert outcomes(await deltas(port)) == {"r0": Outcome.LENGTH, "r1": Outcome.LENGTH}
     assert [load.digest for load in rig.adapters.loads] == [C]
-    assert set(rig.runner.adapters) == {B}, "A was unloaded to make room"
-    rig.runner.load_adapter(Path("/c"), C)
+    assert set(rig.runner.adapters.loaded) == {B}, "A was unloaded to make room"
+    rig.runner.adapters.load(Path("/c"), C)
     rig.adapters.end_load()
     rig.driver.run()
     assert outcomes(await deltas(port)) == {"r2": Outcome.LENGTH}
@@ -185,15 +185,15 @@ async def test_an_adapter_that_has_lost_its_name_leaves_memory_and_running_reque
     await acknowledged(rig, port, A)
     rig.submit(port, adapter=A)
     rig.driver.run()
-    rig.runner.load_adapter(Path("/a"), A)
+    rig.runner.adapters.load(Path("/a"), A)
     rig.adapters.end_load()
     rig.driver.turn()
     port.receive(sources())
     rig.driver.turn()
-    assert set(rig.runner.adapters) == {A}
+    assert set(rig.runner.adapters.loaded) == {A}
     rig.driver.run()
     assert tokens(await deltas(port)) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB, adapter=A)
-    assert not rig.runner.adapters
+    assert not rig.runner.adapters.loaded
 
 
 async def test_a_decode_leg_and_a_bad_digest() -> None:
@@ -202,7 +202,7 @@ async def test_a_decode_leg_and_a_bad_digest() -> None:
     await acknowledged(rig, port, A)
     port.receive(submit(leg=Leg.DECODE, kv_source=SOURCE, adapter=A))
     rig.driver.run()
-    rig.runner.load_adapter(Path("/a"), A)
+    rig.runner.adapters.load(Path("/a"), A)
     rig.adapters.end_load()
     rig.driver.run()
     assert not await deltas(port)
@@ -318,7 +318,7 @@ def test_all_adapters_leave_memory_when_the_engine_ends_once_none_is_read_any_mo
     driver.stop()
     assert threads.has_ended, "what is read last is waited for"
     assert [load.digest for load in threads.loads] == [A]
-    assert not runner.adapters
+    assert not runner.adapters.loaded
 
 
 class _LastLoad(FakeAdapterThreads):
@@ -329,14 +329,14 @@ class _LastLoad(FakeAdapterThreads):
     def end(self) -> None:
         super().end()
         for load in self.loads:
-            self.runner.load_adapter(Path(load.directory), load.digest)
+            self.runner.adapters.load(Path(load.directory), load.digest)
 
 
 async def test_threads_inspect_load_and_say_why_not(tmp_path: Path) -> None:
     runner = SimulatedRunner(SimulatedSpec())
     one = write_simple_adapter(tmp_path / "one")
     digest = open_adapter(one).digest()
-    threads = AdapterThreads(runner, AdapterDirectories([tmp_path], runner.check_adapter))
+    threads = AdapterThreads(runner, AdapterDirectories([tmp_path], runner.adapters.check))
     assert (await threads.inspect(str(one))).digest == digest
     assert await threads.find_fault(str(one), digest) is None
     other = await threads.find_fault(str(one), B)
@@ -394,15 +394,15 @@ async def test_a_load_opens_no_file_outside_of_the_allowed_directories(tmp_path:
     one, secret = write_simple_adapter(tmp_path / "allowed" / "one"), write_simple_adapter(tmp_path / "secret")
     digest = open_adapter(one).digest()
     runner = SimulatedRunner(SimulatedSpec())
-    load = runner.load_adapter
+    load = runner.adapters.load
 
     def load_late(directory: Path, digest: str) -> None:
         (one / "adapter_model.safetensors").unlink()
         (one / "adapter_model.safetensors").symlink_to(secret / "adapter_model.safetensors")
         load(directory, digest)
 
-    runner.load_adapter = load_late  # type: ignore[method-assign]
-    threads = AdapterThreads(runner, AdapterDirectories([tmp_path / "allowed"], runner.check_adapter))
+    runner.adapters.load = load_late  # type: ignore[method-assign]
+    threads = AdapterThreads(runner, AdapterDirectories([tmp_path / "allowed"], runner.adapters.check))
     faults: queue.SimpleQueue[AdapterFault | None] = queue.SimpleQueue()
     threads.load(digest, str(one), faults.put)
     fault = await asyncio.to_thread(faults.get, timeout=30)
@@ -419,7 +419,7 @@ class _Hanging:
         self.begun: queue.SimpleQueue[Path] = queue.SimpleQueue()
         self.one, self.two, self.three = (str(write_simple_adapter(directory / name)) for name in ("1", "2", "3"))
         runner = SimulatedRunner(SimulatedSpec())
-        runner.load_adapter = lambda directory, digest: self._read(directory)  # type: ignore[method-assign,assignment]
+        runner.adapters.load = lambda directory, digest: self._read(directory)  # type: ignore[method-assign,assignment]
         directories = AdapterDirectories([directory], self._read)
         self.threads = AdapterThreads(runner, directories, inspect_s=0.01)
 

@@ -12,18 +12,18 @@ import pytest
 import baton
 from baton.config import NodeConfig
 from baton.engine.batch import EngineCoreOutput
+from baton.engine.constraints import TokenMatcher
 from baton.engine.core import EngineCore
 from baton.engine.request import Request
 from baton.engine.runner import ModelInfo
-from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.node.attempts.grammars import GrammarCompiler, load_compiler
 from baton.node.driver import EngineDriver, StepNews
-from baton.testing.fake_grammar import FakeMatcher
 from baton.text.bounded_workers import BoundedWorkers
 from baton.text.constraint_checker import ConstraintChecker
+from tests.doubles.fake_grammar import FakeMatcher
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 from tests.support.schema_bombs import schema_bomb
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from baton.runner.backends import reference
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.low_rank import LowRank, Outputs, RowAdapters
-from baton.runner.model.quantization.quantize import quantized
+from baton.runner.model.stored.quantize import quantized
+from tests.support import reference_operations as reference
 
 ISAS = kernels.available().isas
 ROWS = 21

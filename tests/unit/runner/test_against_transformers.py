@@ -14,14 +14,16 @@ from baton.errors import ConfigError
 from baton.runner.against_transformers import UnverifiedModel
 from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.loading import load_runner
-from baton.runner.model import quantize_at_load
 from baton.runner.model.attention import UnsupportedAttention
-from baton.runner.model.plain_on_file import dequantized_on_file
-from baton.runner.model.quantization.quantize import quantized
-from baton.runner.model.quantization.stored_weight import StoredWeight
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.stored_layers import StoredEmbedding
-from baton.testing.fake_rank_group import FakeRankGroup
+from baton.runner.model.stored import held
+from baton.runner.model.stored.held import dequantized_on_file
+from baton.runner.model.stored.layers import StoredEmbedding
+from baton.runner.model.stored.quantize import quantized
+from baton.runner.model.stored.weight import StoredWeight
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.support.load_with import load_with
 from tests.support.tiny_models import TINY_MODELS
 
 _SHAPE = {name: value for name, value in TINY_MODELS["llama"].items() if name != "model_type"}
@@ -105,7 +107,7 @@ def test_a_model_that_would_be_computed_wrongly_is_refused_by_what_is_wrong(
     write_random_model(tmp_path, {**_SHAPE, "num_hidden_layers": 2, "model_type": model_type}, seed=1)
     alter(monkeypatch)
     with pytest.raises(kind, match=re.escape(reason)):
-        load_runner(tmp_path, dtype="float32", num_blocks=16)
+        load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16))
 
 
 @pytest.mark.parametrize("name", ["scores used", "shared parameter"])
@@ -113,19 +115,19 @@ def test_rounding_in_a_cache_hides_no_wrong_model(name: str, tmp_path: Path, mon
     write_random_model(tmp_path, {**_SHAPE, "num_hidden_layers": 2, "model_type": "llama"}, seed=1)
     WRONG[name][1](monkeypatch)
     with pytest.raises(UnverifiedModel, match="differ from those of transformers typically"):
-        load_runner(tmp_path, dtype="float32", num_blocks=16, cache_dtype="fp8")
+        load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16, cache_dtype="fp8"))
 
 
 def test_a_mixture_in_which_rounding_chooses_other_experts_is_verified(tmp_path: Path) -> None:
     """Of this model only some copies with noise choose others for an early token."""
     write_random_model(tmp_path, TINY_MODELS["gpt_oss"], seed=3)
-    assert load_runner(tmp_path, dtype="bfloat16", num_blocks=16).model.is_verified
+    assert load_runner(TorchSpec(tmp_path, dtype="bfloat16", num_blocks=16)).model.is_verified
 
 
 def test_an_unverified_model_is_served_on_demand_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=1)
     _shared_parameter(monkeypatch)
-    model = load_runner(tmp_path, dtype="float32", num_blocks=16, allow_unverified=True).model
+    model = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16, allow_unverified=True)).model
     assert (model.is_verified, model.bit_exact) == (False, True)
     assert model.why_unverified == "not compared: --allow-unverified"
 
@@ -140,10 +142,10 @@ def test_the_check_does_not_quantise_a_weight_again(
         made.append(weight.numpy().tobytes())
         return quantized(weight, bits)
 
-    monkeypatch.setattr(quantize_at_load, "quantized", counted)
+    monkeypatch.setattr(held, "quantized", counted)
     # Tied, so that the embedding and the head are one weight.
     write_random_model(tmp_path, {**TINY_MODELS[architecture], "tie_word_embeddings": True}, seed=1)
-    assert load_runner(tmp_path, dtype="float32", num_blocks=16, quantization="int4").model.is_verified
+    assert load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16, quantization="int4")).model.is_verified
     assert len(made) == len(set(made))
 
 
@@ -155,7 +157,7 @@ def test_as_many_tokens_are_compared_as_a_small_cache_holds(
     architecture: str, num_blocks: int, why_not: str, tmp_path: Path
 ) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], seed=1)
-    model = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=num_blocks).model
+    model = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=4, num_blocks=num_blocks)).model
     assert model.is_verified == (not why_not)
     assert model.why_unverified.startswith(why_not)
 
@@ -167,7 +169,7 @@ def test_a_step_that_fails_with_weights_that_transformers_computes_with_is_the_a
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=1)
     _attention_wrapped(_scores_needed)(monkeypatch)
     with pytest.raises(UnsupportedAttention, match="transformers computes with its weights, but its architecture"):
-        load_runner(tmp_path, dtype="float32", num_blocks=16, start_ranks=FakeRankGroup, **divided)
+        load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16, **divided), start_ranks=FakeRankGroup)
 
 
 def test_an_embedding_reads_a_weight_once_where_some_rows_take_as_long_as_all() -> None:
@@ -196,14 +198,14 @@ def test_a_model_that_is_computed_rightly_is_verified(
     architecture: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], seed=1)
-    assert load_runner(tmp_path, num_blocks=16, **settings).model.is_verified
+    assert load_runner(TorchSpec(tmp_path, num_blocks=16, **settings)).model.is_verified
 
 
 @pytest.mark.parametrize("divided", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
 def test_a_divided_model_with_quantised_experts_is_verified(divided: dict[str, Any], tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["gpt_oss"], seed=1)
     settings: dict[str, Any] = {"dtype": "float32", "quantization": "int4", "start_ranks": FakeRankGroup}
-    runner = load_runner(tmp_path, num_blocks=16, **settings, **divided)
+    runner = load_with(tmp_path, num_blocks=16, **settings, **divided)
     try:
         assert runner.model.is_verified
     finally:

@@ -11,15 +11,17 @@ from itertools import product
 import pytest
 import torch
 
-from baton.runner.backends import cache_rows, reference
+from baton.runner.backends import paged_cache
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu import kernels
-from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.torch_operations import TorchOperations
+from tests.support import reference_operations as reference
 from tests.support.kernel_inputs import randn
 from tests.support.pairs import all_pairs
 
-FORMATS = tuple(cache_rows.LARGEST_CODE)
+FORMATS = tuple(paged_cache.LARGEST_CODE)
 ROWS = (torch.float32, torch.bfloat16)
 ISAS = kernels.available().isas
 BLOCKS, HEADS, KV_HEADS, SIZE = 24, 6, 2, 16
@@ -70,8 +72,8 @@ def test_the_kernels_write_the_bytes_that_torch_writes(cache_format: torch.dtype
 @pytest.mark.parametrize("cache_format", FORMATS)
 def test_a_number_is_read_within_the_rounding_of_its_format(cache_format: torch.dtype) -> None:
     numbers = randn(300, KEY_DIM, seed=4)
-    codes, scales = cache_rows.narrow(numbers, cache_format)
-    error = (cache_rows.widen(codes, scales, torch.float32) - numbers).abs()
+    codes, scales = paged_cache.narrow(numbers, cache_format)
+    error = (paged_cache.widen(codes, scales, torch.float32) - numbers).abs()
     step = scales.float()[:, None]
     if cache_format == torch.int8:
         # Half a step, and up to half a step more where rounding the scale down cut the largest number off.
@@ -84,8 +86,8 @@ def test_a_number_is_read_within_the_rounding_of_its_format(cache_format: torch.
 
 @pytest.mark.parametrize("cache_format", FORMATS)
 def test_a_number_that_is_not_finite_makes_its_whole_key_nan(cache_format: torch.dtype) -> None:
-    codes, scales = cache_rows.narrow(torch.tensor([[1.0, float("inf")], [1.0, 2.0]]), cache_format)
-    read = cache_rows.widen(codes, scales, torch.float32)
+    codes, scales = paged_cache.narrow(torch.tensor([[1.0, float("inf")], [1.0, 2.0]]), cache_format)
+    read = paged_cache.widen(codes, scales, torch.float32)
     assert read.isnan().tolist() == [[True, True], [False, False]]
 
 
@@ -111,7 +113,7 @@ def test_attention_has_the_bits_of_a_cache_that_holds_the_widened_numbers(
         slots = tables[sequence, positions // SIZE].long() * SIZE + positions % SIZE
         kernels.store_kv(key, value, narrow, slots)
         wide_key, wide_value = (
-            cache_rows.widen(*cache_rows.narrow(rows, cache_format), dtype) for rows in (key, value)
+            paged_cache.widen(*paged_cache.narrow(rows, cache_format), dtype) for rows in (key, value)
         )
         kernels.store_kv(wide_key, wide_value, wide, slots)
     query = randn(sum(query_lens), HEADS, key_dim, seed=20, dtype=dtype)
@@ -120,13 +122,12 @@ def test_attention_has_the_bits_of_a_cache_that_holds_the_widened_numbers(
         torch.tensor(lengths, dtype=torch.int32),
         tables,
     )
-    results = [
-        kernels.paged_attention(query, cache, *asked, scale=0.2, window=window, threads=2) for cache in (narrow, wide)
-    ]
+    how = AttentionFeatures(0.2, window)
+    results = [kernels.paged_attention(AttentionCall(query, cache, *asked, how), threads=2) for cache in (narrow, wide)]
     assert torch.equal(results[0], results[1])
     assert results[0].isfinite().all()
     for other in (TorchOperations(1), reference):
-        theirs = other.paged_attention(query, narrow, *asked, scale=0.2, window=window)
+        theirs = other.paged_attention(AttentionCall(query, narrow, *asked, how))
         assert torch.allclose(theirs.float(), results[0].float(), atol=2e-5 if dtype == torch.float32 else 2e-2)
 
 
@@ -170,9 +171,9 @@ def _check_that_nothing_behind_is_read(
     for length in (1, 16, 64, tokens):  # the last tokens of the cache
         for rows in {1, min(length, 3)}:
             asked = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
-            query = randn(rows, 2, dim, seed=3, dtype=dtype)
+            query, blocks = randn(rows, 2, dim, seed=3, dtype=dtype), tables[:, tokens - length :]
             ours, theirs = (
-                kernels.paged_attention(query, view, *asked, tables[:, tokens - length :], scale=0.2, threads=1)
+                kernels.paged_attention(AttentionCall(query, view, *asked, blocks, AttentionFeatures(0.2)), threads=1)
                 for view in (cache, elsewhere)
             )
             assert torch.equal(ours, theirs)
@@ -194,20 +195,20 @@ def test_every_code_is_read_as_torch_reads_it(
     codes[codes & 0x7F == 0x7F] = 0  # NaN in float8
     codes = torch.stack([codes, codes.flip(0)])
     scales = torch.full((2,), scale, dtype=torch.bfloat16)
-    key_codes, value_codes = cache_rows.keys_and_values(cache)
-    key_scales, value_scales = cache_rows.scales(cache)
+    key_codes, value_codes = paged_cache.keys_and_values(cache)
+    key_scales, value_scales = paged_cache.scales(cache)
     key_codes.view(torch.uint8)[3, :, 0], value_codes.view(torch.uint8)[3, :, 0] = 0, codes
     key_scales[3, :, 0], value_scales[3, :, 0] = 1, scales
-    out = kernels.paged_attention(
+    call = AttentionCall(
         torch.zeros(1, KV_HEADS, 64, dtype=dtype),
         cache,
         torch.tensor([0, 1], dtype=torch.int32),
         torch.tensor([1], dtype=torch.int32),
         torch.tensor([[3]], dtype=torch.int32),
-        scale=1.0,
-        threads=1,
+        AttentionFeatures(1.0),
     )
-    assert torch.equal(out[0], cache_rows.widen(codes.view(cache_format), scales, dtype))
+    out = kernels.paged_attention(call, threads=1)
+    assert torch.equal(out[0], paged_cache.widen(codes.view(cache_format), scales, dtype))
 
 
 def test_a_cache_in_8_bits_without_room_for_scales_is_refused() -> None:

@@ -16,35 +16,36 @@ from baton.errors import ConfigError
 from baton.messages.node_report import ComputePath
 from baton.messages.sampling import SamplingParams
 from baton.runner import TorchSpec, load
-from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU, resolve_device
 from baton.runner.backends.operations import Operations
+from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.loading import load_runner
 from baton.runner.model.decode_graphs import DecodeGraphs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_attention import fake_paged_attention
-from baton.testing.fake_graph import FakeRecorder
+from tests.doubles.fake_attention import fake_paged_attention
+from tests.doubles.fake_graph import FakeRecorder
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 
 PROMPTS = {"short": [5, 3], "long": [(7 * i + 1) % 250 for i in range(45)], "block": list(range(16))}
 
 
-def wrong(*arguments: Any, **keywords: Any) -> torch.Tensor:
+def wrong(call: AttentionCall) -> torch.Tensor:
     """A fake kernel with wrong results."""
-    return fake_paged_attention(*arguments, **keywords) * 1.5
+    return fake_paged_attention(call) * 1.5
 
 
-def batch_dependent(query: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+def batch_dependent(call: AttentionCall) -> torch.Tensor:
     """A fake kernel that rounds differently when there are more rows."""
-    return fake_paged_attention(query, *arguments, **keywords) * (1.0 + 1e-6 * query.shape[0])
+    return fake_paged_attention(call) * (1.0 + 1e-6 * call.query.shape[0])
 
 
-def no_kernel(*arguments: Any, **keywords: Any) -> torch.Tensor:
+def no_kernel(call: AttentionCall) -> torch.Tensor:
     raise NotImplementedError("no kernel image is available\nfor this device")
 
 
@@ -73,8 +74,8 @@ def test_biases_of_distances_are_added_the_plain_way() -> None:
     operations = CudaOperations(CPU, no_kernel)
     cache = CacheView(torch.ones(2 * 8 * 16), 2, 8 * 16, 0, 8 * 8, 1, 8, 8, 8)
     starts, lengths, tables = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [8], [[1]]))
-    step = (torch.ones(1, 2, 8), cache, starts, lengths, tables)
-    operations.paged_attention(*step, scale=1.0, distance_bias=torch.zeros(2, 3))
+    how = AttentionFeatures(1.0, distance_bias=torch.zeros(2, 3))
+    operations.paged_attention(AttentionCall(torch.ones(1, 2, 8), cache, starts, lengths, tables, how))
     assert (operations.ways, operations.why_plain) == ({"plain"}, "Triton's kernel adds no biases to scores")
 
 
@@ -82,9 +83,11 @@ def test_biases_of_distances_are_added_the_plain_way() -> None:
 def test_every_way_of_attention_gives_the_same_tokens(tmp_path: Path, architecture: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
     plain: Operations = TorchOperations(1)
-    expected = tokens_of(load_runner(tmp_path, dtype="float32", num_blocks=64, operations=plain))
+    expected = tokens_of(load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=plain))
     for attend, path in WAYS.items() if architecture == "gpt_oss" else ((fake_paged_attention, BY_TRITON),):
-        runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, attend))
+        runner = load_runner(
+            TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=CudaOperations(CPU, attend)
+        )
         assert runner.model.bit_exact
         assert tokens_of(runner) == expected
         assert path in runner.model.compute_paths
@@ -94,7 +97,7 @@ def test_without_triton_attention_is_plain(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "baton.runner.backends.cuda.triton_attention", raising=False)
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
-    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU))
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=CudaOperations(CPU))
     (path,) = (path for path in runner.model.compute_paths if path.part == "attention")
     assert path.runs == "plain"
     assert "ModuleNotFoundError" in path.why_not_faster
@@ -110,10 +113,10 @@ def graphs_of(runner: TorchModelRunner) -> DecodeGraphs:
 def test_decode_steps_that_are_replayed_give_the_same_tokens(tmp_path: Path, architecture: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
     expected = load_runner(
-        tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_paged_attention)
+        TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=CudaOperations(CPU, fake_paged_attention)
     )
     operations = CudaOperations(CPU, fake_paged_attention, FakeRecorder())
-    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=operations)
     graphs = graphs_of(runner)
     # The checks at start have compared them with a whole prompt (two sequences) and with transformers (one).
     assert runner.model.bit_exact
@@ -128,9 +131,12 @@ def test_padding_and_old_buffer_content_change_no_tokens(tmp_path: Path) -> None
     """Sequences of different lengths come and go, and buffers still have the content of earlier steps."""
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     runner = load_runner(
-        tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_paged_attention, FakeRecorder())
+        TorchSpec(tmp_path, dtype="float32", num_blocks=64),
+        operations=CudaOperations(CPU, fake_paged_attention, FakeRecorder()),
     )
-    alone = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_paged_attention))
+    alone = load_runner(
+        TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=CudaOperations(CPU, fake_paged_attention)
+    )
     prompts = [[(5 * i + 3 * j + 1) % 250 for j in range(1 + 7 * i)] for i in range(9)]
     outputs = []
     for place, prompt in enumerate(prompts):
@@ -163,7 +169,7 @@ def test_graphs_share_memory_and_results_are_copied_before_the_next_replay(
     for record in (None, FakeRecorder()):
         kept.append([])
         operations = CudaOperations(CPU, fake_paged_attention, record)
-        runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
+        runner = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=operations)
         driver = RunnerDriver(runner)
         for tokens, (name, prompt) in enumerate(PROMPTS.items(), start=2):
             driver.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=tokens))
@@ -181,16 +187,16 @@ def test_graphs_of_other_products_are_not_replayed(tmp_path: Path) -> None:
     recorder, seen = FakeRecorder(), []
 
     class DependsOnTheBatch(CudaOperations):
-        def paged_attention(self, query: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-            out = super().paged_attention(query, *arguments, **keywords)
-            return out * (1.0 + 1e-3 * query.shape[0]) if self.rows_per_call == 128 else out
+        def paged_attention(self, call: AttentionCall) -> torch.Tensor:
+            out = super().paged_attention(call)
+            return out * (1.0 + 1e-3 * call.query.shape[0]) if self.rows_per_call == 128 else out
 
     def record(compute: Any) -> Any:
         seen.append(operations.rows_per_call)
         return recorder(compute)
 
     operations = DependsOnTheBatch(CPU, fake_paged_attention, record)
-    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=operations)
     assert runner.model.bit_exact
     # The last graph is of the single sequence that is compared with transformers.
     assert (seen, graphs_of(runner).sizes) == ([128, 256, 256], [1, 2])
@@ -201,7 +207,7 @@ def test_a_lone_token_in_the_middle_of_a_prompt_is_no_decode(tmp_path: Path) -> 
     outputs = []
     for record in (None, FakeRecorder()):
         operations = CudaOperations(CPU, fake_paged_attention, record)
-        driver = RunnerDriver(load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations))
+        driver = RunnerDriver(load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=operations))
         for name, prompt in {"slow": [9, 8, 7, 6, 5], "quick": [3]}.items():
             driver.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=6))
         driver.finish(chunk=1)
@@ -217,10 +223,11 @@ def test_steps_that_can_not_be_recorded_are_computed_without_graphs(tmp_path: Pa
             TorchOperations.store_kv(self, *arguments)  # selects by a mask
 
     runner = load_runner(
-        tmp_path, dtype="float32", num_blocks=64, operations=Asking(CPU, fake_paged_attention, FakeRecorder())
+        TorchSpec(tmp_path, dtype="float32", num_blocks=64),
+        operations=Asking(CPU, fake_paged_attention, FakeRecorder()),
     )
     expected = load_runner(
-        tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_paged_attention)
+        TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=CudaOperations(CPU, fake_paged_attention)
     )
     assert tokens_of(runner) == tokens_of(expected)
     assert (graphs_of(runner).sizes, graphs_of(runner).num_replays) == ([], 0)
@@ -229,7 +236,7 @@ def test_steps_that_can_not_be_recorded_are_computed_without_graphs(tmp_path: Pa
 def test_steps_whose_layers_read_from_the_device_are_not_recorded(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     operations = CudaOperations(CPU, no_kernel, FakeRecorder())
-    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
+    runner = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=64), operations=operations)
     tokens_of(runner)
     assert operations.ways == {"plain"}
     assert graphs_of(runner).sizes == []
@@ -259,16 +266,16 @@ def test_a_missing_gpu_is_refused_with_a_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_gpu(tmp_path: Path, architecture: str, dtype: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
-    runner = load_runner(tmp_path, dtype=dtype, num_blocks=64, device="cuda")
+    runner = load_runner(TorchSpec(tmp_path, dtype=dtype, num_blocks=64, device="cuda"))
     assert (runner.memory.kind, runner.memory.device_id) == ("VRAM", 0)
     assert runner.model.bit_exact
     assert ComputePath("attention", "triton") in runner.model.compute_paths
     if dtype == "float32":
-        on_cpu = load_runner(tmp_path, dtype=dtype, num_blocks=64)
+        on_cpu = load_runner(TorchSpec(tmp_path, dtype=dtype, num_blocks=64))
         assert tokens_of(runner) == tokens_of(on_cpu)
     if architecture in ("llama", "qwen2", "qwen3", "mistral", "phi3"):
         assert graphs_of(runner).num_replays > 0
-    assert tokens_of(runner) == tokens_of(load_runner(tmp_path, dtype=dtype, num_blocks=64, device="cuda"))
+    assert tokens_of(runner) == tokens_of(load_runner(TorchSpec(tmp_path, dtype=dtype, num_blocks=64, device="cuda")))
 
 
 @pytest.mark.gpu
@@ -277,7 +284,7 @@ def test_nixl_registers_a_gpus_memory(tmp_path: Path) -> None:
     from kv_transfer.backends.nixl import NixlBackend
 
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
-    runner = load_runner(tmp_path, dtype="bfloat16", num_blocks=64, device="cuda")
+    runner = load_runner(TorchSpec(tmp_path, dtype="bfloat16", num_blocks=64, device="cuda"))
     backend = NixlBackend("gpu-node.run1", runner.memory)
     assert backend.agent_metadata()
     backend.close()

@@ -18,7 +18,8 @@ from baton.engine.long_sequences import LongSequences
 from baton.engine.runner import KVLayout
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.draft_model import MAX_ROWS_BEHIND, DraftModel
-from baton.runner.execution.input_batch import FlatBatch, RequestState
+from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.execution.request_table import RequestState
 
 BLOCK = 4
 VOCABULARY = 50

@@ -12,9 +12,8 @@ import pytest
 from PIL import Image, ImageOps
 
 from baton.messages.request_limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
-from baton.model_formats.images import UnusableImage
-from baton.model_formats.images.encoded import ImageLimits, image_size
-from baton.runner.images.pixels import decode_image
+from baton.model_formats.images import ImageLimits, UnusableImage, image_size
+from baton.runner.images import decode_image
 from tests.support.image_models import random_image
 
 LIMITS = ImageLimits(most_bytes=1 << 16, most_pixels=1 << 16)

@@ -28,7 +28,7 @@ def test_rows_of_the_next_incarnation_stay_when_the_encoder_of_the_last_one_is_d
 
     def make() -> npt.NDArray[np.float32]:
         kept.forget(None)
-        kept.take("same", 3, ROWS.tobytes())
+        kept.keep("same", 3, ROWS.tobytes())
         return np.zeros((3, 2), dtype=np.float32)
 
     kept.make("same", make)

@@ -17,10 +17,9 @@ from baton.config import NodeConfig
 from baton.engine.request import Request
 from baton.errors import AdapterRefused, ConfigError, InvalidRequest
 from baton.messages.capabilities import Capability
-from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span
+from baton.messages.spans import ContentKind, EncoderContent, Span, source_spans
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned, read_encoder_decoder
 from baton.node.runner_spec import scheduler_config
 from baton.runner import load
@@ -204,14 +203,14 @@ def test_inputs_that_can_not_be_encoded_are_refused(tmp_path: Path) -> None:
         (tokens(5), 128, "has 1 rows"),
     ):
         with pytest.raises(InvalidRequest, match=reason):
-            text.encode(content, num_rows)
+            text.encoder.encode(content, num_rows)
     for data in (b"", b"123"):
         with pytest.raises(InvalidRequest, match="no samples of 16 bits"):
-            speech.encode(EncoderContent.of(data, ContentKind.SPEECH), 64)
+            speech.encoder.encode(EncoderContent.of(data, ContentKind.SPEECH), 64)
     with pytest.raises(InvalidRequest, match=r"audio: has 1\.50 s, and the model takes 1 s at once"):
-        speech.encode(EncoderContent.of(bytes(48_000), ContentKind.SPEECH), 64)
+        speech.encoder.encode(EncoderContent.of(bytes(48_000), ContentKind.SPEECH), 64)
     with pytest.raises(AdapterRefused, match="computes no adapters"):
-        text.check_adapter(tmp_path)
+        text.adapters.check(tmp_path)
 
 
 def test_features_of_speech_have_no_noise(tmp_path: Path) -> None:
@@ -223,8 +222,8 @@ def test_features_of_speech_have_no_noise(tmp_path: Path) -> None:
     content, found = EncoderContent.of(source(tmp_path, 1), ContentKind.SPEECH), []
     span, _ = source_spans(content.digest, 50)
     for _ in range(2):
-        runner.encode(content, 64)
-        found.append(runner._encoded.rows(span, 0, 50).copy())
+        runner.encoder.encode(content, 64)
+        found.append(runner.encoder.rows(span, 0, 50).copy())
     assert (found[0] == found[1]).all()
 
 
@@ -236,7 +235,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     runner = load(TorchSpec(tmp_path, dtype="float32", num_blocks=64))
     with pytest.raises(InvalidRequest, match="not finite"):
-        runner.encode(EncoderContent.of(source(tmp_path, 1, 5), ContentKind.TEXT), 64)
+        runner.encoder.encode(EncoderContent.of(source(tmp_path, 1, 5), ContentKind.TEXT), 64)
 
 
 def test_a_request_that_can_not_be_computed_fails_alone(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from baton.model_formats.adapters import open_adapter
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from tests.support.adapter_files import PREFIX, expert_tensors, lora_tensors, write_adapter
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
@@ -30,7 +31,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchModelRunner:
     """A mixture of 4 experts in 3 layers, of width 64 and 128 inside."""
     directory = tmp_path_factory.mktemp("base")
     write_random_model(directory, TINY_MODELS["mixtral"], seed=5)
-    return load_runner(directory, dtype="float32", num_blocks=64, max_lora_rank=8)
+    return load_runner(TorchSpec(directory, dtype="float32", num_blocks=64, max_lora_rank=8))
 
 
 def tokens(runner: TorchModelRunner, adapter: str = "") -> list[int]:
@@ -42,7 +43,7 @@ def tokens(runner: TorchModelRunner, adapter: str = "") -> list[int]:
 
 def load(runner: TorchModelRunner, directory: Path) -> str:
     digest = open_adapter(directory).digest()
-    runner.load_adapter(directory, digest)
+    runner.adapters.load(directory, digest)
     return digest
 
 
@@ -139,9 +140,9 @@ def test_adapters_that_do_not_fit_are_refused_before_they_are_read(
 ) -> None:
     write(tmp_path, tensors, **settings)
     with pytest.raises(AdapterRefused, match=message):
-        runner.load_adapter(tmp_path, "not even compared")
+        runner.adapters.load(tmp_path, "not even compared")
     with pytest.raises(AdapterRefused, match=message):
-        runner.check_adapter(tmp_path)
+        runner.adapters.check(tmp_path)
     assert not runner._transformer.adapters.slots
 
 
@@ -160,14 +161,14 @@ def test_biases_of_experts_are_refused(tmp_path: Path) -> None:
     tensors = expert_tensors(EXPERTS, [DOWN], 4)
     write(tmp_path / "adapter", tensors, target_parameters=["experts.down_proj", "experts.gate_up_proj_bias"])
     with pytest.raises(AdapterRefused, match=r"experts\.gate_up_proj_bias, which is no weight of a product"):
-        load_runner(base, dtype="float32", num_blocks=64).check_adapter(tmp_path / "adapter")
+        load_runner(TorchSpec(base, dtype="float32", num_blocks=64)).adapters.check(tmp_path / "adapter")
 
 
 def test_what_an_adapter_of_experts_is_said_to_be(runner: TorchModelRunner, tmp_path: Path) -> None:
     tensors = expert_tensors(EXPERTS, [GATE_UP], 4, rank=6)
     tensors |= lora_tensors({"model.layers.1.self_attn.q_proj": (64, 64)}, rank=2)
     write(tmp_path, tensors, 2, target_parameters=BOTH[:1], rank_pattern={"gate_up_proj": 6})
-    info = runner.check_adapter(tmp_path)
+    info = runner.adapters.check(tmp_path)
     assert (info.rank, info.num_modules) == (6, 2)
     assert info.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert open_adapter(tmp_path).info() == info, "also without the model"
@@ -204,14 +205,14 @@ def test_adapters_with_a_and_b_swapped_are_the_same(runner: TorchModelRunner, tm
     ]
     found = [tokens(runner, digest) for digest in digests]
     for digest in digests:
-        runner.unload_adapter(digest)
+        runner.adapters.unload(digest)
     assert found[0] == found[1] != tokens(runner)
 
 
 def test_square_tensors_are_as_the_others_in_the_file(tmp_path: Path) -> None:
     base = tmp_path / "base"
     write_random_model(base, TINY_MODELS["qwen3_moe"], seed=5)
-    square = load_runner(base, dtype="float32", num_blocks=64)
+    square = load_runner(TorchSpec(base, dtype="float32", num_blocks=64))
     tensors = dict(expert_tensors(EXPERTS, [(128, 64), (64, 64)], 4, scale=0.3))
     both, down = swapped(tensors), {name: each for name, each in tensors.items() if "base_layer" not in name}
     found = [
@@ -229,6 +230,6 @@ def test_an_adapter_of_experts_comes_and_goes(runner: TorchModelRunner, tmp_path
     digest = load(runner, write(tmp_path, of_experts()))
     assert tokens(runner, digest) != before
     assert tokens(runner) == before
-    runner.unload_adapter(digest)
+    runner.adapters.unload(digest)
     assert tokens(runner) == before
     assert all(one is None for of_product in runner._transformer.adapters.rows.table.experts for one in of_product)

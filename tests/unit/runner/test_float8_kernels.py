@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from baton.errors import BatonError
-from baton.runner.backends import reference
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed, PackedFloat8Weight, PackedWeight, Program
 from baton.runner.backends.cpu.kernels.library import library
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.weights import Weight
-from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.quantized_product import float8_product
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.quantized_weight import Float8Weight, QuantizedWeight
 from baton.runner.backends.torch_operations import TorchOperations
+from tests.support import reference_operations as reference
 from tests.support.kernel_inputs import activated, generator, misfits, one_request, randn
 from tests.support.pairs import all_pairs
 

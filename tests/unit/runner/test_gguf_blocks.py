@@ -9,8 +9,8 @@ import torch
 
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.weights import pack
-from baton.runner.model.quantization import gguf_blocks as blocks_module
-from baton.runner.model.quantization.gguf_blocks import QUANTIZED_FORMATS
+from baton.runner.model.stored import gguf as blocks_module
+from baton.runner.model.stored.gguf import QUANTIZED_FORMATS
 from tests.support.gguf_files import SCALE_STARTS, random_blocks
 
 ROWS, COLUMNS = 6, 1024

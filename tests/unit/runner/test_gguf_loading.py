@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
 from baton.model_formats.gguf.container import open_gguf
-from baton.runner.model.gguf.convert import convert
 from baton.runner.model.layers import PackedEmbedding
-from baton.runner.model.quantization.gguf_blocks import QUANTIZED_FORMATS
+from baton.runner.model.stored.convert_gguf import convert
+from baton.runner.model.stored.gguf import QUANTIZED_FORMATS
 from kv_transfer.layout import LayoutFingerprint, layout_mismatch
 from tests.support.gguf_files import SCALE_STARTS, random_blocks
 from tests.support.gguf_models import ARCHITECTURES, random_module, write_module

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from baton.errors import ConfigError
-from baton.runner.model.gguf.convert import convert, main
+from baton.runner.model.stored.convert_gguf import convert, main
 from tests.support.gguf_models import ARCHITECTURES, VOCAB_SIZE, random_module, write_module
 
 TOKENS = torch.arange(3, 43)[None] * 7 % VOCAB_SIZE

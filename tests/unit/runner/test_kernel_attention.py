@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import CacheView, KernelArgumentError
 from baton.runner.backends.torch_operations import TorchOperations
@@ -107,20 +108,11 @@ class Paged:
     def attend(
         self, window: int | None = None, softcap: float | None = None, threads: int = 2, ahead: int = 0
     ) -> torch.Tensor:
-        return kernels.paged_attention(
-            self.query,
-            self.cache,
-            self.query_start,
-            self.seq_lens,
-            self.tables,
-            scale=0.3,
-            window=window,
-            softcap=softcap,
-            sinks=self.sinks,
-            ahead=ahead,
-            distance_bias=self.distance_bias,
-            threads=threads,
-        )
+        how = AttentionFeatures(0.3, window, softcap, self.sinks, ahead, self.distance_bias)
+        return kernels.paged_attention(self.call(how), threads=threads)
+
+    def call(self, how: AttentionFeatures) -> AttentionCall:
+        return AttentionCall(self.query, self.cache, self.query_start, self.seq_lens, self.tables, how)
 
     def expected(self, window: int | None = None, softcap: float | None = None, ahead: int = 0) -> torch.Tensor:
         out = []
@@ -180,12 +172,11 @@ def test_without_kernels_rows_of_a_long_text_attend_block_by_block(window: int |
     lengths = [5, 700]
     paged = Paged.make(torch.float32, lengths=lengths, query_lens=lengths, head_dim=16)
     operations = TorchOperations(1)
-    step = (paged.query, paged.cache, paged.query_start, paged.seq_lens, paged.tables)
-    found = operations.paged_attention(*step, scale=0.3, window=window, ahead=ahead)
+    found = operations.paged_attention(paged.call(AttentionFeatures(0.3, window, ahead=ahead)))
     assert _relative_error(found, paged.expected(window, ahead=ahead)) < TOLERANCE[torch.float32]
     for features in ({"softcap": 5.0}, {"sinks": torch.zeros(paged.query.shape[1])}):
         with pytest.raises(ValueError, match="neither a soft cap nor sinks"):
-            operations.paged_attention(*step, scale=0.3, ahead=ahead, **features)
+            operations.paged_attention(paged.call(AttentionFeatures(0.3, ahead=ahead, **features)))
 
 
 @all_pairs(

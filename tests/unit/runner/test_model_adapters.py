@@ -18,10 +18,11 @@ from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter, read_adapter
 from baton.runner.adapters.model_adapters import ModelAdapters
 from baton.runner.loading import load_runner
-from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.random_model import write_random_model
+from baton.runner.model.stored.plan import CheckpointNames
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_adapter_files import FakeAdapterFiles
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_adapter_files import FakeAdapterFiles
 from tests.support.adapter_files import PREFIX, lora_tensors, write_adapter
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
@@ -39,7 +40,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runner_of(base: Path) -> TorchModelRunner:
-    return load_runner(base, dtype="float32", num_blocks=64)
+    return load_runner(TorchSpec(base, dtype="float32", num_blocks=64))
 
 
 def tokens(runner: TorchModelRunner, *adapters: str) -> list[list[int]]:
@@ -52,7 +53,7 @@ def tokens(runner: TorchModelRunner, *adapters: str) -> list[list[int]]:
 
 def load(runner: TorchModelRunner, directory: Path) -> str:
     digest = open_adapter(directory).digest()
-    runner.load_adapter(directory, digest)
+    runner.adapters.load(directory, digest)
     return digest
 
 
@@ -84,14 +85,14 @@ def test_adapters_of_another_model_are_refused_before_they_are_read(
     runner = runner_of(base)
     write_adapter(tmp_path, lora_tensors(modules))
     with pytest.raises(AdapterRefused, match=message):
-        runner.load_adapter(tmp_path, "not even compared")
+        runner.adapters.load(tmp_path, "not even compared")
     assert not runner._transformer.adapters.slots
 
 
 def test_patterns_are_tried_for_modules_of_the_model_alone(base: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path, lora_tensors({"stranger": (64, 64)}), rank_pattern={"stranger": 3})
     with pytest.raises(AdapterRefused, match="changes stranger, which is no product"):
-        load_runner(base, dtype="float32", num_blocks=64).check_adapter(tmp_path)
+        load_runner(TorchSpec(base, dtype="float32", num_blocks=64)).adapters.check(tmp_path)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -208,7 +209,7 @@ def test_rows_of_an_adapter_that_was_just_unloaded_do_no_harm(base: Path, tmp_pa
     ]
     adapters = runner._transformer.adapters
     adapters.begin(np.array([1, 0], np.int32))
-    runner.unload_adapter(digests[1])
+    runner.adapters.unload(digests[1])
     step = adapters.of_step()
     assert step is not None
     assert all(len(of_product) == 2 for of_product in step.table)
@@ -228,7 +229,7 @@ def test_the_memory_of_an_unloaded_adapter_is_free_at_once(base: Path, tmp_path:
         if isinstance(packed, torch.Tensor)
     ]
     assert any(one() is not None for one in kept)
-    runner.unload_adapter(digest)
+    runner.adapters.unload(digest)
     gc.collect()
     assert all(one() is None for one in kept)
 
@@ -252,8 +253,8 @@ def test_slots_are_used_again_and_running_requests_keep_theirs(base: Path, tmp_p
         for seed in range(3)
     ]
     expected = {digest: tokens(runner, digest) for digest in digests}
-    runner.unload_adapter(digests[1])
-    runner.unload_adapter(digests[1])
+    runner.adapters.unload(digests[1])
+    runner.adapters.unload(digests[1])
     assert tokens(runner, digests[2], digests[0]) == [*expected[digests[2]], *expected[digests[0]]]
     again = load(runner, tmp_path / "1")
     assert runner._transformer.adapters.slots[again] == 1

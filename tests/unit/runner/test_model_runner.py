@@ -13,6 +13,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from tests.support.runner_driver import GREEDY, RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 
@@ -24,7 +25,7 @@ PARAMS = replace(GREEDY, max_tokens=6)
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchModelRunner:
     directory: Path = tmp_path_factory.mktemp("models") / "tiny"
     write_random_model(directory, TINY_MODELS["qwen3"], seed=1)
-    return load_runner(directory, dtype=request.param, block_size=4, num_blocks=128)
+    return load_runner(TorchSpec(directory, dtype=request.param, block_size=4, num_blocks=128))
 
 
 @pytest.fixture(scope="module")

@@ -33,9 +33,9 @@ from baton.runner.model.weights import load_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.pipelined_runner import PipelinedModelRunner
 from baton.runner.ranks.micro_batch import Task
-from baton.runner.spec import CacheSpec
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_rank_group import FakeRankGroup
+from baton.runner.spec import CacheSpec, TorchSpec, WeightSpec
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import make_prompts
 from tests.support.tiny_models import TINY_MODELS
 
@@ -44,7 +44,9 @@ class SlowStages(Transformer):
     """Stands for a model in stages: its results come only to those who wait for them."""
 
     def __init__(self, directory: Path, num_stages: int) -> None:
-        super().__init__(load_model(directory, "float32"), choose_operations(1), 16, CacheSpec(num_blocks=64), 1)
+        super().__init__(
+            load_model(directory, WeightSpec("float32")), choose_operations(1), 16, CacheSpec(num_blocks=64), 1
+        )
         self.stage = Stage(0, num_stages)
         self.log: list[str] = []
         """`begin` and `end` of micro-batches with the number of their rows, and `copy`."""
@@ -92,7 +94,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(model: Path) -> TorchModelRunner:
-    return load_runner(model, dtype="float32", num_blocks=64)
+    return load_runner(TorchSpec(model, dtype="float32", num_blocks=64))
 
 
 def pipelined(whole: TorchModelRunner, stages: SlowStages) -> PipelinedModelRunner:
@@ -287,7 +289,9 @@ def test_the_time_of_a_step_that_begins_ahead_counts_from_the_end_of_the_one_bef
 
 def test_closing_ends_a_step_that_is_being_computed(model: Path) -> None:
     for _ in range(5):
-        runner = load_runner(model, dtype="float32", num_blocks=64, pipeline_parallel=2, start_ranks=FakeRankGroup)
+        runner = load_runner(
+            TorchSpec(model, dtype="float32", num_blocks=64, pipeline_parallel=2), start_ranks=FakeRankGroup
+        )
         begun = threading.Event()
         begin = runner._transformer.begin  # type: ignore[attr-defined]
 

@@ -12,8 +12,9 @@ from baton.engine.batch import NewRequestData
 from baton.engine.runner import KVLayout
 from baton.messages.pooling import Activation, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams
-from baton.runner.execution.input_batch import RequestState, flatten
+from baton.runner.execution.input_batch import flatten
 from baton.runner.execution.pooling import Pooler, activated, add_in_order
+from baton.runner.execution.request_table import RequestState
 from baton.runner.execution.step_results import StepRows
 
 ROWS = np.random.default_rng(3).standard_normal((40, 24)).astype(np.float32)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.runner.backends.attention_call import StepLayout
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Program
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 

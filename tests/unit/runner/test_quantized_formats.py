@@ -14,11 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.runner.backends.float8_weight import Float8Weight
-from baton.runner.backends.quantized_weight import QuantizedWeight
-from baton.runner.model.quantization.formats import format_of
-from baton.runner.model.quantization.quantize import quantized
-from baton.runner.model.quantization.stored_weight import StoredWeight, UnusableWeight, WeightFormat, stored_weights
+from baton.runner.backends.quantized_weight import Float8Weight, QuantizedWeight
+from baton.runner.model.stored.formats import format_of
+from baton.runner.model.stored.quantize import quantized
+from baton.runner.model.stored.weight import StoredWeight, UnusableWeight, WeightFormat, stored_weights
 from baton.runner.model.weights import READING
 from tests.support.quantized_models import (
     FP8_FORMATS,

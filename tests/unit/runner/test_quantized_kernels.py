@@ -9,13 +9,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from baton.runner.backends import reference
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed, Program
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.quantized_product import quantize_rows, quantized_product
 from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.backends.torch_operations import TorchOperations
+from tests.support import reference_operations as reference
 from tests.support.kernel_inputs import activated, generator, misfits, one_request, randn
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)

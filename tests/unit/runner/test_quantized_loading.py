@@ -28,13 +28,13 @@ from baton.runner.backends.cpu.kernels import Packed
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.torch_operations import TorchOperations, TorchStack, TorchWeight
 from baton.runner.backends.weight_rows import Weight
-from baton.runner.loading import load_runner
 from baton.runner.model import weights
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.stored_layers import StoredLinear
+from baton.runner.model.stored.layers import StoredLinear
 from baton.runner.model_runner import TorchModelRunner
 from kv_transfer.layout import LayoutFingerprint, layout_mismatch
+from tests.support.load_with import load_with
 from tests.support.quantized_models import (
     FP8_FORMATS,
     PACKED_FORMATS,
@@ -87,7 +87,7 @@ class PlainOnly(TorchOperations):
 
 
 def load(directory: Path, **how: Any) -> TorchModelRunner:
-    return load_runner(directory, dtype="float32", num_blocks=48, **how)
+    return load_with(directory, dtype="float32", num_blocks=48, **how)
 
 
 def logits(runner: TorchModelRunner) -> npt.NDArray[np.float32]:

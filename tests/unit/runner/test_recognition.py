@@ -22,6 +22,7 @@ from baton.runner.model.decoder import RotaryTable
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.spec import TorchSpec
 from tests.support.tiny_models import TINY_MODELS
 
 PARTS = (FusedAttention, FusedMlp, FusedNorm)
@@ -29,7 +30,7 @@ PARTS = (FusedAttention, FusedMlp, FusedNorm)
 
 def loaded(tmp_path: Path, config: Mapping[str, Any], dtype: str = "float32") -> TorchModelRunner:
     write_random_model(tmp_path, config, seed=1)
-    return load_runner(tmp_path, dtype=dtype, num_blocks=48)
+    return load_runner(TorchSpec(tmp_path, dtype=dtype, num_blocks=48))
 
 
 def fused(runner: TorchModelRunner) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baton.messages.sampling import SamplingParams
+from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cuda import shared_splits
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
@@ -17,8 +18,9 @@ from baton.runner.loading import load_runner
 from baton.runner.model import decode_graphs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_attention import fake_paged_attention
-from baton.testing.fake_graph import FakeRecorder
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_attention import fake_paged_attention
+from tests.doubles.fake_graph import FakeRecorder
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 
@@ -47,22 +49,12 @@ class CheckingAttention:
         self.sharers: list[int] = []
         """For each call with sharers how many of its sequences have any split in common."""
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        cache: Any,
-        query_start: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_tables: torch.Tensor,
-        *,
-        sharing: torch.Tensor | None = None,
-        **features: Any,
-    ) -> torch.Tensor:
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
         with torch._C.DisableTorchFunction():
-            if sharing is not None:
-                assert features["window"] is None
-                self._check(sharing, seq_lens, block_tables, cache.block_size)
-        return fake_paged_attention(query, cache, query_start, seq_lens, block_tables, **features)
+            if call.sharing is not None:
+                assert call.how.window is None
+                self._check(call.sharing, call.seq_lens, call.block_tables, call.cache.block_size)
+        return fake_paged_attention(call)
 
     def _check(self, sharing: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, block_size: int) -> None:
         order, *splits = sharing.tolist()
@@ -81,7 +73,9 @@ class CheckingAttention:
 
 
 def runner_of(directory: Path, attend: Any, record: Any = None) -> TorchModelRunner:
-    return load_runner(directory, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, attend, record))
+    return load_runner(
+        TorchSpec(directory, dtype="float32", num_blocks=64), operations=CudaOperations(CPU, attend, record)
+    )
 
 
 def tokens_of(runner: TorchModelRunner) -> dict[str, list[int]]:
@@ -133,15 +127,15 @@ def test_prompts_are_computed_without_sharers(tmp_path: Path) -> None:
     assert set(attend.sharers) == {3}
 
 
-def other_bits(*arguments: Any, sharing: Any = None, **keywords: Any) -> torch.Tensor:
+def other_bits(call: AttentionCall) -> torch.Tensor:
     """A fake kernel that rounds differently where rows share."""
-    return fake_paged_attention(*arguments, **keywords) * (1.0 if sharing is None else 1.0 + 1e-6)
+    return fake_paged_attention(call) * (1.0 if call.sharing is None else 1.0 + 1e-6)
 
 
-def no_sharing(*arguments: Any, sharing: Any = None, **keywords: Any) -> torch.Tensor:
-    if sharing is not None:
+def no_sharing(call: AttentionCall) -> torch.Tensor:
+    if call.sharing is not None:
         raise NotImplementedError("out of shared memory")
-    return fake_paged_attention(*arguments, **keywords)
+    return fake_paged_attention(call)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import CacheView
-from baton.runner.backends.cpu.kernels.call_structs import AttentionCall
+from baton.runner.backends.cpu.kernels.call_structs import KernelAttentionCall
 from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, library
 from tests.support.kernel_inputs import randn
 
@@ -86,26 +87,21 @@ class Step:
         starts = [sum(self.query_lens[:seq]) for seq in seqs]
         rows = [self.query[start : start + self.query_lens[seq]] for start, seq in zip(starts, seqs, strict=True)]
         counts = [self.query_lens[seq] for seq in seqs]
-        out = kernels.paged_attention(
+        call = AttentionCall(
             torch.cat(rows),
             self.cache,
             torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
             torch.tensor([self.lengths[seq] for seq in seqs], dtype=torch.int32),
             self.tables[list(seqs)],
-            scale=0.3,
-            window=self.window,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            distance_bias=self.distance_bias,
-            threads=threads,
+            AttentionFeatures(0.3, self.window, self.softcap, self.sinks, distance_bias=self.distance_bias),
         )
-        return list(torch.split(out, counts))
+        return list(torch.split(kernels.paged_attention(call, threads=threads), counts))
 
     def shared_tiles(self, threads: int = 2) -> list[int]:
         """How many tiles of each request are attended to together with another request."""
         starts = torch.tensor([0, *self.query_lens]).cumsum(0).to(torch.int32)
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
-        call = AttentionCall(
+        call = KernelAttentionCall(
             query_start=starts.data_ptr(),
             seq_lens=lengths.data_ptr(),
             block_tables=self.tables.data_ptr(),

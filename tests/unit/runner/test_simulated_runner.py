@@ -15,7 +15,7 @@ from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.runner import PROBE_BLOCKS
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.beams import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_id
 from baton.errors import AdapterRefused
 from baton.messages.sampling import SamplingParams
@@ -28,7 +28,7 @@ from baton.runner.simulated import (
     expected_tokens,
     likeliest_tokens,
 )
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 from tests.support.adapter_files import write_simple_adapter
 from tests.support.runner_driver import RunnerDriver
 
@@ -64,7 +64,7 @@ def test_an_adapter_gives_other_tokens_which_its_own_mates_do_not_change(tmp_pat
     driver = driven()
     digests = ["", *(open_adapter(write_simple_adapter(tmp_path / str(seed), seed)).digest() for seed in range(2))]
     for seed, digest in enumerate(digests[1:]):
-        driver.runner.load_adapter(tmp_path / str(seed), digest)
+        driver.runner.adapters.load(tmp_path / str(seed), digest)
     for name, digest in zip("abc", digests, strict=True):
         driver.add(name, [1, 2, 3], GREEDY, adapter=digest)
     driver.finish(chunk=2)
@@ -76,8 +76,8 @@ def test_an_adapter_gives_other_tokens_which_its_own_mates_do_not_change(tmp_pat
 def test_an_adapter_that_is_not_loaded_fails_its_own_requests_alone(tmp_path: Path) -> None:
     driver = driven()
     digest = open_adapter(write_simple_adapter(tmp_path)).digest()
-    driver.runner.load_adapter(tmp_path, digest)
-    driver.runner.unload_adapter(digest)
+    driver.runner.adapters.load(tmp_path, digest)
+    driver.runner.adapters.unload(digest)
     driver.add("with", [1, 2, 3], GREEDY, adapter=digest)
     driver.add("without", [1, 2, 3], GREEDY)
     driver.finish()
@@ -88,9 +88,9 @@ def test_an_adapter_that_is_not_loaded_fails_its_own_requests_alone(tmp_path: Pa
 def test_an_adapter_of_another_digest_or_rank_is_refused(tmp_path: Path) -> None:
     runner = SimulatedRunner(replace(SPEC, max_lora_rank=3))
     with pytest.raises(AdapterRefused, match="at most 3 is allowed"):
-        runner.load_adapter(write_simple_adapter(tmp_path), "0" * 64)
+        runner.adapters.load(write_simple_adapter(tmp_path), "0" * 64)
     with pytest.raises(AdapterRefused, match="its files have changed"):
-        SimulatedRunner(SPEC).load_adapter(tmp_path, "0" * 64)
+        SimulatedRunner(SPEC).adapters.load(tmp_path, "0" * 64)
 
 
 def test_the_likeliest_tokens_follow_from_the_history_and_begin_with_the_greedy_one() -> None:

@@ -18,17 +18,18 @@ from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cpu.kernels.barrier import Barrier
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.backends.ranks.shared_memory import SharedMemory
+from baton.runner.backends.ranks.host_ranks import SharedMemory
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.execution.micro_batches import divide
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stage import LayerReport, Stage, StageReport
+from baton.runner.pipelined_runner import divide
 from baton.runner.ranks.group_files import GroupFiles, RankFiles, StageRing
 from baton.runner.ranks.micro_batch import MicroBatch, Task
 from baton.runner.ranks.micro_batch_slot import SlotsInTurns
 from baton.runner.ranks.rank_parts import HostStages
-from baton.testing.fake_rank_group import FakeRankGroup
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.support.tiny_models import TINY_MODELS
 
 
@@ -52,14 +53,16 @@ def test_each_layer_is_in_one_stage_and_the_last_stage_has_no_more_than_others(c
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     with pytest.raises(ConfigError, match=r"3 layers can't be divided among 4 stages; at most 3 would do"):
-        load_runner(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=4, start_ranks=FakeRankGroup)
+        load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=4), start_ranks=FakeRankGroup)
 
 
 def test_a_head_may_be_narrower_than_the_layers(tmp_path: Path) -> None:
     """OPT-350m projects the rows behind its last layer: embeddings are narrower than what stages hand on."""
     write_random_model(tmp_path, {**TINY_MODELS["opt"], "word_embed_proj_dim": 32}, seed=5)
     runners = [
-        load_runner(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=stages, start_ranks=FakeRankGroup)
+        load_runner(
+            TorchSpec(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=stages), start_ranks=FakeRankGroup
+        )
         for stages in (1, 2)
     ]
     prompt = NewRequestData("p", [5, 6, 7, 8, 9], (), SamplingParams(temperature=0.0), range(1, 2), 0)
@@ -80,7 +83,7 @@ def test_a_part_of_a_later_stage_that_is_slower_is_in_the_report(tmp_path: Path)
     reasons = []
     for stages in (1, 3):
         runner = load_runner(
-            tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=stages, start_ranks=FakeRankGroup
+            TorchSpec(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=stages), start_ranks=FakeRankGroup
         )
         step = next(path for path in runner.model.compute_paths if path.part == "step")
         reasons.append((step.runs, step.why_not_faster))

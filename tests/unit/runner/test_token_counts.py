@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.engine.batch import ForkedRequestData, NewRequestData
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
-from baton.runner.execution.input_batch import RequestState
+from baton.runner.execution.request_table import RequestState
 from baton.runner.execution.sampler import SamplingState, process
 
 VOCAB = 40

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
+from baton.runner.backends.paged_cache import CacheView
 from baton.runner.backends.torch_operations import TorchOperations
 from tests.support.triton_interpreter import DEVICE, triton_attention_module
 
@@ -101,7 +102,7 @@ class Sequences:
             "value_dim": kind.value_dim,
         }
         sinks = torch.randn(kind.num_heads, generator=generator).to(DEVICE, dtype) if kind.has_sinks else None
-        self._features: dict[str, Any] = {"window": kind.window, "softcap": kind.softcap, "sinks": sinks}
+        self._how = AttentionFeatures(kind.key_dim**-0.5, kind.window, kind.softcap, sinks)
 
     def spoil(self, sequence: int, key: int, number: float) -> None:
         """Replace the values of one key."""
@@ -112,16 +113,15 @@ class Sequences:
         """Compute one step of the queries `first` to before `stop` of some sequences: (sequence, first, stop)."""
         counts = [stop - first for _, first, stop in spans]
         query = torch.cat([self._queries[sequence][first:stop] for sequence, first, stop in spans])
-        out = attend(
+        call = AttentionCall(
             query,
             CacheView(memory=self._memory.flatten().to(DEVICE, query.dtype), **self._view),
             torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE),
             torch.tensor([stop for _, _, stop in spans], dtype=torch.int32, device=DEVICE),
             self._tables[[sequence for sequence, _, _ in spans]].to(DEVICE),
-            scale=self._kind.key_dim**-0.5,
-            **self._features,
+            self._how,
         )
-        return list(torch.split(out, counts))
+        return list(torch.split(attend(call), counts))
 
 
 @pytest.fixture(params=list(KINDS.values()), ids=list(KINDS))

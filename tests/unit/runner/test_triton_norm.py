@@ -14,7 +14,8 @@ from baton.runner.backends.device import CPU
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_attention import fake_paged_attention
+from baton.runner.spec import TorchSpec
+from tests.doubles.fake_attention import fake_paged_attention
 from tests.support.kernel_inputs import randn
 from tests.support.tiny_models import TINY_MODELS
 from tests.support.triton_interpreter import DEVICE, triton_attention_module
@@ -94,7 +95,7 @@ def test_rows_may_have_gaps(norm: Any, dtype: torch.dtype) -> None:
 
 def load(model: Path, norm: Any) -> TorchModelRunner:
     operations = CudaOperations(CPU, fake_paged_attention, norm=norm)
-    return load_runner(model, dtype="float32", num_blocks=64, operations=operations)
+    return load_runner(TorchSpec(model, dtype="float32", num_blocks=64), operations=operations)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernel is compiled for a GPU, and this model is on the CPU")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cuda.shared_splits import Int32Array, find_shared_splits
+from baton.runner.backends.paged_cache import CacheView
 from tests.support.triton_interpreter import DEVICE, SPLIT, triton_attention_module
 
 pytestmark = [
@@ -113,7 +113,7 @@ class Step:
         )
         self._query = torch.randn(len(members), kind.num_heads, kind.dim, generator=generator).to(DEVICE, kind.dtype)
         sinks = torch.randn(kind.num_heads, generator=generator).to(DEVICE, kind.dtype) if kind.has_sinks else None
-        self._features: dict[str, Any] = {"window": kind.window, "softcap": kind.softcap, "sinks": sinks}
+        self._how = AttentionFeatures(kind.dim**-0.5, kind.window, kind.softcap, sinks)
 
     def find(self) -> Int32Array:
         found = find_shared_splits(self.tables, self.lengths, BLOCK)
@@ -131,16 +131,16 @@ class Step:
         chosen = list(range(self.lengths.size)) if sequences is None else list(sequences)
         counts = [0 if sequence in without_row else 1 for sequence in chosen]
         rows = [sequence for sequence in chosen if sequence not in without_row]
-        out: torch.Tensor = module.triton_attention(
+        call = AttentionCall(
             self._query[rows],
             self._cache,
             torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device=DEVICE),
             torch.from_numpy(self.lengths[chosen]).to(DEVICE),
             torch.from_numpy(self.tables[chosen]).to(DEVICE),
-            scale=self._kind.dim**-0.5,
-            **self._features,
-            sharing=None if sharing is None else torch.from_numpy(sharing).to(DEVICE),
+            self._how,
+            None if sharing is None else torch.from_numpy(sharing).to(DEVICE),
         )
+        out: torch.Tensor = module.triton_attention(call)
         return out
 
     def alone(self, module: ModuleType) -> torch.Tensor:

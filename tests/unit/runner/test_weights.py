@@ -22,14 +22,14 @@ from baton.runner import TorchSpec, load
 from baton.runner.loading import load_runner
 from baton.runner.model import attention, layers
 from baton.runner.model import weights as weights_module
+from baton.runner.model.cached_model import row_quantum
 from baton.runner.model.checkpoint import open_checkpoint
-from baton.runner.model.gguf.convert import convert
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.transformer import row_quantum
+from baton.runner.model.stored.convert_gguf import convert
 from baton.runner.model.weights import load_model, resolve_dtype
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.spec import CacheSpec
-from baton.testing.fake_rank_group import FakeRankGroup
+from baton.runner.spec import CacheSpec, WeightSpec
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.support.gguf_models import random_module, write_module
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
@@ -49,7 +49,7 @@ def directory(pristine: Path, tmp_path: Path) -> Path:
 
 def refuse(directory: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_runner(directory, dtype="float32", num_blocks=16)
+        load_runner(TorchSpec(directory, dtype="float32", num_blocks=16))
     message = str(caught.value)
     assert "\n" not in message
     assert directory.name in message
@@ -259,7 +259,7 @@ def test_a_wrong_number_of_positions_is_refused(
 
 def test_a_number_that_nothing_uses_may_be_any(directory: Path) -> None:
     edit_config(directory, num_local_experts=0, num_experts_per_tok=0, use_sliding_window=False, sliding_window=0)
-    assert load_model(directory, "float32").architecture == "Qwen2ForCausalLM"
+    assert load_model(directory, WeightSpec("float32")).architecture == "Qwen2ForCausalLM"
 
 
 def test_windows_that_only_a_mask_tells_of_are_refused_and_none_are_no_obstacle(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_windows_that_only_a_mask_tells_of_are_refused_and_none_are_no_obstacle(
     # transformers makes the window 0 of a model without windows.
     without = {**moe, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 64}
     write_random_model(tmp_path / "without", without, 1)
-    assert load_runner(tmp_path / "without", dtype="float32", num_blocks=8).layout.windows == (None,)
+    assert load_runner(TorchSpec(tmp_path / "without", dtype="float32", num_blocks=8)).layout.windows == (None,)
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
     write_random_model(
         tmp_path / "with", {**without, "use_sliding_window": True, "sliding_window": 16, "layer_types": kinds}, 1
@@ -275,7 +275,7 @@ def test_windows_that_only_a_mask_tells_of_are_refused_and_none_are_no_obstacle(
     with pytest.raises(
         ConfigError, match="tells the windows of its layers 1, 2 to their masks alone, which is not supported"
     ):
-        load_runner(tmp_path / "with", dtype="float32", num_blocks=8)
+        load_runner(TorchSpec(tmp_path / "with", dtype="float32", num_blocks=8))
 
 
 def test_what_transformers_says_of_a_field_is_said_whole(directory: Path) -> None:
@@ -323,7 +323,7 @@ def test_a_loaded_model_has_its_info_layout_and_memory(pristine: Path) -> None:
     assert runner.memory.base_address == memory.data_ptr()
     assert runner.memory.num_bytes == memory.numel() * 2
     assert (runner.memory.num_blocks, runner.memory.num_probe_blocks) == (9, PROBE_BLOCKS)
-    assert load_runner(pristine, dtype="bfloat16", num_blocks=9).model.name == "tiny"
+    assert load_runner(TorchSpec(pristine, dtype="bfloat16", num_blocks=9)).model.name == "tiny"
 
 
 def test_the_fingerprint_names_the_model(pristine: Path, directory: Path) -> None:
@@ -393,8 +393,8 @@ def test_every_token_of_a_random_model_has_a_text(tmp_path: Path) -> None:
 def test_no_second_copy_and_no_product_of_torch_is_left(pristine: Path) -> None:
     attention.register()
     layers.register()
-    loaded = load_model(pristine, "float32")
-    runner = load_runner(pristine, dtype="float32", num_blocks=16)
+    loaded = load_model(pristine, WeightSpec("float32"))
+    runner = load_runner(TorchSpec(pristine, dtype="float32", num_blocks=16))
     assert runner.model.bit_exact
     kinds = [torch.nn.Linear]
     module = runner._transformer._module
@@ -420,7 +420,7 @@ def test_weights_are_in_memory_once_while_they_are_loaded(
     """Weights that are cast (qwen2), merged (the experts of qwen3_moe) or transposed (the experts of gpt_oss)."""
     shape = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512}
     write_random_model(tmp_path / "tiny", TINY_MODELS[architecture], 0)
-    load_runner(tmp_path / "tiny", dtype="float32", num_blocks=16)
+    load_runner(TorchSpec(tmp_path / "tiny", dtype="float32", num_blocks=16))
     large = {**TINY_MODELS[architecture], **shape, "num_hidden_layers": num_layers}
     write_random_model(tmp_path / "large", large, 0, stored)
     gc.collect()
@@ -428,7 +428,7 @@ def test_weights_are_in_memory_once_while_they_are_loaded(
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
-    runner = load_runner(tmp_path / "large", dtype="float32", num_blocks=16)
+    runner = load_runner(TorchSpec(tmp_path / "large", dtype="float32", num_blocks=16))
     weights = (tmp_path / "large/model.safetensors").stat().st_size * (2 if stored == "bfloat16" else 1)
     assert weights > 100 << 20  # many times what one layer needs on its way
     # 1.08 to 1.18 with memory to convert one layer and what earlier tests left in the allocator; a copy gives 2.
@@ -448,12 +448,9 @@ def test_ranks_have_their_parts_of_the_weights_while_they_are_loaded(
             return FakeRankGroup(*arguments)
 
         return load_runner(
-            tmp_path / name,
-            dtype="float32",
-            num_blocks=16,
-            num_threads=4,
-            tensor_parallel=2,
-            pipeline_parallel=2,
+            TorchSpec(
+                tmp_path / name, dtype="float32", num_blocks=16, num_threads=4, tensor_parallel=2, pipeline_parallel=2
+            ),
             start_ranks=start,
         )
 
@@ -481,13 +478,13 @@ def test_ranks_have_their_parts_of_the_weights_while_they_are_loaded(
 def test_quantised_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path) -> None:
     shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 24}
     write_random_model(tmp_path / "tiny", TINY_MODELS["qwen2"], 0)
-    load_runner(tmp_path / "tiny", dtype="bfloat16", num_blocks=16, quantization="int4")
+    load_runner(TorchSpec(tmp_path / "tiny", dtype="bfloat16", num_blocks=16, quantization="int4"))
     write_random_model(tmp_path / "large", {**TINY_MODELS["qwen2"], **shape}, 0, "bfloat16")
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
-    runner = load_runner(tmp_path / "large", dtype="bfloat16", num_blocks=16, quantization="int4")
+    runner = load_runner(TorchSpec(tmp_path / "large", dtype="bfloat16", num_blocks=16, quantization="int4"))
     plain = (tmp_path / "large/model.safetensors").stat().st_size
     assert plain > 100 << 20
     packed = plain * 4.5 / 16
@@ -501,12 +498,12 @@ def test_blocks_of_a_gguf_file_are_in_memory_once_while_they_are_loaded(tmp_path
         source = write_module(tmp_path / f"{name}.gguf", random_module("llama", **changes), "Q4_K")
         (tmp_path / name).mkdir()
         convert(source, tmp_path / name, lambda _done, _total: None)
-    load_runner(tmp_path / "tiny", dtype="bfloat16", num_blocks=16)
+    load_runner(TorchSpec(tmp_path / "tiny", dtype="bfloat16", num_blocks=16))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
-    runner = load_runner(tmp_path / "large", dtype="bfloat16", num_blocks=16)
+    runner = load_runner(TorchSpec(tmp_path / "large", dtype="bfloat16", num_blocks=16))
     growth = _status("VmHWM") - before
     plain = sum(weight.numel() for weight in random_module("llama", **shape).parameters()) * 2
     assert plain > 130 << 20
@@ -522,7 +519,7 @@ def test_a_product_that_was_missed_makes_the_model_inexact(pristine: Path, monke
         return out
 
     monkeypatch.setattr(modeling_qwen2.Qwen2MLP, "forward", forward)
-    model = load_runner(pristine, dtype="float32", num_blocks=16).model
+    model = load_runner(TorchSpec(pristine, dtype="float32", num_blocks=16)).model
     assert not model.bit_exact
     assert "outside of Baton's kernels" in model.bit_exact_reason
 
@@ -541,7 +538,7 @@ def test_non_finite_logits_fail_that_request_alone(tmp_path: Path, architecture:
     tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
     save_file(tensors, path, metadata={"format": "pt"})
     edit_config(directory, tie_word_embeddings=False)
-    runner = load_runner(directory, dtype=dtype, num_blocks=32)
+    runner = load_runner(TorchSpec(directory, dtype=dtype, num_blocks=32))
     alone = (driver := RunnerDriver(runner)).add("alone", [1, 2, 4])
     driver.step({"alone": 3})
     driver.step({"alone": 1})
@@ -565,7 +562,7 @@ def test_a_float16_checkpoint_is_served_in_both_dtypes_and_bfloat16_is_logged(
         save_file({name: tensor.to(stored) for name, tensor in weights.items()}, directory / "model.safetensors")
         edit_config(directory, dtype=str(stored).removeprefix("torch."))
         for dtype in ("float32", "bfloat16"):
-            driver = RunnerDriver(load_runner(directory, dtype=dtype, num_blocks=16))
+            driver = RunnerDriver(load_runner(TorchSpec(directory, dtype=dtype, num_blocks=16)))
             request = driver.add("one", [5, 9, 200, 31])
             driver.finish()
             tokens[stored, dtype] = request.output
@@ -586,7 +583,7 @@ def test_two_threads_may_load_at_once(tmp_path: Path) -> None:
     ties = PreTrainedModel.tie_weights
     try:
         with ThreadPoolExecutor(2) as pool:
-            loaded = list(pool.map(lambda _: load_model(tmp_path, "float32"), range(16)))
+            loaded = list(pool.map(lambda _: load_model(tmp_path, WeightSpec("float32")), range(16)))
         assert PreTrainedModel.tie_weights is ties
     finally:
         PreTrainedModel.tie_weights = ties

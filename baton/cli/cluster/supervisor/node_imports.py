@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from baton.runner.lean_imports import import_transformers
-from baton.runner.rare_collections import rare_collections
+from baton.runner.lean_imports import import_transformers, rare_collections
 
 _MODULES = (
     "baton.cli.main",
@@ -24,3 +23,5 @@ with rare_collections():
     import_transformers()
     for name in _MODULES:
         importlib.import_module(name)
+    # transformers compiles a thousand patterns of names for the first model of a process, whichever that is.
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")

@@ -15,15 +15,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
-from baton.runner.backends.cache_rows import keys_and_values
-from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cuda.graph_recording import GpuRecorder, Record
 from baton.runner.backends.cuda.shared_splits import SPLIT, find_shared_splits
+from baton.runner.backends.paged_cache import CacheView, keys_and_values
 from baton.runner.backends.torch_operations import TorchOperations
 
 _log = logging.getLogger(__name__)
@@ -52,23 +51,40 @@ class _Kind:
     has_sinks: bool
     has_distance_bias: bool
 
+    @classmethod
+    def of(cls, call: AttentionCall) -> _Kind:
+        query, cache, how = call.query, call.cache, call.how
+        return cls(
+            query.dtype,
+            query.shape[1],
+            cache.num_kv_heads,
+            cache.key_dim,
+            cache.value_dim,
+            cache.block_size,
+            how.window,
+            how.softcap,
+            how.sinks is not None,
+            how.distance_bias is not None,
+        )
+
     @property
     def may_share(self) -> bool:
         """Whether a tile has room for rows of several sequences, each of which sees all keys of a split."""
         return self.window is None and self.num_heads // self.num_kv_heads <= _MOST_HEADS
 
 
-PagedAttention = Callable[..., torch.Tensor]
-"""Computes `Operations.paged_attention` without reading from the device, in one order of summation for every row.
+PagedAttention = Callable[[AttentionCall], torch.Tensor]
+"""Computes a causal call without biases of distances, without reading from the device, in one order of summation for
+every row.
 
-Implemented by `triton_attention.triton_attention` and, for tests, by `baton.testing.fake_attention`."""
+Implemented by `triton_attention.triton_attention` and, for tests, by `tests.doubles.fake_attention`."""
 
 
-def _triton_attention(*arguments: Any, **keywords: Any) -> torch.Tensor:
+def _triton_attention(call: AttentionCall) -> torch.Tensor:
     # Triton is there only where torch was built for GPUs.
     from baton.runner.backends.cuda.triton_attention import triton_attention
 
-    return triton_attention(*arguments, **keywords)
+    return triton_attention(call)
 
 
 Norm = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float, bool], tuple[torch.Tensor, torch.Tensor]]
@@ -189,56 +205,28 @@ class CudaOperations(TorchOperations):
             return torch.mm(rows, matrix.T, out_dtype=torch.float32)
         return super()._float32_product(rows, matrix)
 
-    def paged_attention(
-        self,
-        query: torch.Tensor,
-        cache: CacheView,
-        query_start: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_tables: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        sharing: torch.Tensor | None = None,
-        ahead: int = 0,
-        distance_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        step = (query, cache, query_start, seq_lens, block_tables)
-        features: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        if ahead:
+    def paged_attention(self, call: AttentionCall) -> torch.Tensor:
+        if call.how.ahead:
             # Only encoders look ahead, and Triton's kernel is causal.
-            return super().paged_attention(*step, **features, ahead=ahead, distance_bias=distance_bias)
-        heads = query.shape[1]
-        kind = _Kind(
-            query.dtype,
-            heads,
-            cache.num_kv_heads,
-            cache.key_dim,
-            cache.value_dim,
-            cache.block_size,
-            window,
-            softcap,
-            sinks is not None,
-            distance_bias is not None,
-        )
+            return super().paged_attention(call)
+        kind = _Kind.of(call)
         way = self._ways.get(kind)
         if way is None:
             way = self._ways[kind] = self._choose(kind)
         if way == "plain":
-            return super().paged_attention(*step, **features, distance_bias=distance_bias)
-        return self._attend(*step, **features, sharing=sharing if kind in self._together else None)
+            return super().paged_attention(call)
+        may_share = call.sharing is None or kind in self._together
+        return self._attend(call if may_share else replace(call, sharing=None))
 
     def _choose(self, kind: _Kind) -> str:
         if kind.has_distance_bias:
             self.why_plain = "Triton's kernel adds no biases to scores"
             return "plain"
-        sample, features = _sample(kind, self._device)
-        expected = super().paged_attention(*sample, **features)
+        sample = _sample(kind, self._device)
+        expected = super().paged_attention(sample)
         try:
-            out = self._attend(*sample, **features)
-            alone = self._attend(*_last_alone(sample), **features)
+            out = self._attend(sample)
+            alone = self._attend(_last_alone(sample))
         except Exception as error:  # of torch, of Triton's compiler or of the driver: not on this device or this shape
             lines = str(error).splitlines() or [""]
             self.why_plain = f"Triton's kernel fails with {type(error).__name__} ({lines[0]:.200})"
@@ -249,20 +237,20 @@ class CudaOperations(TorchOperations):
         elif not torch.equal(out[-1:], alone):
             self.why_plain = "Triton's kernel gives a row other bits alone than in a batch"
         else:
-            if kind.may_share and self._shares(kind, sample, features):
+            if kind.may_share and self._shares(sample):
                 self._together.add(kind)
             return "triton"
         return "plain"
 
-    def _shares(self, kind: _Kind, sample: _Sample, features: dict[str, Any]) -> bool:
+    def _shares(self, sample: AttentionCall) -> bool:
         """Whether rows of the sample that share blocks have the same bits as without sharing."""
         shared = _sharers(sample)
-        *_, lengths, tables = shared
-        sharing = find_shared_splits(tables.cpu().numpy(), lengths.cpu().numpy(), kind.block_size)
+        tables, lengths = shared.block_tables.cpu().numpy(), shared.seq_lens.cpu().numpy()
+        sharing = find_shared_splits(tables, lengths, shared.cache.block_size)
         assert sharing is not None
         try:
-            together = self._attend(*shared, **features, sharing=torch.from_numpy(sharing).to(self._device))
-            if torch.equal(together, self._attend(*shared, **features)):
+            together = self._attend(replace(shared, sharing=torch.from_numpy(sharing).to(self._device)))
+            if torch.equal(together, self._attend(shared)):
                 return True
             reason = "a row gets other bits"
         except Exception as error:  # as above
@@ -277,11 +265,9 @@ _SAMPLE_LENGTHS, _SAMPLE_QUERIES = (3, 40, 1100), (3, 1, 18)
 """The keys and the queries of the sample's sequences. Those of the last one fill more than one tile, and see keys of
 three splits (triton_attention.py)."""
 
-_Sample = tuple[torch.Tensor, CacheView, torch.Tensor, torch.Tensor, torch.Tensor]
 
-
-def _sample(kind: _Kind, device: torch.device) -> tuple[_Sample, dict[str, Any]]:
-    """Random input of `paged_attention`, with shuffled blocks: its tensors, and its keywords."""
+def _sample(kind: _Kind, device: torch.device) -> AttentionCall:
+    """A call with random input, with shuffled blocks."""
     generator = torch.Generator().manual_seed(0)
     width = -(-max(_SAMPLE_LENGTHS) // kind.block_size)
     num_blocks = len(_SAMPLE_LENGTHS) * width + 1
@@ -303,19 +289,28 @@ def _sample(kind: _Kind, device: torch.device) -> tuple[_Sample, dict[str, Any]]
     starts = torch.tensor([0, *itertools.accumulate(_SAMPLE_QUERIES)], dtype=torch.int32, device=device)
     lengths = torch.tensor(_SAMPLE_LENGTHS, dtype=torch.int32, device=device)
     sinks = torch.randn(kind.num_heads, generator=generator).to(device, kind.dtype) if kind.has_sinks else None
-    features = {"scale": kind.key_dim**-0.5, "window": kind.window, "softcap": kind.softcap, "sinks": sinks}
-    return (query, cache, starts, lengths, tables), features
+    how = AttentionFeatures(kind.key_dim**-0.5, kind.window, kind.softcap, sinks)
+    return AttentionCall(query, cache, starts, lengths, tables, how)
 
 
-def _last_alone(sample: _Sample) -> _Sample:
+def _last_alone(sample: AttentionCall) -> AttentionCall:
     """The last row of a sample as the only one of a step."""
-    query, cache, starts, lengths, tables = sample
-    return query[-1:], cache, starts[:2].clamp(max=1), lengths[-1:], tables[-1:]
+    return replace(
+        sample,
+        query=sample.query[-1:],
+        query_start=sample.query_start[:2].clamp(max=1),
+        seq_lens=sample.seq_lens[-1:],
+        block_tables=sample.block_tables[-1:],
+    )
 
 
-def _sharers(sample: _Sample) -> _Sample:
+def _sharers(sample: AttentionCall) -> AttentionCall:
     """Decode rows of three sequences that begin with the blocks of the sample's last one, and see all of a split."""
-    query, cache, _, lengths, tables = sample
-    starts = torch.arange(4, dtype=torch.int32, device=query.device)
-    lengths = torch.tensor([lengths[-1], SPLIT, 2 * SPLIT + 6], dtype=torch.int32, device=query.device)
-    return query[-3:], cache, starts, lengths, tables[-1:].expand(3, -1).contiguous()
+    device, lengths = sample.query.device, [sample.seq_lens[-1], SPLIT, 2 * SPLIT + 6]
+    return replace(
+        sample,
+        query=sample.query[-3:],
+        query_start=torch.arange(4, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        block_tables=sample.block_tables[-1:].expand(3, -1).contiguous(),
+    )

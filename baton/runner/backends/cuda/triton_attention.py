@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.attention_call import AttentionCall
 from baton.runner.backends.cuda.shared_splits import SPLIT
 
 ROWS = 16
@@ -38,20 +38,11 @@ _MOST_PARTIAL_SUMS = 1 << 26
 """How many float32 numbers the sums of splits may take while they wait to be merged."""
 
 
-def triton_attention(
-    query: torch.Tensor,
-    cache: CacheView,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    sharing: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute `Operations.paged_attention`: query [T, H, KD] to [T, H, VD]; rows of no sequence are zero."""
+def triton_attention(call: AttentionCall) -> torch.Tensor:
+    """Compute a causal call without biases of distances: [T, H, VD]; rows of no sequence are zero."""
+    query, cache, query_start, seq_lens = call.query, call.cache, call.query_start, call.seq_lens
+    block_tables, sharing, window, softcap = call.block_tables, call.sharing, call.how.window, call.how.softcap
+    scale, sinks = call.how.scale, call.how.sinks
     num_rows, num_heads, _ = query.shape
     num_sequences = seq_lens.shape[0]
     group = num_heads // cache.num_kv_heads

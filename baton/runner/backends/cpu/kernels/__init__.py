@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
 from baton.runner.backends.cpu.kernels.attention import paged_attention, store_kv
-from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.info import KernelInfo, available
@@ -28,6 +27,7 @@ from baton.runner.backends.cpu.kernels.weights import (
     pack_gated,
     take_rows,
 )
+from baton.runner.backends.paged_cache import CacheView
 
 __all__ = [
     "CacheView",

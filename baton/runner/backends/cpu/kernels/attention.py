@@ -7,10 +7,11 @@ import math
 
 import torch
 
-from baton.runner.backends.cpu.kernels.cache import CacheView
-from baton.runner.backends.cpu.kernels.call_structs import AttentionCall, CacheFormat, StoreCall
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
+from baton.runner.backends.cpu.kernels.call_structs import CacheFormat, KernelAttentionCall, StoreCall
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, DTYPES, check_status, library
+from baton.runner.backends.paged_cache import CacheView
 
 MAX_HEAD_DIM = 256
 BFLOAT16_BYTES = 2
@@ -18,36 +19,15 @@ SCALE_BYTES = 2 * BFLOAT16_BYTES
 """The bytes of the scales of one key and one value in 8 bits."""
 
 
-def paged_attention(
-    query: torch.Tensor,
-    cache: CacheView,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    ahead: int = 0,
-    distance_bias: torch.Tensor | None = None,
-    threads: int,
-) -> torch.Tensor:
+def paged_attention(call: AttentionCall, *, threads: int) -> torch.Tensor:
     """Attention of query [rows, heads, key_dim] on the paged cache: [rows, heads, value_dim].
 
-    `query`: float32 or bfloat16, with gaps between its rows allowed. `cache`: of the same dtype, or in 8 bits.
-    `query_start` (int32 [seqs + 1]): request s has the query rows query_start[s] to query_start[s + 1], or none.
-    `seq_lens` (int32 [seqs]): the request's number of tokens; its query rows are the last of them.
-    `block_tables` (int32 [seqs, width], with gaps between rows allowed): the blocks with its keys and values.
-    `window`: position i attends to the positions above i - window.
-    `ahead`: position i attends to the positions up to i + ahead, as far as its request has them; 0: causal attention.
-    `softcap`: scores become softcap * tanh(score / softcap).
-    `sinks` ([heads], float32 or the query's dtype): one more score for each head, which has no value.
-    `distance_bias` (float32 [heads, distances], contiguous): what is added to scaled scores, by the distance of a key.
-
-    Rows behind the last request's are zero. A row's bits depend on its query and its own keys and values alone. Raises
-    KernelArgumentError for tensors that don't fit, and for heads whose width is above 256 or no multiple of 8.
+    The query is float32 or bfloat16, with gaps between its rows allowed; the cache is of the same dtype, or in 8 bits.
+    There may be gaps between the rows of the block tables, too. A row's bits depend on its query and its own keys and
+    values alone. Raises KernelArgumentError for tensors that don't fit, and for heads whose width is above 256 or no
+    multiple of 8.
     """
+    query, cache = call.query, call.cache
     if query.ndim != 3 or query.dtype not in row_dtypes(cache) or not query.is_cpu:
         dtypes = " or ".join(map(str, row_dtypes(cache)))
         raise KernelArgumentError("query", f"must be [rows, heads, {cache.key_dim}] {dtypes} on the CPU")
@@ -58,48 +38,51 @@ def paged_attention(
     require_cache(cache)
     if key_dim != cache.key_dim:
         raise KernelArgumentError("query", f"has heads of {key_dim}, the cache of {cache.key_dim}")
-    table_stride = require_requests(query_start, seq_lens, block_tables)
-    sinks = require_attention(heads, cache, scale, window, softcap, sinks)
-    require_distance_bias(distance_bias, query, softcap, ahead)
+    table_stride = require_requests(call.query_start, call.seq_lens, call.block_tables)
+    sinks = require_features(call.how, heads, cache)
+    require_distance_bias(call.how, heads, query.device)
     out = query.new_empty((rows, heads, cache.value_dim))
-    call = AttentionCall(
-        query.data_ptr(),
-        out.data_ptr(),
-        cache.memory.data_ptr(),
-        query_start.data_ptr(),
-        seq_lens.data_ptr(),
-        block_tables.data_ptr(),
-        None if sinks is None else sinks.data_ptr(),
-        None if distance_bias is None else distance_bias.data_ptr(),
-        cache.block_stride,
-        cache.key_offset,
-        cache.value_offset,
-        cache.scale_offset or 0,
-        cache.scales_apart,
-        rows,
-        query_stride,
-        heads * cache.value_dim,
-        seq_lens.shape[0],
-        block_tables.shape[1],
-        table_stride,
-        cache.num_blocks,
-        heads,
-        cache.num_kv_heads,
-        key_dim,
-        cache.value_dim,
-        cache.block_size,
-        window or 0,
-        ahead,
-        0 if distance_bias is None else distance_bias.shape[1],
-        scale,
-        softcap or 0.0,
-        cache_format(cache),
-    )
+    structure = attention_structure(call.how, heads, cache, sinks)
+    structure.query, structure.out = query.data_ptr(), out.data_ptr()
+    structure.query_start, structure.seq_lens = call.query_start.data_ptr(), call.seq_lens.data_ptr()
+    structure.block_tables = call.block_tables.data_ptr()
+    structure.rows, structure.query_stride, structure.out_stride = rows, query_stride, heads * cache.value_dim
+    structure.num_seqs, structure.table_width = call.block_tables.shape
+    structure.table_stride = table_stride
     lib = library()
-    status = lib.attention(lib.isa, DTYPES[query.dtype], ctypes.byref(call), threads)
+    status = lib.attention(lib.isa, DTYPES[query.dtype], ctypes.byref(structure), threads)
     if status:
         check_status(status)
     return out
+
+
+def attention_structure(
+    how: AttentionFeatures, heads: int, cache: CacheView, sinks: torch.Tensor | None
+) -> KernelAttentionCall:
+    """The kernel's arguments for a layer, without those of a step. `sinks`: those that `require_features` returned."""
+    bias = how.distance_bias
+    return KernelAttentionCall(
+        cache=cache.memory.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        distance_bias=None if bias is None else bias.data_ptr(),
+        block_stride=cache.block_stride,
+        key_offset=cache.key_offset,
+        value_offset=cache.value_offset,
+        scale_offset=cache.scale_offset or 0,
+        scales_apart=cache.scales_apart,
+        num_blocks=cache.num_blocks,
+        heads=heads,
+        kv_heads=cache.num_kv_heads,
+        key_dim=cache.key_dim,
+        value_dim=cache.value_dim,
+        block_size=cache.block_size,
+        window=how.window or 0,
+        ahead=how.ahead,
+        num_distances=0 if bias is None else bias.shape[1],
+        scale=how.scale,
+        softcap=how.softcap or 0.0,
+        format=cache_format(cache),
+    )
 
 
 def store_kv(
@@ -166,23 +149,20 @@ def _require_rows(name: str, rows: torch.Tensor, cache: CacheView, dim: int) -> 
     return stride
 
 
-def require_attention(
-    heads: int,
-    cache: CacheView,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """The sinks in float32; raises KernelArgumentError for parameters that `paged_attention` can't take."""
+def require_features(how: AttentionFeatures, heads: int, cache: CacheView) -> torch.Tensor | None:
+    """The sinks in float32; raises KernelArgumentError for features that `paged_attention` can't compute.
+
+    Biases of distances are checked by `require_distance_bias`.
+    """
     if heads == 0 or heads % cache.num_kv_heads != 0:
         raise KernelArgumentError("query", f"{heads} heads can't share {cache.num_kv_heads} key/value heads evenly")
-    if not math.isfinite(scale):
-        raise KernelArgumentError("scale", f"must be finite, is {scale}")
-    if window is not None and window < 1:
-        raise KernelArgumentError("window", f"must be at least 1, is {window}")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        raise KernelArgumentError("softcap", f"must be positive, is {softcap}")
+    if not math.isfinite(how.scale):
+        raise KernelArgumentError("scale", f"must be finite, is {how.scale}")
+    if how.window is not None and how.window < 1:
+        raise KernelArgumentError("window", f"must be at least 1, is {how.window}")
+    if how.softcap is not None and not (math.isfinite(how.softcap) and how.softcap > 0):
+        raise KernelArgumentError("softcap", f"must be positive, is {how.softcap}")
+    sinks = how.sinks
     if sinks is None:
         return None
     if sinks.shape != (heads,) or not sinks.is_cpu:
@@ -190,24 +170,22 @@ def require_attention(
     return sinks.detach().to(torch.float32).contiguous()
 
 
-def require_distance_bias(
-    distance_bias: torch.Tensor | None, query: torch.Tensor, softcap: float | None, ahead: int
-) -> None:
-    """Raises KernelArgumentError for biases that don't fit the query [rows, heads, key_dim], on any device.
+def require_distance_bias(how: AttentionFeatures, heads: int, device: torch.device) -> None:
+    """Raises KernelArgumentError for biases that don't fit queries with so many heads, on any device.
 
     They are refused with a soft cap or with keys behind, too.
     """
-    if distance_bias is None:
+    bias = how.distance_bias
+    if bias is None:
         return
-    heads = query.shape[1]
-    if distance_bias.ndim != 2 or distance_bias.shape[0] != heads or distance_bias.shape[1] < 1:
-        raise KernelArgumentError("distance_bias", f"must be [{heads}, at least 1], is {tuple(distance_bias.shape)}")
-    if distance_bias.dtype != torch.float32 or distance_bias.device != query.device:
-        found = f"{distance_bias.dtype} on {distance_bias.device}"
-        raise KernelArgumentError("distance_bias", f"must be torch.float32 on {query.device}, is {found}")
-    if not distance_bias.is_contiguous():
+    if bias.ndim != 2 or bias.shape[0] != heads or bias.shape[1] < 1:
+        raise KernelArgumentError("distance_bias", f"must be [{heads}, at least 1], is {tuple(bias.shape)}")
+    if bias.dtype != torch.float32 or bias.device != device:
+        found = f"{bias.dtype} on {bias.device}"
+        raise KernelArgumentError("distance_bias", f"must be torch.float32 on {device}, is {found}")
+    if not bias.is_contiguous():
         raise KernelArgumentError("distance_bias", "is not contiguous")
-    if softcap is not None or ahead:
+    if how.softcap is not None or how.ahead:
         raise KernelArgumentError("distance_bias", "can't be given with a soft cap or with keys behind")
 
 

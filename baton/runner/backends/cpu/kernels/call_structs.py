@@ -106,7 +106,7 @@ class StoreCall(ctypes.Structure):
     ]
 
 
-class AttentionCall(ctypes.Structure):
+class KernelAttentionCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "query out cache query_start seq_lens block_tables sinks distance_bias"),
         *_fields(_INT64, "block_stride key_offset value_offset scale_offset scales_apart rows query_stride"),
@@ -155,7 +155,7 @@ class Call(ctypes.Union):
         ("norm", NormCall),
         ("rotate", RotateCall),
         ("store", StoreCall),
-        ("attention", AttentionCall),
+        ("attention", KernelAttentionCall),
         ("take", TakeRowsCall),
         ("quantize", QuantizeCall),
         ("barrier", BarrierCall),
@@ -204,7 +204,7 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "norm_call": NormCall,
     "rotate_call": RotateCall,
     "store_call": StoreCall,
-    "attention_call": AttentionCall,
+    "attention_call": KernelAttentionCall,
     "take_rows_call": TakeRowsCall,
     "barrier_call": BarrierCall,
     "call": Call,

@@ -17,31 +17,61 @@ from baton.runner.backends.cpu.kernels.adapters import ProductAdapters
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
-from baton.runner.backends.cpu.kernels.packing import gated_columns, place_gated, place_stacked
-from baton.runner.backends.cpu.kernels.product import empty_rows, multiply_packed, require_bias, require_input
-from baton.runner.backends.float8_weight import GROUP_MULTIPLE, Float8Weight
+from baton.runner.backends.cpu.kernels.product import (
+    PackedColumns,
+    empty_rows,
+    gated_columns,
+    multiply_packed,
+    place_gated,
+    place_stacked,
+    require_bias,
+    require_input,
+)
+from baton.runner.backends.quantized_weight import GROUP_MULTIPLE, Float8Weight
 
 
 @dataclass(frozen=True, slots=True)
-class PackedFloat8Weight:
-    """A weight [n, k] in float8, rearranged in groups of 64 columns (csrc/float8.h)."""
+class PackedFloat8Weight(PackedColumns):
+    """A weight in float8 (csrc/float8.h)."""
 
-    n: int
-    """Number of columns of a product's result."""
-    k: int
-    """Number of columns of x."""
-    padded_k: int
-    """Number of columns of x that a product reads; those behind k are zero."""
     group: int
     """How many elements of k share a scale; padded_k at least where a row has one scale."""
-    gated: bool
-    """Whether `pack_gated_float8` made it."""
-    storage: torch.Tensor
-    """The packed scales and codes: uint8 in one dimension."""
-    address: int
-    """The address of the storage."""
-    isa: int
-    """Number of the instruction set for which it is packed, and which computes its products."""
+
+    def rows(self, index: torch.Tensor, dtype: torch.dtype | None, threads: int) -> torch.Tensor:
+        """The rows `index` (int64 [rows]) of the stacked weights in a dtype: [rows, k], as Float8Weight.dequantized."""
+        out = empty_rows(index.shape[0], self.k, dtype)
+        check_status(
+            library().functions.baton_float8_rows(
+                self.isa,
+                DTYPES[out.dtype],
+                self.group,
+                self.address,
+                index.data_ptr(),
+                out.data_ptr(),
+                index.shape[0],
+                self.n,
+                self.k,
+                self.padded_k,
+                threads,
+            )
+        )
+        return out
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: int,
+        threads: int,
+        out: torch.Tensor | None,
+        adapters: ProductAdapters | None,
+    ) -> torch.Tensor:
+        """As `PackedWeight.multiply`, for x in float32 or bfloat16."""
+        require_input(x, self.k)
+        if self.padded_k != self.k:
+            x = functional.pad(x, (0, self.padded_k - self.k))
+        bias_address = None if bias is None else require_bias(bias, self.n, x.dtype)
+        return multiply_packed(x, self, self.group, bias_address, activation, threads, out, adapters)
 
 
 def packed_group(weight: Float8Weight, name: str = "weight") -> int:
@@ -92,48 +122,6 @@ def pack_gated_float8(gate: Float8Weight, up: Float8Weight) -> PackedFloat8Weigh
     return packed
 
 
-def float8_rows(w: PackedFloat8Weight, index: torch.Tensor, dtype: torch.dtype | None, threads: int) -> torch.Tensor:
-    """The rows `index` (int64 [rows]) of the stacked weights in a dtype: [rows, k], as Float8Weight.dequantized."""
-    out = empty_rows(index.shape[0], w.k, dtype)
-    functions = library().functions
-    check_status(
-        functions.baton_float8_rows(
-            w.isa,
-            DTYPES[out.dtype],
-            w.group,
-            w.address,
-            index.data_ptr(),
-            out.data_ptr(),
-            index.shape[0],
-            w.n,
-            w.k,
-            w.padded_k,
-            threads,
-        )
-    )
-    return out
-
-
-def multiply_float8(
-    x: torch.Tensor,
-    w: PackedFloat8Weight,
-    bias: torch.Tensor | None,
-    activation: int,
-    threads: int,
-    out: torch.Tensor | None = None,
-    adapters: ProductAdapters | None = None,
-) -> torch.Tensor:
-    """The product of x [m, k] (float32 or bfloat16) and the weight transposed: [m, n] in x's dtype.
-
-    `activation`: a number of product.py. Raises KernelArgumentError for tensors that don't fit.
-    """
-    require_input(x, w.k)
-    if w.padded_k != w.k:
-        x = functional.pad(x, (0, w.padded_k - w.k))
-    bias_address = None if bias is None else require_bias(bias, w.n, x.dtype)
-    return multiply_packed(x, w, w.group, bias_address, activation, threads, out, adapters)
-
-
 def _whole_row(k: int) -> int:
     """The size of the group of a row of k elements that has one scale: k, padded as packed weights are."""
     return max(-(-k // GROUP_MULTIPLE), 1) * GROUP_MULTIPLE
@@ -147,7 +135,7 @@ def _empty_packed(weights: tuple[Float8Weight, ...], n: int, columns: int, *, ga
     lib = library()
     padded = -(-k // GROUP_MULTIPLE) * GROUP_MULTIPLE
     storage = zeros_for_reading(lib.functions.baton_float8_size(group, columns, padded), torch.uint8)
-    return PackedFloat8Weight(n, k, padded, group, gated, storage, storage.data_ptr(), lib.isa)
+    return PackedFloat8Weight(n, k, padded, gated, storage, storage.data_ptr(), lib.isa, group)
 
 
 def _place(packed: PackedFloat8Weight, weight: Float8Weight, first: int, spread: int) -> None:

@@ -8,15 +8,15 @@ from functools import cache
 
 import torch
 
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
 from baton.runner.backends.cpu.kernels.attention import SCALE_BYTES, paged_attention, store_kv
-from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, isa_name, library
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.rows import rms_norm, rotate
 from baton.runner.backends.cpu.kernels.weights import gated_linear, linear, pack, pack_gated
-from baton.runner.backends.float8_weight import Float8Weight
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.paged_cache import CacheView
+from baton.runner.backends.quantized_weight import Float8Weight, QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +77,15 @@ def _attention_probe(dtype: torch.dtype, cache_dtype: torch.dtype) -> torch.Tens
     cache = CacheView(memory, blocks, stride, 0, size * key_dim, 1, size, key_dim, value_dim, scales)
     keys, values = _noise(100, 24)[:, None].to(dtype), _noise(101, 16)[1:, None].to(dtype)
     store_kv(keys, values, cache, torch.arange(100))
-    return paged_attention(
+    call = AttentionCall(
         _noise(2 * 3, key_dim).view(2, 3, key_dim).to(dtype),
         cache,
         torch.tensor([0, 2], dtype=torch.int32),
         torch.tensor([100], dtype=torch.int32),
         torch.arange(blocks, dtype=torch.int32)[None],
-        scale=0.7,
-        softcap=30.0,
-        sinks=_noise(1, 3)[0],
-        threads=1,
+        AttentionFeatures(0.7, softcap=30.0, sinks=_noise(1, 3)[0]),
     )
+    return paged_attention(call, threads=1)
 
 
 def _rows_probe(dtype: torch.dtype) -> torch.Tensor:

@@ -1,10 +1,14 @@
-"""Linear layers on packed weights in x's dtype. A row of the result depends on the row of x and the weight alone."""
+"""Weights packed in x's dtype, and what products with packed weights of all kinds share.
+
+A row of the result depends on the row of x and the weight alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, TypeVar
 
 import torch
 from torch.nn import functional
@@ -13,7 +17,7 @@ from baton.runner.backends.cpu.kernels.adapters import ProductAdapters
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
-from baton.runner.backends.cpu.kernels.packing import gated_columns, place_gated, place_stacked
+from baton.runner.backends.quantized_weight import Float8Weight, QuantizedWeight
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -22,8 +26,8 @@ ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A weight [n, k], rearranged in groups of 64 columns (csrc/kernels.h)."""
+class PackedColumns:
+    """A weight [n, k] of floating-point numbers, rearranged in groups of 64 columns."""
 
     n: int
     """Number of columns of a product's result."""
@@ -31,15 +35,54 @@ class PackedWeight:
     """Number of columns of x."""
     padded_k: int
     """Number of columns of x that a product reads; those behind k are zero."""
-    dtype: torch.dtype
     gated: bool
     """Whether `pack_gated` made it, for `gated_linear`."""
     storage: torch.Tensor
-    """The packed elements in one dimension, padded with zeros."""
+    """The packed elements in one dimension, padded with zeros; of float8 uint8, with the scales."""
     address: int
     """The address of the storage."""
     isa: int
     """Number of the instruction set for which it is packed, and which computes its products."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight(PackedColumns):
+    """A weight in x's dtype (csrc/kernels.h)."""
+
+    dtype: torch.dtype
+
+    def rows(self, index: torch.Tensor, dtype: torch.dtype | None, threads: int) -> torch.Tensor:
+        """The rows `index` (int64 [rows]) of the stacked weights, with the bits that `pack` was given: [rows, k]."""
+        out = torch.empty((index.shape[0], self.k), dtype=self.dtype)
+        kind, places, into = DTYPES[self.dtype], index.data_ptr(), out.data_ptr()
+        check_status(
+            library().take_rows(self.isa, kind, self.address, places, into, index.shape[0], self.n, self.k, threads)
+        )
+        return out
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: int,
+        threads: int,
+        out: torch.Tensor | None,
+        adapters: ProductAdapters | None,
+    ) -> torch.Tensor:
+        """The product of x [m, k] in this dtype and the weight transposed: [m, n] in x's dtype or that of `out`.
+
+        `activation`: a number of ACTIVATIONS. Raises KernelArgumentError for tensors that don't fit.
+        """
+        bias_address = None if bias is None else require_bias(bias, self.n, self.dtype)
+        if x.ndim != 2 or x.dtype != self.dtype or not x.is_cpu:
+            found = f"{tuple(x.shape)} {x.dtype}"
+            raise KernelArgumentError("x", f"must be [m, {self.k}] {self.dtype} on the CPU, is {found}")
+        if x.shape[1] == self.k != self.padded_k:
+            x = functional.pad(x, (0, self.padded_k - self.k))
+            require_rows(x, self.padded_k)
+        else:
+            require_rows(x, self.k)
+        return multiply_packed(x, self, 0, bias_address, activation, threads, out, adapters)
 
 
 def pack(*weights: torch.Tensor) -> PackedWeight:
@@ -63,59 +106,32 @@ def pack_gated(gate: torch.Tensor, up: torch.Tensor) -> PackedWeight:
     return packed
 
 
-def take_rows(w: PackedWeight, index: torch.Tensor, *, threads: int = 1) -> torch.Tensor:
-    """The rows `index` (int64 [rows]) of the stacked weights, with the bits that `pack` was given: [rows, k].
+_PANEL = 16
+"""Columns of a panel of packed memory (csrc/kernels.h)."""
+W = TypeVar("W", torch.Tensor, QuantizedWeight, Float8Weight)
 
-    Raises KernelArgumentError for an index outside of the weight.
+
+def place_stacked(weights: Iterable[W], place: Callable[[W, int, int], None]) -> None:
+    """Place weights [n_i, k] one behind the other in packed memory.
+
+    `place` writes the rows of a weight to packed columns: from a column on, and each 16 rows so many panels behind the
+    16 before them.
     """
-    out = torch.empty((index.shape[0], w.k), dtype=w.dtype)
-    check_status(
-        library().take_rows(
-            w.isa, DTYPES[w.dtype], w.address, index.data_ptr(), out.data_ptr(), index.shape[0], w.n, w.k, threads
-        )
-    )
-    return out
+    first = 0
+    for weight in weights:
+        place(weight, first, 1)
+        first += weight.shape[0]
 
 
-def linear(
-    x: torch.Tensor,
-    w: PackedWeight,
-    bias: torch.Tensor | None = None,
-    *,
-    threads: int,
-    out: torch.Tensor | None = None,
-    adapters: ProductAdapters | None = None,
-) -> torch.Tensor:
-    """The product of x [m, k] and the weight [n, k] transposed, plus bias [n]: [m, n].
-
-    The result is in x's dtype, or in that of `out`, which may be float32 to keep the sums unrounded. Sums are float32.
-    Each output is summed over k in one fixed order, which does not depend on m, on the row's index or on the number of
-    threads. What the rows' adapters add, and the bias, is added before rounding. There may be gaps between the rows of
-    x. Raises KernelArgumentError for tensors that don't fit.
-    """
-    if w.gated:
-        raise KernelArgumentError("w", "is gated: use gated_linear")
-    bias_address = None if bias is None else require_bias(bias, w.n, w.dtype)
-    return _multiply(x, w, bias_address, NOT_GATED, threads, out, adapters)
+def gated_columns(n: int) -> int:
+    """The number of packed columns of a gate and an up with n outputs each."""
+    return -(-n // _PANEL) * 2 * _PANEL
 
 
-def gated_linear(
-    x: torch.Tensor,
-    w: PackedWeight,
-    *,
-    activation: Activation,
-    threads: int,
-    adapters: ProductAdapters | None = None,
-) -> torch.Tensor:
-    """The gated product activation(x gateᵀ) * (x upᵀ): x [m, k] to [m, n] in x's dtype.
-
-    Activation and product are computed from the float32 sums and rounded once. The rest is as in `linear`.
-    """
-    if not w.gated:
-        raise KernelArgumentError("w", "is not gated: use pack_gated")
-    if activation not in ACTIVATIONS:
-        raise KernelArgumentError("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {activation}")
-    return _multiply(x, w, None, ACTIVATIONS[activation], threads, None, adapters)
+def place_gated(gate: W, up: W, place: Callable[[W, int, int], None]) -> None:
+    """Place two weights [n, k] so that their panels take turns."""
+    place(gate, 0, 2)
+    place(up, _PANEL, 2)
 
 
 def require_bias(bias: torch.Tensor, n: int, dtype: torch.dtype) -> int:
@@ -152,41 +168,9 @@ def require_rows(x: torch.Tensor, k: int) -> None:
         raise KernelArgumentError("x", "has rows that overlap")
 
 
-def _multiply(
-    x: torch.Tensor,
-    w: PackedWeight,
-    bias: int | None,
-    activation: int,
-    threads: int,
-    out: torch.Tensor | None,
-    adapters: ProductAdapters | None,
-) -> torch.Tensor:
-    if x.ndim != 2 or x.dtype != w.dtype or not x.is_cpu:
-        raise KernelArgumentError("x", f"must be [m, {w.k}] {w.dtype} on the CPU, is {tuple(x.shape)} {x.dtype}")
-    if x.shape[1] == w.k != w.padded_k:
-        x = functional.pad(x, (0, w.padded_k - w.k))
-        require_rows(x, w.padded_k)
-    else:
-        require_rows(x, w.k)
-    return multiply_packed(x, w, 0, bias, activation, threads, out, adapters)
-
-
-class _PackedWhole(Protocol):
-    """What a call needs to know of a packed weight."""
-
-    @property
-    def n(self) -> int: ...
-    @property
-    def padded_k(self) -> int: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def isa(self) -> int: ...
-
-
 def multiply_packed(
     x: torch.Tensor,
-    w: _PackedWhole,
+    w: PackedColumns,
     scale_group: int,
     bias: int | None,
     activation: int,
@@ -241,7 +225,8 @@ def _empty_packed(weights: tuple[torch.Tensor, ...], n: int, columns: int, *, ga
     k, dtype = weights[0].shape[1], weights[0].dtype
     code = DTYPES[dtype]
     storage = zeros_for_reading(lib.functions.baton_packed_size(code, columns, k), dtype)
-    return PackedWeight(n, k, lib.functions.baton_padded_k(code, k), dtype, gated, storage, storage.data_ptr(), lib.isa)
+    padded_k = lib.functions.baton_padded_k(code, k)
+    return PackedWeight(n, k, padded_k, gated, storage, storage.data_ptr(), lib.isa, dtype)
 
 
 def _place(packed: PackedWeight, weight: torch.Tensor, first: int, spread: int) -> None:

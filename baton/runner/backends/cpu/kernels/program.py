@@ -14,20 +14,20 @@ from itertools import pairwise
 
 import torch
 
+from baton.runner.backends.attention_call import AttentionFeatures, StepLayout
 from baton.runner.backends.cpu.kernels.adapters import ProgramAdapters, StepAdapters
 from baton.runner.backends.cpu.kernels.attention import (
-    cache_format,
-    require_attention,
+    attention_structure,
     require_cache,
+    require_distance_bias,
+    require_features,
     require_requests,
     row_dtypes,
     store_call,
 )
 from baton.runner.backends.cpu.kernels.barrier import GrowingMemory
 from baton.runner.backends.cpu.kernels.buffers import Buffers, Rows
-from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.call_structs import (
-    AttentionCall,
     Call,
     LinearCall,
     NormCall,
@@ -45,8 +45,9 @@ from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.cpu.kernels.weights import Packed, PackedPart, StackedWeight, columns_of
+from baton.runner.backends.device import CPU
+from baton.runner.backends.paged_cache import CacheView
 
 _NAMES = {
     OperationKind.LINEAR: "linear",
@@ -155,47 +156,18 @@ class Program:
         self._kept.append(cache.memory)
         self._record(OperationKind.STORE_KV, key, Call(store=call), second=value, group=group)
 
-    def paged_attention(
-        self,
-        query: Rows,
-        cache: CacheView,
-        group: int,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-        into: str,
-    ) -> Rows:
-        """Record causal attention over the cache, with the block tables of a group of layers."""
+    def paged_attention(self, query: Rows, cache: CacheView, group: int, how: AttentionFeatures, *, into: str) -> Rows:
+        """Record attention over the cache, with the block tables of a group of layers."""
         require_cache(cache)
         heads = query.width // cache.key_dim
-        sinks = require_attention(heads, cache, scale, window, softcap, sinks)
+        sinks = require_features(how, heads, cache)
+        require_distance_bias(how, heads, CPU)
         if query.width != heads * cache.key_dim:
             raise KernelArgumentError("query", f"of {query.width} columns has no heads of {cache.key_dim}")
         out, attended = self._attention_rows(into, heads * cache.value_dim, query.sampled)
-        call = AttentionCall(
-            cache=cache.memory.data_ptr(),
-            sinks=None if sinks is None else sinks.data_ptr(),
-            block_stride=cache.block_stride,
-            key_offset=cache.key_offset,
-            value_offset=cache.value_offset,
-            scale_offset=cache.scale_offset or 0,
-            scales_apart=cache.scales_apart,
-            query_stride=query.stride,
-            out_stride=out.stride,
-            num_blocks=cache.num_blocks,
-            heads=heads,
-            kv_heads=cache.num_kv_heads,
-            key_dim=cache.key_dim,
-            value_dim=cache.value_dim,
-            block_size=cache.block_size,
-            window=window or 0,
-            scale=scale,
-            softcap=softcap or 0.0,
-            format=cache_format(cache),
-        )
-        self._kept += [cache.memory, sinks]
+        call = attention_structure(how, heads, cache, sinks)
+        call.query_stride, call.out_stride = query.stride, out.stride
+        self._kept += [cache.memory, sinks, how.distance_bias]
         self._record(OperationKind.ATTENTION, query, Call(attention=call), out=out, group=group)
         self._attended()
         return attended

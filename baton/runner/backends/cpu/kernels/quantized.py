@@ -18,8 +18,14 @@ from baton.runner.backends.cpu.kernels.call_structs import Number, QuantizedForm
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
-from baton.runner.backends.cpu.kernels.packing import gated_columns, place_gated, place_stacked
-from baton.runner.backends.cpu.kernels.product import empty_rows, require_bias, require_input
+from baton.runner.backends.cpu.kernels.product import (
+    empty_rows,
+    gated_columns,
+    place_gated,
+    place_stacked,
+    require_bias,
+    require_input,
+)
 from baton.runner.backends.quantized_weight import QuantizedWeight
 
 _NUMBERS = {
@@ -49,6 +55,64 @@ class PackedQuantizedWeight:
     """The packed records: uint8 in one dimension."""
     address: int
     """The address of the storage."""
+
+    def rows(self, index: torch.Tensor, dtype: torch.dtype | None, threads: int) -> torch.Tensor:
+        """The rows `index` (int64 [rows]) of the stacked weights, dequantised to a dtype: [rows, k]."""
+        out = empty_rows(index.shape[0], self.k, dtype)
+        check_status(
+            library().functions.baton_dequantize_rows(
+                DTYPES[out.dtype],
+                ctypes.addressof(self.format),
+                self.address,
+                index.data_ptr(),
+                out.data_ptr(),
+                index.shape[0],
+                self.n,
+                self.k,
+                threads,
+            )
+        )
+        return out
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: int,
+        threads: int,
+        out: torch.Tensor | None,
+        adapters: ProductAdapters | None,
+    ) -> torch.Tensor:
+        """As `PackedWeight.multiply`, for x in float32 or bfloat16, whose rows are quantised."""
+        require_input(x, self.k)
+        bias_address = None if bias is None else require_bias(bias, self.n, x.dtype)
+        m = x.shape[0]
+        if out is None:
+            out = x.new_empty((m, self.n))
+        room = torch.empty(m * self.row_bytes, dtype=torch.uint8)
+        lib = library()
+        status = lib.quantized_linear(
+            lib.isa,
+            DTYPES[x.dtype],
+            ctypes.addressof(self.format),
+            x.data_ptr(),
+            self.address,
+            bias_address,
+            out.data_ptr(),
+            room.data_ptr(),
+            m,
+            self.n,
+            self.k,
+            x.stride(0),
+            out.stride(0),
+            activation,
+            DTYPES[out.dtype],
+            threads,
+            None if adapters is None else adapters.address,
+        )
+        if status:
+            check_status(status)
+        return out
 
 
 def format_of(weight: QuantizedWeight, name: str = "weight") -> QuantizedFormat:
@@ -91,72 +155,6 @@ def pack_gated_quantized(gate: QuantizedWeight, up: QuantizedWeight) -> PackedQu
     packed = _empty_packed((gate, up), n, gated_columns(n), gated=True)
     place_gated(gate, up, partial(_place, packed))
     return packed
-
-
-def dequantized_rows(
-    w: PackedQuantizedWeight, index: torch.Tensor, dtype: torch.dtype | None, threads: int
-) -> torch.Tensor:
-    """The rows `index` (int64 [rows]) of the stacked weights in a dtype: [rows, k], as QuantizedWeight.dequantized."""
-    out = empty_rows(index.shape[0], w.k, dtype)
-    functions = library().functions
-    check_status(
-        functions.baton_dequantize_rows(
-            DTYPES[out.dtype],
-            ctypes.addressof(w.format),
-            w.address,
-            index.data_ptr(),
-            out.data_ptr(),
-            index.shape[0],
-            w.n,
-            w.k,
-            threads,
-        )
-    )
-    return out
-
-
-def multiply_quantized(
-    x: torch.Tensor,
-    w: PackedQuantizedWeight,
-    bias: torch.Tensor | None,
-    activation: int,
-    threads: int,
-    out: torch.Tensor | None = None,
-    adapters: ProductAdapters | None = None,
-) -> torch.Tensor:
-    """The product of x [m, k] (float32 or bfloat16) and the weight transposed: [m, n] in x's dtype.
-
-    `activation`: a number of product.py. Raises KernelArgumentError for tensors that don't fit.
-    """
-    require_input(x, w.k)
-    bias_address = None if bias is None else require_bias(bias, w.n, x.dtype)
-    m = x.shape[0]
-    if out is None:
-        out = x.new_empty((m, w.n))
-    room = torch.empty(m * w.row_bytes, dtype=torch.uint8)
-    lib = library()
-    status = lib.quantized_linear(
-        lib.isa,
-        DTYPES[x.dtype],
-        ctypes.addressof(w.format),
-        x.data_ptr(),
-        w.address,
-        bias_address,
-        out.data_ptr(),
-        room.data_ptr(),
-        m,
-        w.n,
-        w.k,
-        x.stride(0),
-        out.stride(0),
-        activation,
-        DTYPES[out.dtype],
-        threads,
-        None if adapters is None else adapters.address,
-    )
-    if status:
-        check_status(status)
-    return out
 
 
 def _require_parts(weight: QuantizedWeight, name: str) -> None:

@@ -17,8 +17,6 @@ from baton.runner.backends.cpu.kernels.adapters import KernelAdapter, ProductAda
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import (
     PackedFloat8Weight,
-    float8_rows,
-    multiply_float8,
     pack_float8,
     pack_gated_float8,
     packed_group,
@@ -26,15 +24,12 @@ from baton.runner.backends.cpu.kernels.float8 import (
 from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import (
     PackedQuantizedWeight,
-    dequantized_rows,
     format_of,
-    multiply_quantized,
     pack_gated_quantized,
     pack_quantized,
 )
-from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.low_rank import LowRank, RowAdapters, parts_of
-from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
+from baton.runner.backends.quantized_weight import Float8Weight, NarrowWeight, QuantizedWeight
 
 Weight: TypeAlias = torch.Tensor | NarrowWeight
 PackedPart: TypeAlias = PackedWeight | PackedQuantizedWeight | PackedFloat8Weight
@@ -94,18 +89,14 @@ def take_rows(w: Packed, index: torch.Tensor, dtype: torch.dtype | None = None, 
         raise KernelArgumentError("w", "is gated: its rows can't be taken")
     if index.ndim != 1 or index.dtype != torch.int64 or not index.is_cpu or not index.is_contiguous():
         raise KernelArgumentError("index", "must be int64 [rows], contiguous, on the CPU")
-    if isinstance(w, PackedWeight):
-        return product.take_rows(w, index, threads=threads)
-    if isinstance(w, PackedQuantizedWeight):
-        return dequantized_rows(w, index, dtype, threads)
-    if isinstance(w, PackedFloat8Weight):
-        return float8_rows(w, index, dtype, threads)
+    if not isinstance(w, StackedWeight):
+        return w.rows(index, dtype, threads)
     if ((index < 0) | (index >= w.n)).any():
         raise KernelArgumentError("index", "names a row outside the weight")
     out = torch.empty((index.shape[0], w.k), dtype=dtype)
     for first, part in columns_of(w.parts):
         places = ((index >= first) & (index < first + part.n)).nonzero().flatten()
-        out[places] = take_rows(part, index[places] - first, dtype, threads=threads)
+        out[places] = part.rows(index[places] - first, dtype, threads)
     return out
 
 
@@ -127,21 +118,15 @@ def linear(
     if out_dtype not in (None, x.dtype, torch.float32):
         raise KernelArgumentError("out_dtype", f"must be {x.dtype} or float32, is {out_dtype}")
     out = x.new_empty((x.shape[0], w.n), dtype=out_dtype)
-    if isinstance(w, PackedWeight):
-        return product.linear(x, w, bias, threads=threads, out=out, adapters=_part_adapters(adapters, 0, x))
     if w.gated:
         raise KernelArgumentError("w", "is gated: use gated_linear")
     if not isinstance(w, StackedWeight):
-        return _multiply_narrow(x, w, bias, NOT_GATED, threads, out, _part_adapters(adapters, 0, x))
+        return w.multiply(x, bias, NOT_GATED, threads, out, _part_adapters(adapters, 0, x))
     if bias is not None:
         product.require_bias(bias, w.n, x.dtype)
     for index, (first, part) in enumerate(columns_of(w.parts)):
         columns, own_bias = out[:, first : first + part.n], None if bias is None else bias[first : first + part.n]
-        of_part = _part_adapters(adapters, index, x)
-        if isinstance(part, PackedWeight):
-            product.linear(x, part, own_bias, threads=threads, out=columns, adapters=of_part)
-        else:
-            _multiply_narrow(x, part, own_bias, NOT_GATED, threads, columns, of_part)
+        part.multiply(x, own_bias, NOT_GATED, threads, columns, _part_adapters(adapters, index, x))
     return out
 
 
@@ -152,14 +137,11 @@ def gated_linear(
 
     Activation and product are computed from the float32 sums and rounded once. The rest is as in `linear`.
     """
-    of_part = _part_adapters(adapters, 0, x)
-    if isinstance(w, PackedWeight):
-        return product.gated_linear(x, w, activation=activation, threads=threads, adapters=of_part)
     if not w.gated or isinstance(w, StackedWeight):
         raise KernelArgumentError("w", "is not gated: use pack_gated")
     if activation not in ACTIVATIONS:
         raise KernelArgumentError("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {activation}")
-    return _multiply_narrow(x, w, None, ACTIVATIONS[activation], threads, None, of_part)
+    return w.multiply(x, None, ACTIVATIONS[activation], threads, None, _part_adapters(adapters, 0, x))
 
 
 def adapt(w: Packed, terms: Sequence[LowRank], dtype: torch.dtype) -> tuple[KernelAdapter | None, ...]:
@@ -183,19 +165,6 @@ def columns_of(parts: Sequence[PackedPart]) -> list[tuple[int, PackedPart]]:
         found.append((first, part))
         first += part.n
     return found
-
-
-def _multiply_narrow(
-    x: torch.Tensor,
-    w: PackedQuantizedWeight | PackedFloat8Weight,
-    bias: torch.Tensor | None,
-    activation: int,
-    threads: int,
-    out: torch.Tensor | None,
-    of_rows: ProductAdapters | None,
-) -> torch.Tensor:
-    multiply = multiply_float8 if isinstance(w, PackedFloat8Weight) else multiply_quantized
-    return multiply(x, w, bias, activation, threads, out, of_rows)  # type: ignore[arg-type]
 
 
 def _format_of(weight: Weight) -> object:

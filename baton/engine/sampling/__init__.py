@@ -1,1 +1,0 @@
-"""Constraints on outputs: grammars, and the detection of outputs that repeat themselves."""

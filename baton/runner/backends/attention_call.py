@@ -1,0 +1,66 @@
+"""What attention is asked for: which rows and blocks a step's sequences have, and one call for one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.runner.backends.paged_cache import CacheView
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLayout:
+    """The layout of a step with T rows for B sequences. Rows behind the last sequence's rows are padding."""
+
+    query_start: torch.Tensor
+    """int32 [B + 1]: sequence b has the rows query_start[b] to query_start[b + 1]."""
+    seq_lens: torch.Tensor
+    """int32 [B]: the number of a sequence's keys, those of this step included."""
+    block_tables: Sequence[torch.Tensor]
+    """For each group of layers int32 [B, W]: the blocks of each sequence."""
+    slots: Sequence[torch.Tensor]
+    """For each group of layers int64 [T]: block * block_size + offset of each row; negative for padding."""
+    sample_start: torch.Tensor
+    """int32 [B + 1]: like query_start, but counting only the rows that sample, which are one or none a sequence."""
+    sharing: Sequence[torch.Tensor | None] = ()
+    """For each group of layers who shares leading blocks (cuda/shared_splits.py), or None; empty: None for all."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionFeatures:
+    """How a layer's scores are made, and which keys its queries attend to. Without more it is causal."""
+
+    scale: float
+    window: int | None = None
+    """The most keys that a query attends to, its own included; None: all of them."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap); None: they are not capped."""
+    sinks: torch.Tensor | None = None
+    """[H]: one more score for each head, which has no value; None: there are none."""
+    ahead: int = 0
+    """How many keys behind its own a query attends to, too, as far as its sequence has them; then all tokens of a
+    sequence are in the same call."""
+    distance_bias: torch.Tensor | None = None
+    """float32 [H, D], contiguous, finite: head h adds distance_bias[h, min(q - k, D - 1)] to the scaled score of a
+    query at position q and a key at position k. None: nothing is added. Not together with a soft cap or `ahead`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """The queries of a step's sequences in one layer, and where the keys and values are to which they attend."""
+
+    query: torch.Tensor
+    """[T, H, KD]"""
+    cache: CacheView
+    query_start: torch.Tensor
+    """int32 [B + 1]: sequence b has the rows query_start[b] to query_start[b + 1], which may be none; they are the last
+    of its tokens. Rows of no sequence are zero in the result."""
+    seq_lens: torch.Tensor
+    """int32 [B]: the tokens of each sequence."""
+    block_tables: torch.Tensor
+    """int32 [B, W]: the blocks with each sequence's keys and values."""
+    how: AttentionFeatures
+    sharing: torch.Tensor | None = None
+    """Which sequences share leading blocks (cuda/shared_splits.py), for operations that do not find out themselves."""

@@ -1,1 +1,0 @@
-"""Operations of one rank: those of the C kernels, on its own columns and attention heads."""

@@ -1,0 +1,225 @@
+"""The operations of one rank: it computes its own columns of every product, and its own heads of attention.
+
+An output of a product is a sum over k in one fixed order, which no rank divides. So results have the bits that one
+process computes, with any number of ranks. Norms, rotations and everything between products are computed on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.runner.backends.attention_call import StepLayout
+from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed
+from baton.runner.backends.cpu.kernels.adapters import StepAdapters
+from baton.runner.backends.cpu.kernels.barrier import BarrierTag
+from baton.runner.backends.cpu.kernels.buffers import Rows
+from baton.runner.backends.cpu.kernels.call_structs import BarrierCall, Call, OperationKind
+from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.kernel_choice import CompiledOperations
+from baton.runner.backends.low_rank import LowRank, RowAdapters
+from baton.runner.backends.ranks.host_ranks import HostRanks
+from baton.runner.backends.ranks.ranks import columns_of_ranks
+from baton.runner.backends.weight_rows import Weight, rows_in, rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedWeight:
+    """A rank's columns of a weight [N, K]; a weight of few columns may leave a rank none."""
+
+    own: Packed | None
+    k: int
+    columns: range
+    """This rank's columns."""
+    widths: tuple[int, ...]
+    """How many columns each rank has."""
+
+    def own_part(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """What a bias [N] adds to this rank's columns."""
+        return None if bias is None else bias[self.columns.start : self.columns.stop]
+
+    @property
+    def n(self) -> int:
+        """N: the columns of all ranks."""
+        return sum(self.widths)
+
+
+class ShardedProgram(Program):
+    """A program of one rank: products and attention write this rank's columns of rows that all ranks share.
+
+    Behind each of them there is a barrier, and then all ranks read all columns. Between two writes of the same shared
+    rows there is at least one barrier for other rows, behind every read: each step of a layer waits for the one before,
+    so no rank can be ahead by more than one product. All other rows are the rank's own. All ranks record the same
+    operations and run the same steps.
+
+    The argument that takes the result of a product is filled on the first rank alone, for which the others compute.
+    """
+
+    def __init__(self, dtype: torch.dtype, threads: int, ranks: HostRanks) -> None:
+        super().__init__(dtype, threads, ranks.program_memory)
+        self._ranks = ranks
+        self._results: list[tuple[Rows, Rows]] = []
+        """Arguments, and the shared rows from which they are filled."""
+
+    def linear(
+        self,
+        x: Rows,
+        w: Packed | ShardedWeight,
+        bias: torch.Tensor | None,
+        *,
+        into: str | Rows,
+        product: int | None = None,
+    ) -> Rows:
+        """Record a product: all columns for a weight of `pack`, this rank's alone for one of `pack_own`."""
+        if not isinstance(w, ShardedWeight):
+            return super().linear(x, w, bias, into=into, product=product)
+        self._require_bias(bias, w.n)
+        if isinstance(into, str):
+            out = self._buffers.shared(into, w.n, x.sampled, self._dtype)
+        else:
+            out = self._buffers.shared(f"argument {into.buffer}", w.n, x.sampled, into.dtype)
+            self._results.append((into, out))
+        if w.own is not None:
+            self._multiply_all(x, w.own, w.own_part(bias), out.columns(w.columns.start, w.columns.stop), product)
+        self._wait_for_ranks()
+        return out
+
+    def gated_linear(
+        self,
+        x: Rows,
+        w: Packed | ShardedWeight,
+        activation: Activation,
+        *,
+        into: str | Rows,
+        product: int | None = None,
+    ) -> Rows:
+        """Record all columns of the gated product activation(x gateᵀ) * (x upᵀ)."""
+        if not isinstance(w, ShardedWeight) or not isinstance(into, str):
+            raise KernelArgumentError("w", "must be a weight of all ranks, and its product go into shared rows")
+        out = self._buffers.shared(into, w.n, x.sampled, self._dtype)
+        if w.own is not None:
+            self._multiply_gated(x, w.own, activation, out.columns(w.columns.start, w.columns.stop), product)
+        self._wait_for_ranks()
+        return out
+
+    def run(
+        self,
+        arguments: Sequence[torch.Tensor],
+        layout: StepLayout,
+        sampled: torch.Tensor,
+        adapters: StepAdapters | None = None,
+    ) -> None:
+        super().run(arguments, layout, sampled, adapters)
+        if self._ranks.shard.rank == 0:
+            for argument, shared in self._results:
+                tensor = arguments[argument.buffer]
+                tensor.copy_(self._buffers.shared_rows(shared, tensor.shape[0]))
+
+    def _attention_rows(self, into: str, width: int, sampled: bool) -> tuple[Rows, Rows]:
+        shard = self._ranks.shard
+        out = self._buffers.shared(into, width * shard.size, sampled, self._dtype)
+        return out.columns(width * shard.rank, width * (shard.rank + 1)), out
+
+    def _attended(self) -> None:
+        self._wait_for_ranks()
+
+    def _wait_for_ranks(self) -> None:
+        barrier = self._ranks.barrier
+        tag = BarrierTag.OPERATION + len(self._recorded)
+        self._record(OperationKind.BARRIER, None, Call(barrier=BarrierCall(barrier.address, barrier.num_ranks, tag)))
+
+
+class ShardedOperations:
+    """One rank's operations on the C kernels; all ranks call the same ones in the same order."""
+
+    packs_quantized = True
+
+    def __init__(self, inner: CompiledOperations, ranks: HostRanks) -> None:
+        self._inner = inner
+        self.ranks = ranks
+        self.pack_own = inner.pack
+        self.rms_norm = inner.rms_norm
+        self.add_rms_norm = inner.add_rms_norm
+        self.rotate = inner.rotate
+        self.store_kv = inner.store_kv
+        self.paged_attention = inner.paged_attention
+
+    def numerics(self) -> str:
+        return self._inner.numerics()
+
+    def program(self, dtype: torch.dtype) -> ShardedProgram:
+        return ShardedProgram(dtype, self._inner.num_threads, self.ranks)
+
+    def pack(self, *weights: Weight) -> ShardedWeight:
+        """Pack this rank's columns of the stacked weights."""
+        num_columns = sum(weight.shape[0] for weight in weights)
+        own = rows_in(weights, [self.ranks.shard.columns(num_columns)])
+        return self._sharded(num_columns, weights[0].shape[1], own, self._inner.pack)
+
+    def pack_gated(self, gate: Weight, up: Weight) -> ShardedWeight:
+        num_columns = gate.shape[0]
+        columns = self.ranks.shard.columns(num_columns)
+        own = [rows_of(weight, columns.start, columns.stop) for weight in (gate, up)] if columns else []
+        return self._sharded(num_columns, gate.shape[1], own, self._inner.pack_gated)
+
+    def adapt(self, weight: Any, terms: Sequence[LowRank], dtype: torch.dtype) -> Any:
+        """Never called: models in several ranks refuse adapters (`TorchModelRunner.adapters`)."""
+        raise NotImplementedError("a model in several ranks computes no adapters")
+
+    def take_rows(self, weight: ShardedWeight, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The rows of all ranks. The dtype must be given, since a rank that has none of the rows can't know it."""
+        if dtype is None:
+            raise TypeError("ranks can exchange rows only of a known dtype")
+        first = weight.columns.start
+        places = ((index >= first) & (index < weight.columns.stop)).nonzero().flatten()
+        if weight.own is None:
+            own = torch.empty(0, weight.k, dtype=dtype)
+        else:
+            own = self._inner.take_rows(weight.own, index[places] - first, dtype)
+        return self.ranks.merge_rows(own, places, index.shape[0])
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Any,
+        bias: torch.Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        adapters: RowAdapters | None = None,
+    ) -> torch.Tensor:
+        """All columns of the product with a weight from `pack`; with one from `pack_own` those of this rank alone."""
+        if not isinstance(weight, ShardedWeight):
+            return self._inner.linear(x, weight, bias, out_dtype=out_dtype, adapters=adapters)
+        if weight.own is None:
+            own = x.new_empty(x.shape[0], 0, dtype=out_dtype)
+        else:
+            bias = weight.own_part(bias)
+            own = self._inner.linear(x, weight.own, bias, out_dtype=out_dtype, adapters=adapters)
+        return self.ranks.gather(own, weight.widths)
+
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: ShardedWeight,
+        *,
+        activation: Activation,
+        adapters: RowAdapters | None = None,
+    ) -> torch.Tensor:
+        if weight.own is None:
+            own = x.new_empty(x.shape[0], 0)
+        else:
+            own = self._inner.gated_linear(x, weight.own, activation=activation, adapters=adapters)
+        return self.ranks.gather(own, weight.widths)
+
+    def _sharded(self, num_columns: int, k: int, own: Sequence[Weight], pack: Callable[..., Packed]) -> ShardedWeight:
+        columns = columns_of_ranks(num_columns, self.ranks.shard.size)
+        return ShardedWeight(
+            own=pack(*own) if own else None,
+            k=k,
+            columns=columns[self.ranks.shard.rank],
+            widths=tuple(map(len, columns)),
+        )

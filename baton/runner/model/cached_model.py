@@ -1,0 +1,245 @@
+"""What all models with a KV cache have in common: the cache's layout and memory, and the widths of rows in steps.
+
+Layers are divided into groups that share KV blocks: layers with equal windows, in groups of about one size. Blocks of
+all groups have the same size, so that one pool serves all groups (as in vLLM's hybrid KV cache manager). A group with
+fewer layers than the largest one wastes a part of its blocks, and more groups mean more blocks to manage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup
+from baton.errors import ConfigError
+from baton.runner.backends.attention_call import StepLayout
+from baton.runner.backends.cuda.shared_splits import Int32Array
+from baton.runner.backends.operations import Operations
+from baton.runner.backends.ranks.ranks import Ranks
+from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.blocks.host_blocks import HostBlocks
+from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.model.stage import StageReport
+from baton.runner.model.stored.layers import widths_of
+from baton.runner.model.stored.weight import UnusableWeight
+from baton.runner.model.weights import DTYPES, LoadedModel
+from baton.runner.spec import CacheSpec
+from baton.runner.torch_threads import elementwise_threads
+
+_VECTOR = 64
+"""The most elements that one iteration of a torch elementwise kernel processes (AVX-512: two registers of bfloat16)."""
+
+
+class CachedModel:
+    """A model on one device, whose products are Baton's operations, and its KV cache. Called from one thread."""
+
+    layout: KVLayout
+    """The layout of a block of the whole model."""
+    cache_layout: KVLayout
+    """The layout of a block in this cache."""
+    cached_layers: range | None = None
+    """The layers that this cache holds; None: all of them."""
+    num_blocks: int
+    kv_cache: torch.Tensor
+    """Flat: [num_blocks * block_elements]."""
+    kv_memory: torch.Tensor
+    """The cache and the probe blocks behind it, flat."""
+
+    def __init__(self, model: LoadedModel, operations: Operations, num_threads: int) -> None:
+        self._operations = operations
+        self.device = model.device
+        self.dtype = DTYPES[model.dtype]
+        """The dtype of the rows between layers."""
+        # The widths are those of the whole model, since all stages compute the same rows.
+        self.row_quantum = row_quantum(row_widths(model), num_threads)
+
+    def _hold(self, memory: torch.Tensor) -> None:
+        """Take memory for the cache, probe blocks included."""
+        block_elements = self.cache_layout.block_elements
+        self.num_blocks = memory.numel() // block_elements - PROBE_BLOCKS
+        self.kv_memory, self.kv_cache = memory, memory[: self.num_blocks * block_elements]
+
+    @property
+    def memory(self) -> KVMemory:
+        """The memory of the cache."""
+        cache = self.kv_cache
+        return KVMemory(
+            base_address=cache.data_ptr(),
+            num_blocks=self.num_blocks,
+            block_bytes=self.cache_layout.block_bytes,
+            kind="DRAM" if cache.device.type == "cpu" else "VRAM",
+            device_id=cache.device.index or 0,
+            owner=self.kv_memory,
+            num_probe_blocks=PROBE_BLOCKS,
+            layout=self.layout,
+            layers=self.cached_layers,
+        )
+
+    def set_rows_per_call(self, rows: int) -> None:
+        """Make torch's products take so many rows in one call, before anything is computed that counts."""
+        assert isinstance(self._operations, TorchOperations)
+        self._operations.rows_per_call = rows
+
+    def clear_blocks(self, count: int) -> None:
+        """Fill the first blocks of the cache with zeros, as they were at first."""
+        self.kv_cache.view(self.num_blocks, -1)[:count].zero_()
+
+    def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
+        """Copy whole blocks within the cache."""
+        with on_device(self.device), torch.inference_mode():
+            blocks = self.kv_cache.view(self.num_blocks, -1)
+            blocks[destinations] = blocks[sources]
+
+    def host_blocks(self, num_blocks: int) -> HostBlocks:
+        """A host tier of `num_blocks` blocks; raises ConfigError when there is no memory for it."""
+        shape = (num_blocks, self.cache_layout.block_elements)
+        try:
+            blocks = torch.empty(shape, dtype=self.kv_cache.dtype, pin_memory=self.device.type == "cuda")
+        except RuntimeError as error:
+            size = num_blocks * self.cache_layout.block_bytes
+            raise ConfigError(
+                f"this machine has no memory for a host tier of {size} bytes; make the host tier smaller"
+            ) from error
+        return HostBlocks(self.kv_cache.view(self.num_blocks, -1), blocks)
+
+    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def _step_layout(self, batch: FlatBatch, sharing: Sequence[Int32Array | None] = ()) -> StepLayout:
+        """What attention must know of a step, on the device. `sharing`: for each group of layers."""
+        return StepLayout(
+            query_start=self._tensor(batch.query_start),
+            seq_lens=self._tensor(batch.seq_lens),
+            block_tables=[self._tensor(tables) for tables in batch.block_tables],
+            slots=[self._tensor(slots) for slots in batch.slots],
+            sample_start=self._tensor(batch.sample_start),
+            sharing=[None if places is None else self._tensor(places) for places in sharing],
+        )
+
+
+@contextmanager
+def failing_as_unusable(*kinds: type[Exception]) -> Iterator[None]:
+    """Raise what the first step of a model raises as UnusableWeight; `kinds`: what else than wrong numbers may be."""
+    caught: tuple[type[Exception], ...] = (RuntimeError, ValueError, IndexError, ArithmeticError, *kinds)
+    try:
+        yield
+    except caught as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise UnusableWeight(f"a step with them fails with {type(error).__name__} ({reason:.200})") from error
+
+
+_Model = TypeVar("_Model")
+_Rest = ParamSpec("_Rest")
+_Build: TypeAlias = Callable[Concatenate[_Model, LoadedModel, _Rest], None]
+
+
+def on_device_of_model(build: _Build[_Model, _Rest]) -> _Build[_Model, _Rest]:
+    """Let the constructor of a model run with the model's GPU as the thread's current one."""
+
+    @wraps(build)
+    def on_its_device(self: _Model, model: LoadedModel, /, *arguments: _Rest.args, **named: _Rest.kwargs) -> None:
+        with on_device(model.device):
+            build(self, model, *arguments, **named)
+
+    return on_its_device
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU this thread's current one: Triton's kernels and recorded graphs are started on that, whatever their
+    tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def on_host(rows: torch.Tensor, copy: bool = False) -> npt.NDArray[np.float32]:
+    """Rows in float32 in the host's memory; with `copy` not in that of the rows, wherever they are.
+
+    On return a GPU has computed all that was started before, also where there are no rows: what a step wrote to the
+    cache is then read on other streams, and by other processes.
+    """
+    if rows.device.type == "cuda" and rows.numel() == 0:
+        torch.cuda.current_stream(rows.device).synchronize()  # a copy of nothing waits for nothing
+    # A GPU copies into pinned memory without a detour; torch keeps such memory for later steps.
+    host = torch.empty(rows.shape, pin_memory=True).copy_(rows) if rows.device.type == "cuda" else rows
+    wide: npt.NDArray[np.float32] = host.to(torch.float32, copy=copy and host is rows).numpy()
+    return wide
+
+
+def row_quantum(widths: list[int], num_threads: int) -> int:
+    """A step is padded to a multiple of this many rows, so that no real row is in the tail of an elementwise kernel.
+
+    torch's vectorised functions (silu, gelu, tanh, cos) round differently in the scalar tail that follows the last full
+    vector of a tensor, or of a thread's share of it. If rows x width is a multiple of the vector for every width, and
+    splits evenly over the threads, there is no tail.
+    """
+    common = math.gcd(*widths)
+    return _VECTOR // math.gcd(common, _VECTOR) * elementwise_threads(num_threads)
+
+
+def row_widths(model: LoadedModel) -> list[int]:
+    """Every row width that an elementwise function may be called with."""
+    config = model.config
+    widths = {parameter.shape[-2] for parameter in model.module.parameters() if parameter.dim() >= 2}
+    widths |= {parameter.shape[-1] for parameter in model.module.parameters()}
+    widths |= widths_of(model.module)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return [*widths, head_dim]
+
+
+def cache_memory(elements: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> torch.Tensor:
+    """Zeros for a cache. Raises ConfigError when there is no memory for it."""
+    size = elements * dtype.itemsize
+    if device.type == "cpu":
+        return ranks.cache_memory(size).view(dtype)
+    try:
+        return torch.zeros(elements, dtype=dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{device} has no memory for a KV cache of {size} bytes beside the weights; make the cache smaller"
+        ) from error
+
+
+def layout_of(reports: Sequence[StageReport], block_size: int, dtype: str, cache: CacheSpec | None) -> KVLayout:
+    """The layout of a block of the whole model; that of a model that drafts has one group of layers."""
+    found = {index: layer for report in reports for index, layer in report.layers.items()}
+    layers = tuple(found[index].geometry for index in sorted(found))
+    if cache is None:
+        return KVLayout(block_size, layers, dtype)
+    groups = group_layers(layers, {index: layer.window for index, layer in found.items()})
+    return KVLayout(block_size, layers, dtype if cache.dtype == "auto" else cache.dtype, groups)
+
+
+def group_layers(layers: Sequence[LayerGeometry], windows: Mapping[int, int | None]) -> tuple[LayerGroup, ...]:
+    """The groups of a model, those without a window first. `windows`: each layer's window, by the layer's index.
+
+    The group size is the one of least cost, where a wasted layer costs as much as a group; of two sizes with equal cost
+    the one that wastes less.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer in range(len(layers)):
+        kinds.setdefault(windows[layer], []).append(layer)
+    if len(kinds) == 1:
+        return (LayerGroup(tuple(range(len(layers))), windows[0]),)
+    ordered = sorted(kinds, key=lambda window: (window is not None, window))
+    sizes = range(1, max(map(len, kinds.values())) + 1)
+    divisions = [[group for window in ordered for group in _cut(kinds[window], window, size)] for size in sizes]
+    waste = [_wasted_layers(groups, layers) for groups in divisions]
+    best = min(range(len(divisions)), key=lambda index: (waste[index] + len(divisions[index]), waste[index]))
+    return tuple(divisions[best])
+
+
+def _cut(layers: Sequence[int], window: int | None, size: int) -> list[LayerGroup]:
+    return [LayerGroup(tuple(layers[first : first + size]), window) for first in range(0, len(layers), size)]
+
+
+def _wasted_layers(groups: Sequence[LayerGroup], layers: Sequence[LayerGeometry]) -> float:
+    """The unused part of a block, added up over all groups, in layers of average size."""
+    used = [sum(layers[layer].token_elements for layer in group.layers) for group in groups]
+    return (max(used) * len(groups) - sum(used)) * len(layers) / sum(used)

@@ -1,1 +1,0 @@
-"""GGUF files as model directories: their tensors in transformers' order, and their blocks as they are."""

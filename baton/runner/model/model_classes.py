@@ -1,0 +1,239 @@
+"""Which class of transformers a model directory is loaded as, and the parts of Baton's own that some have.
+
+Encoders make vectors, and decoders may have a head for labels in place of tokens. Of a model that takes images the text
+part becomes a causal language model of its own: transformers has no such class, since its image models call the text
+model with rows that the encoder's are already part of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from baton.errors import ConfigError
+from baton.model_formats.encoder_decoders import has_encoder_and_decoder
+from baton.model_formats.images import IMAGE_FAMILIES
+from baton.runner.model.attention import ATTENTION_NAME, ENCODER_DECODER_ATTENTION
+from baton.runner.model.checkpoint import Checkpoint, check_file_numbers
+from baton.runner.model.pooling_files import classifier_labels, is_classifier, is_decoder_of_both_ways, is_encoder
+
+T = TypeVar("T")
+_SCORE = "score.weight"
+"""The head's weight in checkpoints of decoders with a head for labels."""
+
+
+def encoder_class(directory: object, config: Any, architectures: Mapping[str, Any]) -> Any:
+    """The class of an encoder: with its classification head if config.json (`architectures`) names one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING
+
+    known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if is_classifier(architectures) else MODEL_MAPPING
+    if type(config) not in known:
+        raise ConfigError(
+            f"{directory} is of type {config.model_type!r}, which this version of transformers can't load"
+        )
+    model_class = known[type(config)]
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise ConfigError(
+            f"{directory} is of type {config.model_type!r}, which is not supported: its attention can't be exchanged"
+        )
+    if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
+        raise ConfigError(
+            f"{directory} has positions of type {config.position_embedding_type!r}: only absolute ones are"
+        )
+    return model_class
+
+
+def classifier_class(model_class: Any, config: Any, architectures: Mapping[str, Any], directory: Any) -> Any:
+    """The class of a causal language model whose head gives labels in place of the next token's logits.
+
+    transformers' own classes pool inside of their loop; here pooling is the runner's, so the head takes the place of
+    the language model's, and everything that computes logits computes the labels' outputs.
+    """
+    labels = classifier_labels(architectures, directory)
+    config.tie_word_embeddings = False
+
+    def build(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
+        model_class.__init__(self, config, *arguments, **named)
+        size = self.get_output_embeddings().in_features
+        self.set_output_embeddings(nn.Linear(size, len(labels), bias=False))
+
+    members = {"__init__": build, "__module__": model_class.__module__, "_tied_weights_keys": {}, "has_labels": True}
+    return type(model_class.__name__, (model_class,), members)
+
+
+def with_head_renamed(skeleton: Any, tensors: Mapping[str, T]) -> Mapping[str, T]:
+    """The tensors of a checkpoint, that of a head for labels under the name that `classifier_class` gives it.
+
+    Raises ConfigError for a head with a bias, which transformers' have not.
+    """
+    if not getattr(type(skeleton), "has_labels", False) or _SCORE not in tensors:
+        return tensors
+    if "score.bias" in tensors:
+        raise ConfigError("the classification head has a bias, which is not supported; choose another model")
+    head = skeleton.get_output_embeddings()
+    name = next(name for name, part in skeleton.named_modules() if part is head)
+    others = {key: tensor for key, tensor in tensors.items() if key not in (_SCORE, f"{name}.weight")}
+    return {**others, f"{name}.weight": tensors[_SCORE]}
+
+
+def is_unused(name: str, model_class: Any) -> bool:
+    """Whether a parameter that a checkpoint lacks changes no result: the pooler of an encoder without a head."""
+    return name.startswith("pooler.") and model_class.__name__.endswith("Model")
+
+
+@dataclass(frozen=True, slots=True)
+class TextOutput:
+    """The output of a causal language model, of which Baton reads the logits alone."""
+
+    logits: torch.Tensor
+    """[1, rows, vocabulary]."""
+
+
+class TextPart(nn.Module):
+    """A decoder and its head: what transformers' causal language models are for Baton.
+
+    The decoder is taken out of the image model, which keeps everything else.
+    """
+
+    def __init__(self, image_model: Any) -> None:
+        super().__init__()
+        self.config = image_model.config.get_text_config()
+        self.model = image_model.get_decoder()
+        self.decoder_path = next(path for path, part in image_model.named_modules() if part is self.model)
+        """The name of `model` in the image model."""
+        self.lm_head = image_model.get_output_embeddings()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The module that makes rows of token ids."""
+        embedding: nn.Module = self.model.get_input_embeddings()
+        return embedding
+
+    def set_input_embeddings(self, embedding: nn.Module) -> None:
+        self.model.set_input_embeddings(embedding)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The module that computes logits."""
+        head: nn.Module = self.lm_head
+        return head
+
+    def set_output_embeddings(self, head: nn.Module) -> None:
+        self.lm_head = head
+
+    def forward(self, *, logits_to_keep: torch.Tensor, **inputs: Any) -> TextOutput:
+        """Logits of the rows `logits_to_keep`; the other arguments are those of the decoder."""
+        hidden = self.model(**inputs).last_hidden_state
+        return TextOutput(self.lm_head(hidden[:, logits_to_keep]))
+
+
+class ImagePart(nn.Module):
+    """An image model without its text part: from what a processor made of one image to rows, [rows, hidden size]."""
+
+    def __init__(self, image_model: Any) -> None:
+        super().__init__()
+        self._image_model = image_model
+
+    def get_output_embeddings(self) -> None:
+        """There is no head."""
+
+    def forward(self, **image: torch.Tensor) -> torch.Tensor:
+        features = self._image_model.get_image_features(**image, return_dict=True).pooler_output
+        return torch.cat(list(features))
+
+
+def takes_images(config: Any) -> bool:
+    """Whether a model with this configuration is of a family whose images Baton serves."""
+    return config.model_type in IMAGE_FAMILIES
+
+
+def divide_image_model(image_model: Any) -> tuple[TextPart, ImagePart]:
+    """The two parts of an image model, whose weights they take over."""
+    text = TextPart(image_model)
+    image_model.set_decoder(nn.Identity())
+    image_model.set_output_embeddings(None)
+    return text, ImagePart(image_model)
+
+
+def read_config(checkpoint: Checkpoint) -> Any:
+    """A directory's configuration as transformers has it. Raises ConfigError."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    check_file_numbers(checkpoint)
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True, trust_remote_code=False)
+    # transformers has no list of what it raises for a configuration that it does not expect.
+    except Exception as error:
+        name = checkpoint.config.get("model_type", "without a model_type")
+        if name in list(CONFIG_MAPPING):
+            # The error's first line names the field, and the others say what is wrong with it.
+            said = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"{checkpoint.directory} has a config.json that can't be read ({said}); copy it again"
+            ) from error
+        raise ConfigError(
+            f"{checkpoint.directory} is of type {name!r}, which this version of transformers can't load "
+            f"({first_line(error)}); choose another model or upgrade transformers"
+        ) from error
+    # transformers would otherwise look for the library that made the weights, and run its code.
+    for name in ("quantization_config", "compression_config"):
+        if hasattr(config, name):
+            delattr(config, name)
+    return config
+
+
+def attention_of(config: Any) -> str | dict[str, str]:
+    """The attention of the layers that have a KV cache: Baton's. An encoder of images keeps transformers' own."""
+    if config.is_encoder_decoder:
+        return ENCODER_DECODER_ATTENTION
+    if not takes_images(config):
+        return ATTENTION_NAME
+    # Eager attention would need memory for the square of an image's patches, times heads.
+    return {"": "sdpa", "vision_config": "sdpa", "text_config": ATTENTION_NAME}
+
+
+def model_class_of(checkpoint: Checkpoint, config: Any) -> Any:
+    """The class that a model with this configuration is loaded as. Raises ConfigError for one that can't be served."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    )
+
+    refusal = f"{checkpoint.directory} is of type {config.model_type!r}, which is not supported: "
+    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if takes_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    if has_encoder_and_decoder(checkpoint.config):
+        mappings = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
+        return next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
+    if is_encoder(checkpoint.config):
+        return encoder_class(checkpoint.directory, config, checkpoint.config)
+    if is_decoder_of_both_ways(checkpoint.config):
+        raise ConfigError(
+            refusal + "its tokens attend to those behind, too (use_bidirectional_attention, or is_causal: false, in "
+            "config.json), and decoders are computed causally"
+        )
+    if config.is_encoder_decoder or type(config) not in known:
+        raise ConfigError(
+            refusal + "only decoder-only text models are, some that take images, and some with an encoder"
+        )
+    model_class = known[type(config)]
+    text_config = config.get_text_config()
+    if text_config is not config and not takes_images(config):
+        raise ConfigError(refusal + "only text models and some that take images are, and it has other parts")
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise ConfigError(refusal + "its attention can't be exchanged for the paged one")
+    kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ConfigError(refusal + f"it has layers of type {', '.join(sorted(kinds))}")
+    if is_classifier(checkpoint.config) and not takes_images(config):
+        return classifier_class(model_class, config, checkpoint.config, checkpoint.directory)
+    return model_class
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in short."""
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

@@ -1,1 +1,0 @@
-"""Quantised weights: reads the formats in which checkpoints store them, and quantises plain ones."""

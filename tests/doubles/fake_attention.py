@@ -1,0 +1,17 @@
+"""The fake of `triton_attention.triton_attention`, in plain torch on any device: each row by itself."""
+
+from __future__ import annotations
+
+import torch
+
+from baton.runner.backends.attention_call import AttentionCall
+from baton.runner.backends.torch_operations import TorchOperations
+
+_plain = TorchOperations(num_threads=1)
+
+
+def fake_paged_attention(call: AttentionCall) -> torch.Tensor:
+    """Compute `Operations.paged_attention`."""
+    # Operations inside a kernel are exempt from the checks of a graph that is being recorded (fake_graph.py).
+    with torch._C.DisableTorchFunction():
+        return _plain.paged_attention(call)

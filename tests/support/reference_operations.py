@@ -1,0 +1,226 @@
+"""The operations in plain numpy, one row at a time: slow and obviously row-invariant, to test the kernels against.
+
+Each row is computed by the same calls on the same shapes, whatever the other rows are, in float32, and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.runner.backends.attention_call import AttentionCall, AttentionFeatures
+from baton.runner.backends.cpu.kernels.attention import require_distance_bias
+from baton.runner.backends.low_rank import LowRank, RowAdapters
+from baton.runner.backends.operations import Activation
+from baton.runner.backends.paged_cache import CacheView, read_blocks, write_rows
+from baton.runner.backends.quantized_product import narrow_product
+from baton.runner.backends.quantized_weight import NarrowWeight
+from baton.runner.backends.ranks.ranks import ONE_RANK
+from baton.runner.backends.weight_rows import Weight, read_weight
+
+Array = npt.NDArray[np.float32]
+
+_erf = np.vectorize(math.erf, otypes=[np.float32])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [N, K] in float32, or the stacked gate and up weights [2 N, K]."""
+
+    rows: Array
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStack:
+    """Weights of which some are quantised, stacked over their outputs."""
+
+    parts: tuple[PackedWeight | NarrowWeight, ...]
+
+
+packs_quantized = True
+ranks = ONE_RANK
+
+
+def numerics() -> str:
+    return "reference-3"
+
+
+def program(dtype: torch.dtype) -> None:
+    """Returns None: these operations have no programs."""
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    return np.ascontiguousarray(tensor.detach().to(torch.float32).numpy())
+
+
+def pack(*weights: Weight) -> PackedWeight | PackedStack:
+    read = [read_weight(weight) for weight in weights]
+    tensors = [weight for weight in read if isinstance(weight, torch.Tensor)]
+    if len(tensors) == len(read):
+        return PackedWeight(np.concatenate([_array(weight) for weight in tensors]), tensors[0].dtype)
+    parts = (
+        PackedWeight(_array(weight), weight.dtype) if isinstance(weight, torch.Tensor) else weight for weight in read
+    )
+    return PackedStack(tuple(parts))
+
+
+pack_own = pack
+
+
+def pack_gated(gate: Weight, up: Weight) -> PackedWeight | PackedStack:
+    return pack(gate, up)
+
+
+def adapt(weight: PackedWeight | PackedStack, terms: Sequence[LowRank], dtype: torch.dtype) -> tuple[LowRank, ...]:
+    return tuple(terms)
+
+
+def take_rows(
+    weight: PackedWeight | NarrowWeight | PackedStack, index: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    if isinstance(weight, PackedStack):
+        sizes = [part.rows.shape[0] if isinstance(part, PackedWeight) else part.shape[0] for part in weight.parts]
+        whole = [take_rows(part, torch.arange(n), dtype) for part, n in zip(weight.parts, sizes, strict=True)]
+        return torch.cat(whole)[index]
+    if isinstance(weight, PackedWeight):
+        return torch.from_numpy(weight.rows[index.numpy()]).to(weight.dtype)
+    return weight.dequantized(dtype or torch.float32)[index]
+
+
+def linear(
+    x: torch.Tensor,
+    weight: PackedWeight | PackedStack,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    adapters: RowAdapters | None = None,
+) -> torch.Tensor:
+    out = _adapted(x, _product(x, weight), adapters)
+    if bias is not None:
+        out += _array(bias)
+    return torch.from_numpy(out).to(x.dtype if out_dtype is None else out_dtype)
+
+
+def gated_linear(
+    x: torch.Tensor,
+    weight: PackedWeight | PackedStack,
+    *,
+    activation: Activation,
+    adapters: RowAdapters | None = None,
+) -> torch.Tensor:
+    gate, up = np.split(_adapted(x, _product(x, weight), adapters), 2, axis=1)
+    return torch.from_numpy(_activate(gate, activation) * up).to(x.dtype)
+
+
+def _adapted(x: torch.Tensor, out: Array, adapters: RowAdapters | None) -> Array:
+    """Add to the rows of a product what their adapters add."""
+    if adapters is None:
+        return out
+    for row, slot in enumerate(adapters.slots.tolist()):
+        terms: Sequence[LowRank] | None = adapters.weights[slot] if slot >= 0 else None
+        for term in terms or ():
+            t = np.dot(_array(term.a), _array(x[row])) * np.float32(term.factor)
+            for outputs in term.outputs:
+                out[row, outputs.first : outputs.stop] += np.dot(_array(outputs.b), t)
+                if outputs.bias is not None:
+                    out[row, outputs.first : outputs.stop] += _array(outputs.bias) * np.float32(term.factor)
+    return out
+
+
+def _product(x: torch.Tensor, weight: PackedWeight | NarrowWeight | PackedStack) -> Array:
+    if isinstance(weight, PackedStack):
+        return np.concatenate([_product(x, part) for part in weight.parts], axis=1)
+    if not isinstance(weight, PackedWeight):
+        return narrow_product(x, weight).numpy()
+    rows = _array(x)
+    out = np.empty((rows.shape[0], weight.rows.shape[0]), dtype=np.float32)
+    for index, row in enumerate(rows):
+        np.dot(weight.rows, row, out=out[index])
+    return out
+
+
+def _activate(x: Array, activation: Activation) -> Array:
+    if activation == "silu":
+        return np.asarray(x / (np.float32(1) + np.exp(-x)), dtype=np.float32)
+    if activation == "gelu":
+        return np.asarray(np.float32(0.5) * x * (np.float32(1) + _erf(x / np.float32(math.sqrt(2)))), dtype=np.float32)
+    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
+    return np.asarray(np.float32(0.5) * x * (np.float32(1) + np.tanh(inner)), dtype=np.float32)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
+    rows = _array(x)
+    normal = rows / np.sqrt((rows * rows).mean(axis=-1, keepdims=True) + np.float32(eps))
+    if plus_one:
+        return torch.from_numpy(normal * (np.float32(1) + _array(weight))).to(x.dtype)
+    rounded = _array(torch.from_numpy(normal).to(x.dtype))
+    return torch.from_numpy(rounded * _array(weight)).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return total, rms_norm(total, weight, eps, plus_one=plus_one)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    half = cos.shape[-1] // 2
+    first, second = _array(x[..., :half]), _array(x[..., half : 2 * half])
+    c, s = _array(cos[:, None, :half]), _array(sin[:, None, :half])
+    rotated = np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+    x[..., : 2 * half] = torch.from_numpy(rotated).to(x.dtype)
+
+
+def store_kv(key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            block, offset = (torch.tensor([part]) for part in divmod(slot, cache.block_size))
+            write_rows(cache, key[row : row + 1], value[row : row + 1], block, offset)
+
+
+def paged_attention(call: AttentionCall) -> torch.Tensor:
+    query, cache, how = call.query, call.cache, call.how
+    require_distance_bias(how, query.shape[1], query.device)
+    out = torch.zeros(*query.shape[:2], cache.value_dim, dtype=query.dtype)
+    starts: list[Any] = call.query_start.tolist()
+    for sequence, length in enumerate(call.seq_lens.tolist()):
+        first, last = starts[sequence], starts[sequence + 1]
+        if first == last:
+            continue
+        blocks = call.block_tables[sequence, : -(-length // cache.block_size)].long()
+        keys, values = (_array(rows) for rows in read_blocks(cache, blocks, query.dtype))
+        for row in range(first, last):
+            stop = length - (last - 1 - row)
+            seen = slice(max(0, stop - how.window) if how.window else 0, min(stop + how.ahead, length))
+            biases = None
+            if how.distance_bias is not None:
+                distances = stop - 1 - np.arange(seen.start, seen.stop)
+                biases = _array(how.distance_bias)[:, np.minimum(distances, how.distance_bias.shape[1] - 1)]
+            attended = _attend(_array(query[row]), keys[:, seen], values[:, seen], how, biases)
+            out[row] = torch.from_numpy(attended).to(query.dtype)
+    return out
+
+
+def _attend(query: Array, keys: Array, values: Array, how: AttentionFeatures, biases: Array | None) -> Array:
+    """Attention of one row: query [H, KD], keys [KH, L, KD], values [KH, L, VD], biases [H, L] to [H, VD]."""
+    grouped = query.reshape(keys.shape[0], -1, query.shape[-1])
+    scores = np.einsum("hgd,hld->hgl", grouped, keys, optimize=False) * np.float32(how.scale)
+    if how.softcap:
+        scores = np.tanh(scores / np.float32(how.softcap)) * np.float32(how.softcap)
+    if biases is not None:
+        scores += biases.reshape(scores.shape)
+    if how.sinks is not None:
+        scores = np.concatenate([scores, _array(how.sinks).reshape(*scores.shape[:2], 1)], axis=-1)
+    scores -= scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores, dtype=np.float32)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    out = np.einsum("hgl,hld->hgd", weights[..., : values.shape[1]], values, optimize=False)
+    return np.asarray(out.reshape(query.shape[0], -1), dtype=np.float32)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import field
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 from baton.engine.constraints import TokenMatcher
@@ -214,6 +215,10 @@ class EngineCoreOutput(NamedTuple):
     """What became of all the request's drafts so far; None if no draft was verified since its last output."""
 
 
+NOTHING_BUT_TOKENS = tuple(EngineCoreOutput._field_defaults.values())[2:]
+"""The fields behind `sequence_index` of an output of which there is nothing to say but its tokens."""
+new_output: Callable[[tuple[object, ...]], EngineCoreOutput] = partial(tuple.__new__, EngineCoreOutput)
+"""Makes an output from the tuple of all its fields: a named tuple's own constructor takes a third longer."""
 EngineCoreOutputs = Mapping[int, Sequence[EngineCoreOutput]]
 """The results of a step or another call, by client index; clients without results are left out."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, ModelRunnerOutput
+from baton.engine.batch import NOTHING_BUT_TOKENS, EngineCoreEventType, EngineCoreOutput, ModelRunnerOutput, new_output
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.speculation.speculation import Speculation
@@ -86,9 +86,8 @@ class Commit:
             ):
                 output_token_ids.append(new_token_ids[0])
                 new_logprobs = logprobs.get(request_id, ()) if logprobs else ()
-                own_outputs.append(
-                    EngineCoreOutput(request.root_id, new_token_ids, first_index, new_logprobs, request.sequence_index)
-                )
+                head = (request.root_id, new_token_ids, first_index, new_logprobs, request.sequence_index)
+                own_outputs.append(new_output(head + NOTHING_BUT_TOKENS))
             else:
                 self._commit_one(request, 1, request.num_computed_tokens, runner_output, outputs)
                 if request.status is running:

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from baton.background import OnFault, current_watch
-from baton.messages.peer import Peer
+from baton.messages.ids import Peer
 from kv_transfer.link.liveness import PROBE_DELAYS_S, PortState
 
 PROBE_INTERVAL_S = 60.0

@@ -30,10 +30,9 @@ from baton.engine.request import Request
 from baton.engine.runner import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import Leg, StageTimings
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
-from baton.messages.peer import Peer
 from baton.observe.log_limit import LimitedLog
 from baton.wire.credentials import PLAINTEXT_DIALER
 from decode_node.absent_senders import AbsentSenders

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 
 from baton.engine.runner import KVLayout, ModelInfo
-from baton.messages.kv_format import KVFormat
-from baton.messages.peer import Peer
+from baton.messages.ids import Peer
+from baton.messages.kv_cache import KVFormat
 from baton.registry import Snapshot
 
 

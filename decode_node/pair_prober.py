@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 
 from baton.background import current_watch
 from baton.errors import TransferFailed
+from baton.messages.ids import Peer
 from baton.messages.node_report import KV_PROBE_FAILED
-from baton.messages.peer import Peer
 from baton.observe.log_limit import LimitedLog
 from kv_transfer.link.link_messages import ReaderMessage
 from kv_transfer.mover.mover_events import (

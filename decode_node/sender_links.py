@@ -9,7 +9,7 @@ from collections.abc import Callable
 from baton.background import current_watch
 from baton.clock import Clock
 from baton.errors import TransferFailed
-from baton.messages.peer import Peer
+from baton.messages.ids import Peer
 from baton.observe.metrics import Histogram
 from kv_transfer.link.link_client import LinkClient
 from kv_transfer.link.link_messages import ReaderMessage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from baton.engine.runner import KVLayout, ModelInfo
-from baton.messages.kv_format import block_sizes_fit
+from baton.messages.kv_cache import block_sizes_fit
 
 PROTOCOL_VERSION = 7
 """Version of the link's protocol; nodes of different versions refuse each other."""
@@ -64,7 +64,7 @@ def layout_mismatch(
 ) -> str | None:
     """Why two nodes can't exchange blocks, in one line that shows both sides, named `here` and `there`; None: they can.
 
-    Block sizes may differ if they fit (`baton/messages/kv_format.py`).
+    Block sizes may differ if they fit (`baton/messages/kv_cache.py`).
     """
     different = [f.name for f in fields(ours) if getattr(ours, f.name) != getattr(theirs, f.name)]
     why = ""

@@ -1,6 +1,6 @@
 """Which bytes a read moves where: the plan of pieces between a sender's memory and a reader's. Pure.
 
-Reads count sub-blocks, whose size is that of the smaller of the two block sizes (`baton/messages/kv_format.py`): on the
+Reads count sub-blocks, whose size is that of the smaller of the two block sizes (`baton/messages/kv_cache.py`): on the
 side of the larger blocks a sub-block is a part of a block, on the other side a whole one. A memory may hold some layers
 of each block; those that both memories hold are moved.
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from baton.engine.runner import KVLayout
-from baton.messages.kv_format import block_sizes_fit
+from baton.messages.kv_cache import block_sizes_fit
 from baton.runner.blocks.sub_blocks import Division, Int64Array, SubBlockRows, sub_block_rows
 
 

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.errors import InvalidRequest
-from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
 from baton.messages.generation import Finished, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN
-from baton.messages.pooling import Pooling, PoolingRequest
+from baton.messages.pooling import (
+    EmbedInput,
+    EmbedRequest,
+    EmbedResponse,
+    EmbedResult,
+    EmbedTask,
+    Pooling,
+    PoolingRequest,
+)
 from router.pooling import (
     SMALL_VECTORS,
     PoolingCall,

@@ -9,15 +9,12 @@ from typing import TypeVar
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest, RequestNotFound
-from baton.messages.cluster import ClusterStatus, NodeStatus
-from baton.messages.embedding import EmbedRequest, EmbedResponse
-from baton.messages.explanations import PlacementDecision
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.ids import scoped
 from baton.messages.node import Role
+from baton.messages.operator import ClusterStatus, NodeStatus, PlacementDecision, RequestRow, Timeline
+from baton.messages.pooling import EmbedRequest, EmbedResponse
 from baton.messages.request_limits import MAX_PROMPT_BYTES
-from baton.messages.request_rows import RequestRow
-from baton.messages.timelines import Timeline
 from baton.registry import Membership, NodeRecord
 from baton.security.callers import current_caller
 from router.admission.tenants import Tenants

@@ -57,14 +57,13 @@ from router.dispatcher import Dispatcher
 from router.flight.flight_journal import FlightJournal
 from router.flight.request_spans import RequestSpans
 from router.front import GenerationHandler, OperatorHandler
-from router.http.adapters import adapter_routes
-from router.http.app import HttpFront
+from router.http.app import HttpFront, with_cors
 from router.http.audio.endpoint import SpeechRules
-from router.http.cors import with_cors
 from router.http.image_urls import ImageFetcher
 from router.http.json_body import base64_bytes
-from router.http.live import LiveData, live_pages
 from router.http.model import ServedModel
+from router.http.pages.html import LiveData, live_pages
+from router.http.pages.status import adapter_routes
 from router.http.parsed_text import AnswerParsers
 from router.http.responses.store import ResponseStore, StoreBounds
 from router.http.server import HttpServer

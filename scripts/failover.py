@@ -36,8 +36,6 @@ from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.metrics import Figure
-from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
-from baton.testing.fake_node import FakeNode, FakeNodes
 from router.admission.request import ValidRequest
 from router.dispatcher import Dispatcher
 from router.flight.flight_journal import FlightJournal
@@ -47,6 +45,8 @@ from router.placement.placement import Placement
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
 from router.timers import LoopTimers
+from tests.doubles.fake_flight_records import FakeFlightRecords, FakeFlightStore
+from tests.doubles.fake_node import FakeNode, FakeNodes
 
 MODEL = "simulated"
 BEFORE, AFTER = 3, 5

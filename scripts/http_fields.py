@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import router.http.app  # noqa: F401  all bodies are defined then
-from router.http.bodies.strict import Strict, Treatment
+from router.http.bodies.fields import Strict, Treatment
 
 PAGE = Path(__file__).parent.parent / "docs" / "http.md"
 BEGIN, END = "<!-- fields -->\n", "<!-- end -->\n"

@@ -15,7 +15,7 @@ from typing import Any
 
 from baton.cli.main import command_tree
 from baton.cli.main import main as run_command
-from router.http.openapi import description
+from router.http.pages.openapi import description
 from tests.support.outside import difference, write
 
 

@@ -26,11 +26,11 @@ NEEDED = (
     "baton/bench/report/page.css",
     "baton/bench/report/page.js",
     "baton/cli/cluster/emit/baton.sbatch",
-    "router/http/chat.html",
-    "router/http/chat_page/page.css",
-    "router/http/chat_page/page.js",
-    "router/http/docs.html",
-    "router/http/live.html",
+    "router/http/pages/chat.html",
+    "router/http/pages/chat_page/page.css",
+    "router/http/pages/chat_page/page.js",
+    "router/http/pages/docs.html",
+    "router/http/pages/live.html",
 )
 """Files besides Python's that must be in the wheel."""
 PACKAGES = frozenset({"baton", "router", "prefill_node", "decode_node", "kv_transfer"})

@@ -21,9 +21,9 @@ from typing import IO, Any, NamedTuple
 from baton.bench.arrangement import Arrangement
 from baton.client import OperatorClient
 from baton.errors import BatonError, ConfigError, Unreachable
-from baton.messages.cluster import NodeStatus
 from baton.messages.node import NodeDescription
 from baton.messages.node_report import TraceEvent
+from baton.messages.operator import NodeStatus
 from baton.models.resolve import FoundModel
 from baton.registry.registry import Registry, with_authority
 from baton.security.access import default_access

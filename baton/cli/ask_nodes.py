@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineExceeded
-from baton.messages.cluster import NodeStatus
 from baton.messages.node_report import NodeReport
+from baton.messages.operator import NodeStatus
 from baton.security.access import default_access
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.errors import UsageError
-from baton.messages.cluster import NodeStatus
+from baton.messages.operator import NodeStatus
 
 _KEYS = ("name", "role", "status", "model")
 

@@ -3,7 +3,6 @@
 from baton.client.async_generation import AsyncGenerationClient
 from baton.client.generation import GenerationClient
 from baton.client.operator import OperatorClient
-from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -14,7 +13,7 @@ from baton.messages.generation import (
     PromptLogprobs,
     SequenceFinished,
 )
-from baton.messages.pooling import Pooling
+from baton.messages.pooling import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask, Pooling
 from baton.security.access import Access
 
 __all__ = [

@@ -14,8 +14,8 @@ from baton.client.continuation import Call, CallKind, Continuation, with_id_and_
 from baton.client.endpoint_rotation import EndpointRotation
 from baton.client.generation import RETRY_BUDGET_S, SILENCE_S, error_to_report, remaining_s
 from baton.errors import BatonError, RequestNotFound, Unreachable
-from baton.messages.embedding import EmbedRequest, EmbedResponse
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.pooling import EmbedRequest, EmbedResponse
 from baton.security.access import Access, default_access
 from baton.wire.clients.async_generation_client import AsyncGenerationStub
 from baton.wire.credentials import Dialer

@@ -13,8 +13,8 @@ from typing import TypeVar
 from baton.client.continuation import Call, CallKind, Continuation, with_id_and_seed
 from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import BatonError, DeadlineExceeded, RequestNotFound, Unreachable
-from baton.messages.embedding import EmbedRequest, EmbedResponse
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.pooling import EmbedRequest, EmbedResponse
 from baton.security.access import Access, default_access
 from baton.wire.clients.generation_client import GenerationStub
 from baton.wire.credentials import Dialer

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from baton.messages.adapters import AdapterRow, LoadedAdapter
-from baton.messages.cluster import ClusterStatus
-from baton.messages.explanations import PlacementDecision
-from baton.messages.request_rows import RequestRow
-from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
-from baton.messages.timelines import Timeline
+from baton.messages.operator import (
+    ClusterEvent,
+    ClusterStatus,
+    DrainProgress,
+    PlacementDecision,
+    RequestRow,
+    RoleSet,
+    Timeline,
+)
 from baton.security.access import Access, default_access
 from baton.wire.clients.operator_client import OperatorStub
 from baton.wire.credentials import Dialer

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from baton.config.kinds import Count, Seconds
 from baton.config.node import NodeSettings
 from baton.config.router import RouterSettings
-from baton.messages.kv_format import block_sizes_fit
+from baton.messages.kv_cache import block_sizes_fit
 from baton.security.binds import Protection
 
 

@@ -10,11 +10,11 @@ from typing import Annotated, Literal, NamedTuple
 from baton.engine.constraints import TokenMatcher
 from baton.engine.stats import EngineCounters, PrefixCacheStats, SpecDecodingStats
 from baton.errors import TransferCause
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Outcome
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.spans import Span
+from baton.messages.speculation import DraftCounts
 from baton.metric import Metric
 from baton.values import value
 

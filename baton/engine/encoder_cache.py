@@ -20,8 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.messages.encoder_contents import EncoderContent
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 from baton.values import value
 
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from baton.engine.constraints import RepetitionDetector
 from baton.engine.encoder_cache import encoder_inputs
 from baton.machine import IllegalEvent
-from baton.messages.draft_counts import NO_DRAFTS
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.ids import Peer
 from baton.messages.node import Leg, Outcome
-from baton.messages.peer import Peer
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
+from baton.messages.speculation import NO_DRAFTS
 
 if TYPE_CHECKING:
     from baton.engine.constraints import TokenMatcher

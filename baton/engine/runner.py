@@ -12,9 +12,9 @@ from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.long_sequences import LongSequences
 from baton.errors import BatonError
 from baton.messages.capabilities import GENERATES, Capability
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.node_report import ComputePath, RankReport
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling
+from baton.messages.spans import EncoderContent
 from baton.model_formats.adapters import AdapterInfo
 
 

@@ -23,10 +23,10 @@ from baton.engine.sequences.sequence_group import SequenceGroup, split_sequence_
 from baton.engine.stats import EngineCounters
 from baton.engine.stopping import max_output_tokens
 from baton.errors import TransferCause
-from baton.messages.encoder_contents import rows_key
 from baton.messages.kv_cache import BlockRemoved, BlockStored
 from baton.messages.node import Leg
 from baton.messages.sampling import TokenLogprobs
+from baton.messages.spans import rows_key
 
 
 class EventLog:

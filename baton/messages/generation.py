@@ -8,10 +8,10 @@ from typing import Literal
 
 from baton.messages.adapters import AdapterSource
 from baton.messages.capabilities import Capability
-from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.logprob_rows import joined_logprobs
 from baton.messages.pooling import NO_POOLING_FILES, ModelPooling, PoolingRequest
 from baton.messages.sampling import RepetitionDetection, SamplingDefaults, TokenLogprobs
+from baton.messages.speculation import NO_DRAFTS, DraftCounts
 from baton.model_formats.encoder_decoders import EncoderDecoder
 from baton.values import value
 

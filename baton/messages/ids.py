@@ -7,6 +7,7 @@ name both, so that no message of an earlier run or an earlier try is taken for o
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
@@ -72,3 +73,13 @@ def new_request_id(rng: Random) -> str:
 def new_incarnation(node_id: str, rng: Random) -> str:
     """The name of this run of the node; also the name of its transfer agent, which must never repeat."""
     return f"{node_id}.{random_token(rng)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One incarnation of another node: the one whose blocks hold a prompt's KV, or that has rows of an encoder."""
+
+    node_id: str
+    incarnation: str
+    address: str
+    """HOST:PORT of its gRPC server."""

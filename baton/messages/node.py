@@ -11,17 +11,40 @@ from functools import lru_cache
 from baton.errors import TransferCause
 from baton.messages.adapters import AdapterList, AdapterReport
 from baton.messages.capabilities import GENERATES, GENERATES_AND_EMBEDS, Capability
-from baton.messages.draft_counts import DraftCounts
-from baton.messages.encoder_contents import EncoderContent
-from baton.messages.encoder_rows import DECIDE_ROWS
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.kv_cache import KVCacheUpdate
-from baton.messages.node_shape import NodeShape
-from baton.messages.peer import Peer
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
-from baton.messages.spans import Span
+from baton.messages.spans import DECIDE_ROWS, EncoderContent, Span
+from baton.messages.speculation import DraftCounts
 from baton.values import value
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NodeShape:
+    """A node's numbers of ranks and of stages; as text `tp2` or `tp2 pp2`."""
+
+    tp: int = 1
+    """Ranks that compute each layer together, each its own columns and attention heads."""
+    pp: int = 1
+    """Stages, each of which has consecutive layers and `tp` ranks."""
+
+    @classmethod
+    def of(cls, tp: int, pp: int) -> NodeShape:
+        """The shape that a message says; 0 is that of a version that does not say it."""
+        return cls(max(1, tp), max(1, pp))
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute the model."""
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}" if self.pp == 1 else f"tp{self.tp} pp{self.pp}"
+
+
+ONE_RANK = NodeShape()
+"""The shape of a node whose model is computed by its own process alone."""
 
 
 class Role(enum.Enum):

@@ -1,4 +1,4 @@
-"""Whether and how an engine drafts tokens."""
+"""Whether and how an engine drafts tokens, and how many of the drafts were right."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, get_args
 
 from baton.did_you_mean import did_you_mean
 from baton.errors import ConfigError
+from baton.values import value
 
 Method = Literal["ngram", "grammar", "draft_model"]
 """Where drafts come from beside the sequence's grammar: its own text, nothing else, or a smaller model."""
@@ -85,3 +86,23 @@ class SpeculationConfig:
     def to_json(self) -> str:
         """The text from which `from_json` makes this configuration."""
         return json.dumps(asdict(self))
+
+
+@value(frozen=True, slots=True)
+class DraftCounts:
+    """Counts of drafted tokens that were verified."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """The drafted tokens that are tokens of the output."""
+
+    @property
+    def num_rejected(self) -> int:
+        """The drafted tokens that are not tokens of the output: they were wrong, or lie behind its end."""
+        return self.num_drafted - self.num_accepted
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.num_drafted + other.num_drafted, self.num_accepted + other.num_accepted)
+
+
+NO_DRAFTS = DraftCounts()

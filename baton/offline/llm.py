@@ -39,8 +39,8 @@ from baton.text.tokenizer import Tokenizer
 from router.admission.request import ValidRequest
 from router.admission.validation import longest_answer, validate
 from router.cards import card_of_nodes, sampling_defaults
-from router.http.bodies.chats import ChatBody
-from router.http.bodies.strict import read_as
+from router.http.bodies.fields import read_as
+from router.http.completions.bodies import ChatBody, chat_prompt
 from router.http.model import ServedModel
 
 Message = Mapping[str, Any]
@@ -160,7 +160,7 @@ class LLM:
 
         def request(place: int) -> GenerateRequest:
             body = read_as(ChatBody, {"messages": chats[place], **options})
-            prompt = self._chats.chat_prompt(body)
+            prompt = chat_prompt(body, self._chats)
             given = replace(params[place].request(prompt), model=adapter)
             if given.max_tokens is not None:
                 return given

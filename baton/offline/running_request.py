@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.errors import BatonError, EngineFault
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.generation import Chunk, GenerateEvent, SequenceFinished
 from baton.messages.node import Abort, NodeDescription, RequestDelta, Submit
 from baton.messages.sampling import TokenLogprobs
+from baton.messages.speculation import DraftCounts
 from baton.offline.outputs import CompletionOutput
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer

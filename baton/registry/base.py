@@ -1,4 +1,4 @@
-"""The interface of the registry, which `registry.Registry` implements in Redis and `baton.testing` in memory."""
+"""The interface of the registry, which `registry.Registry` implements in Redis and `tests.doubles` in memory."""
 
 from __future__ import annotations
 

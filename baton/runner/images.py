@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from baton.errors import InvalidRequest
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.spans import EncoderContent
 from baton.model_formats.images import ImageLimits, image_size
 from baton.runner.backends.operations import Operations
 from baton.runner.model.cached_model import on_device, on_host

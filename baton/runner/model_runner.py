@@ -15,8 +15,8 @@ import numpy.typing as npt
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, RemotePart
 from baton.errors import AdapterRefused, InvalidRequest
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.node_report import RankReport
+from baton.messages.spans import EncoderContent
 from baton.model_formats.adapters import DEFAULT_MAX_RANK, AdapterInfo
 from baton.model_formats.encoder_decoders import EncoderDecoder
 from baton.runner.blocks.host_blocks import host_blocks_in

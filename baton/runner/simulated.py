@@ -19,9 +19,9 @@ from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, OneProcessRunner
 from baton.engine.sequences.beams import BeamSearch
 from baton.messages.capabilities import Capability
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.pooling import NO_POOLING_FILES, Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.messages.spans import EncoderContent
 from baton.model_formats.adapters import AdapterInfo, open_adapter
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.encoded_rows import EncodedRows

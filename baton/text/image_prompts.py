@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError, InvalidRequest
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.request_limits import MAX_IMAGE_SPANS
-from baton.messages.spans import PLACEHOLDER, Span
+from baton.messages.spans import PLACEHOLDER, EncoderContent, Span
 from baton.model_formats.files import read_object
 from baton.model_formats.images import ImageFamily, ImageLayout, ImageLimits, UnusableImage, image_family, image_size
 

@@ -12,7 +12,7 @@ import grpc
 
 from baton.background import OnFault, current_watch
 from baton.errors import TransferCause, TransferFailed
-from baton.messages.peer import Peer
+from baton.messages.ids import Peer
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 from baton.wire.credentials import PLAINTEXT_DIALER
 from kv_transfer.layout import LinkIdentity, layout_mismatch

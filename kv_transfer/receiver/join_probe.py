@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from baton.clock import Clock
 from baton.errors import TransferCause, TransferFailed
 from baton.machine import Machine
+from baton.messages.ids import Peer
 from baton.messages.node_report import FailedProbe, ProbeFault
-from baton.messages.peer import Peer
 from kv_transfer.link.failed_probes import FailedProbes, count_outcome
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.receiver.block_map import BlockMap

@@ -32,10 +32,9 @@ from math import lcm
 from baton.clock import Clock, SystemClock
 from baton.errors import TransferCause
 from baton.machine import Machine
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node_report import EndedHandoffs, HandoffSide, OpenHandoff
-from baton.messages.peer import Peer
 from kv_transfer.backends.base import coalesce
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (

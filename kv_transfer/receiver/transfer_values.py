@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import TransferCause
-from baton.messages.ids import AttemptKey
-from baton.messages.peer import Peer
+from baton.messages.ids import AttemptKey, Peer
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import Closing, ReaderMessage
 from kv_transfer.piece_plan import ReadRange

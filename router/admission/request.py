@@ -9,11 +9,10 @@ from typing import Annotated
 from pydantic import PlainSerializer
 
 from baton.messages.capabilities import GENERATES, Capability
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import ReasoningBegin
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 from baton.values import value
 
 _TokenIds = Annotated[Sequence[int], PlainSerializer(tuple, tuple[int, ...])]

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.messages.capabilities import Capability
-from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.request_limits import MAX_AUDIO_BYTES
-from baton.messages.spans import PLACEHOLDER, Span
+from baton.messages.spans import PLACEHOLDER, ContentKind, EncoderContent, Span, source_spans
 from baton.model_formats.encoder_decoders import EncoderDecoder
 from router.admission.capable import check_can
 

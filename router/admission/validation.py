@@ -11,7 +11,6 @@ from typing import Any
 
 from baton.engine.sequences.beams import MAX_BEAMS, MIN_BEAMS
 from baton.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id, scoped
 from baton.messages.pooling import Pooling, PoolingRequest
@@ -42,7 +41,7 @@ from baton.messages.sampling import (
     SamplingDefaults,
     SamplingParams,
 )
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 from baton.text.closed_objects import without_extra_keys
 from baton.text.image_prompts import PromptImage
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES

@@ -53,8 +53,6 @@ from baton.errors import (
     TransferFailed,
 )
 from baton.machine import Machine
-from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import Path
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
@@ -70,6 +68,8 @@ from baton.messages.node import (
     Submit,
 )
 from baton.messages.sampling import TokenLogprobs
+from baton.messages.spans import EncoderContent
+from baton.messages.speculation import NO_DRAFTS, DraftCounts
 from router.admission.request import ValidRequest
 from router.flight.attempt_budget import AttemptBudget
 from router.flight.flight_leg import AttemptTimings, FlightLeg

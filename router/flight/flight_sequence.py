@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.errors import StreamDiverged
-from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.node import FINISH_REASONS, Outcome, RequestDelta
+from baton.messages.speculation import NO_DRAFTS, DraftCounts
 from baton.values import value
 from router.flight.flight_table import EmitTokens
 from router.flight.output_merge import OutputMerge, TokenRun

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from cachetools import FIFOCache
 
-from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.node import StageTimings
-from baton.messages.timelines import Timeline, TimelineStage
+from baton.messages.operator import Timeline, TimelineStage
+from baton.messages.speculation import NO_DRAFTS, DraftCounts
 from router.flight.flight_leg import AttemptTimings
 
 _KEPT = 2048

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Protocol
 
+from baton.messages.speculation import DraftCounts
+
+from baton.background import gather_all
 from baton.errors import BatonError
 from baton.messages.generation import (
     Accepted,
@@ -24,17 +25,12 @@ from baton.messages.generation import (
 from baton.messages.sampling import TokenLogprobs
 from baton.wire.codec.generation import path_to_metadata
 from router.flight.event_queue import LONG_TEXT
-from router.http.answer_format import AnswerFormat
 from router.http.client import Client
 from router.http.errors import Headers
-from router.http.events import AnswerOptions, Label, final_usage
-from router.http.logprobs import ListWriter, Spelling, TokenTexts, prompt_entries, unknown
-from router.http.parsed_text import ParsedMessage, ParsedSequence
 
 _log = logging.getLogger(__name__)
 
 Events = AsyncGenerator[GenerateEvent, None]
-Pieces = AsyncGenerator[str, None]
 
 _CHUNKS_JOINED = 64
 """So many chunks of a sequence are joined to one while an answer is collected."""
@@ -44,7 +40,6 @@ _SHORT_ANSWER_BYTES = 1 << 20
 """About how long an answer may be that is sent as one piece, with its length."""
 _WRITE_BYTES = 64 << 10
 """About how many bytes of a longer answer are sent at once."""
-_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class StreamWriter(Protocol):
@@ -143,17 +138,6 @@ async def collect(accepted: Accepted, events: Events, num_sequences: int) -> Col
 
 
 @dataclass(frozen=True, slots=True)
-class EchoedPrompt:
-    """A prompt with which the text of each of its outputs begins."""
-
-    text: str
-    token_ids: Sequence[int] = ()
-    """The tokens of which log-probabilities are wanted; empty: none is."""
-    num_logprobs: int = 0
-    """How many of the most likely tokens are wanted with each: `prompt_logprobs` may have asked for more of them."""
-
-
-@dataclass(frozen=True, slots=True)
 class Collected:
     """The complete answer of one prompt."""
 
@@ -167,76 +151,6 @@ class Collected:
     fingerprint: str = ""
     """`ModelCard.fingerprint` while it was made; empty: there is none, or it changed meanwhile."""
 
-    async def choice(
-        self,
-        answer_format: AnswerFormat,
-        options: AnswerOptions,
-        texts: TokenTexts,
-        place: int,
-        index: int,
-        echo: EchoedPrompt | None = None,
-        parsed: ParsedSequence | None = None,
-        **more: object,
-    ) -> Pieces:
-        """A sequence as one of OpenAI's choices, in JSON. `place`: that of the sequence; `more`: further fields.
-
-        `parsed`: the parser of its text, if that is parsed.
-        """
-        chunks = self.chunks[place] if options.output else ()
-        finish_reason, stop_reason = self.ends[place] if options.output else ("length", None)
-        if parsed is None:
-            text = "".join(chunk.text for chunk in chunks)
-            before = {"index": index, **answer_format.choice_of(text if echo is None else echo.text + text)}
-        else:
-            before = {"index": index, "message": await _message(parsed, chunks)}
-            finish_reason = parsed.finish_reason(finish_reason)
-        after = {"finish_reason": finish_reason, "stop_reason": stop_reason, **more}
-        if options.token_ids:
-            after["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
-        yield f'{_json(before)[:-1]}, "logprobs": '
-        if options.logprobs:
-            async for piece in self._logprobs(answer_format, texts, chunks, echo):
-                yield piece
-        else:
-            yield "null"
-        if options.prompt_logprobs and place == 0 and not answer_format.has_one_prompt:
-            yield ', "prompt_logprobs": '
-            async for piece in self.prompt_logprobs_json(texts.spelling):
-                yield piece
-        yield f", {_json(after)[1:]}"
-
-    async def _logprobs(
-        self, answer_format: AnswerFormat, texts: TokenTexts, chunks: Sequence[Chunk], echo: EchoedPrompt | None
-    ) -> Pieces:
-        """The log-probabilities of a sequence, behind those of an echoed prompt, as one object in JSON."""
-        num_echoed = len(self.prompt_logprobs) + 1 if echo is not None and echo.token_ids else 0
-        texts = replace(texts, context=self.accepted.contexts[0])
-        writer = answer_format.logprobs(texts, num_echoed, 0 if echo is None else len(echo.text))
-        brace = "{"
-        for name, entries in writer.lists.items():
-            yield f'{brace}"{name}": ['
-            async for piece in _entries_json(entries, self._runs(chunks, echo)):
-                yield piece
-            yield "]"
-            brace = ", "
-        yield "}"
-
-    def _runs(self, chunks: Sequence[Chunk], echo: EchoedPrompt | None) -> Iterator[Sequence[TokenLogprobs]]:
-        """The positions of a sequence, behind those of an echoed prompt, a few at a time."""
-        if echo is not None and echo.token_ids:
-            yield [unknown(echo.token_ids[0])]
-            for run in _in_runs(self.prompt_logprobs):
-                yield [replace(position, top=position.top[: echo.num_logprobs]) for position in run]
-        yield from runs_of(chunks)
-
-    async def prompt_logprobs_json(self, spelling: Spelling) -> Pieces:
-        """The log-probabilities of the prompt in vLLM's format. The first token has none."""
-        yield "[null"
-        for run in _in_runs(self.prompt_logprobs):
-            await asyncio.sleep(0)
-            yield "".join(f", {_json(entry)}" for entry in prompt_entries(run, spelling))
-        yield "]"
-
 
 async def in_turns(chunks: Sequence[Chunk]) -> AsyncGenerator[Chunk, None]:
     """The chunks of a sequence. They may take long to parse, so other requests get their turns between them."""
@@ -246,78 +160,15 @@ async def in_turns(chunks: Sequence[Chunk]) -> AsyncGenerator[Chunk, None]:
         yield chunk
 
 
-async def _message(parsed: ParsedSequence, chunks: Sequence[Chunk]) -> Mapping[str, Any]:
-    """The message that a sequence's text is."""
-    message = ParsedMessage()
-    async for chunk in in_turns(chunks):
-        parsed.count(chunk.token_ids)
-        message.add(parsed.push(chunk.text))
-    message.add(parsed.finish())
-    return message.fields()
-
-
 def runs_of(chunks: Sequence[Chunk]) -> Iterator[Sequence[TokenLogprobs]]:
     """The log-probabilities of chunks, as few at a time as are written in one turn of the event loop."""
     for chunk in chunks:
-        yield from _in_runs(chunk.logprobs)
+        yield from in_runs(chunk.logprobs)
 
 
-def _in_runs(positions: Sequence[TokenLogprobs]) -> Iterator[Sequence[TokenLogprobs]]:
+def in_runs(positions: Sequence[TokenLogprobs]) -> Iterator[Sequence[TokenLogprobs]]:
     for first in range(0, len(positions), _POSITIONS_A_TURN):
         yield positions[first : first + _POSITIONS_A_TURN]
-
-
-async def _entries_json(entries: ListWriter, runs: Iterator[Sequence[TokenLogprobs]]) -> Pieces:
-    """The entries of one list in JSON. They may be a million numbers, so other requests get their turns."""
-    comma = ""
-    for run in runs:
-        await asyncio.sleep(0)
-        yield comma + _json(entries(run))[1:-1]
-        comma = ", "
-
-
-async def whole_answer(
-    answer_format: AnswerFormat,
-    label: Label,
-    answers: Sequence[Collected],
-    options: AnswerOptions,
-    texts: TokenTexts,
-    prompts: Sequence[Sequence[int]] = (),
-    echoed: Sequence[EchoedPrompt] = (),
-    parser: Callable[[int], ParsedSequence] | None = None,
-) -> Pieces:
-    """The answers of all prompts as one JSON object.
-
-    `prompts`: the token ids of the prompts, if they are wanted. `echoed`: the prompts that begin their outputs' texts.
-    `parser` makes the parser of a choice, if texts are parsed.
-    """
-    head = {"id": label.id, "object": answer_format.object_name, "created": label.created, "model": label.model}
-    head["system_fingerprint"] = label.fingerprint
-    yield f'{_json(head)[:-1]}, "choices": ['
-    index = num_reasoning_tokens = 0
-    for answer, prompt, echo in zip_longest(answers, prompts, echoed):
-        for place in range(len(answer.chunks)):
-            if index:
-                await asyncio.sleep(0)  # there may be hundreds of long ones
-                yield ", "
-            # In the first choice of each prompt alone, since a prompt may be long and its choices many.
-            more = {"prompt_token_ids": prompt} if prompt and place == 0 and not answer_format.has_one_prompt else {}
-            parsed = parser(index) if parser is not None else None
-            async for piece in answer.choice(answer_format, options, texts, place, index, echo, parsed, **more):
-                yield piece
-            num_reasoning_tokens += parsed.num_reasoning_tokens if parsed is not None else 0
-            index += 1
-    ends = [answer.finished for answer in answers]
-    tail: dict[str, object] = {"usage": final_usage(ends, num_reasoning_tokens, has_output=options.output)}
-    if prompts and answer_format.has_one_prompt:
-        tail["prompt_token_ids"] = prompts[0]
-    yield "], "
-    if options.prompt_logprobs and answer_format.has_one_prompt:
-        yield '"prompt_logprobs": '
-        async for piece in answers[0].prompt_logprobs_json(texts.spelling):
-            yield piece
-        yield ", "
-    yield _json(tail)[1:]
 
 
 async def send_whole(
@@ -359,3 +210,62 @@ def path_headers(finished: Finished) -> Headers:
 def seed_headers(accepted: Accepted) -> Headers:
     """A header with the seed in use: a request with this seed gives the same tokens."""
     return [(b"baton-seed", b"%d" % accepted.seed)]
+
+
+async def merged(request_id: str, streams: Sequence[Events], num_sequences: int) -> AsyncGenerator[GenerateEvent, None]:
+    """Accepted, chunks and ends of all sequences, Finished with the sums; the first error ends all.
+
+    `num_sequences`: of each prompt. A reader that is slow holds up all streams.
+    """
+    async with AsyncExitStack() as stack:
+        for events in streams:
+            await stack.enter_async_context(aclosing(events))
+        accepted = await gather_all([accepted_of(events) for events in streams])
+        contexts = [context for one in accepted for context in one.contexts]
+        yield Accepted(request_id, accepted[0].seed, sum(one.prompt_tokens for one in accepted), contexts)
+        queue: asyncio.Queue[tuple[int, GenerateEvent | Exception]] = asyncio.Queue(1)
+        pumps = [asyncio.create_task(_pump(place, events, queue)) for place, events in enumerate(streams)]
+        stack.push_async_callback(_cancelled, pumps)
+        ends: dict[int, Finished] = {}
+        while len(ends) < len(streams):
+            place, event = await queue.get()
+            first = place * num_sequences
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Chunk | SequenceFinished):
+                yield replace(event, sequence_index=first + event.sequence_index)
+            elif isinstance(event, Finished):
+                ends[place] = event
+                if num_sequences == 1:
+                    yield SequenceFinished(first, event.finish_reason, event.stop_reason, event.completion_tokens)
+        yield _sum_of([ends[place] for place in range(len(streams))])
+
+
+async def _pump(place: int, events: Events, queue: asyncio.Queue[tuple[int, GenerateEvent | Exception]]) -> None:
+    try:
+        async for event in events:
+            await queue.put((place, event))
+            if isinstance(event, Finished):
+                return
+        raise BatonError("the stream ended before its request did")
+    except Exception as error:
+        await queue.put((place, error))
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _sum_of(ends: Sequence[Finished]) -> Finished:
+    """The first end, with the tokens of all."""
+    return replace(
+        ends[0],
+        prompt_tokens=sum(end.prompt_tokens for end in ends),
+        completion_tokens=sum(end.completion_tokens for end in ends),
+        cached_tokens=sum(end.cached_tokens for end in ends),
+        draft_counts=DraftCounts(
+            sum(end.draft_counts.num_drafted for end in ends), sum(end.draft_counts.num_accepted for end in ends)
+        ),
+    )

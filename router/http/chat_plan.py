@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -32,8 +31,7 @@ from baton.text.reasoning import BEGIN, END, opens_reasoning
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.formats import CallGrammarOptions, Tool
-from router.http.bodies.chats import ChatBody
-from router.http.bodies.tools import CHAT_TOOL_FIELDS, ChosenTools, NamedTool, ToolBody, ToolFields, tools_of
+from router.http.bodies.tools import CHAT_TOOL_FIELDS, NamedTool, ToolBody, ToolFields, tools_of
 from router.http.model import NO_TOOLS, ServedModel
 from router.http.parsed_text import TextParsing
 
@@ -93,16 +91,6 @@ class ToolOffer:
     def permits(self, name: str) -> bool:
         """Whether the model may call the tool of this name, and so gets to know it."""
         return self.choice != "none" and (self.allowed is None or name in self.allowed)
-
-
-def plan_chat(body: ChatBody, model: ServedModel, card: ModelCard) -> ChatPlan:
-    """Plan a chat; raises InvalidRequest that names the wrong field. May be called in a thread."""
-    is_parallel = body.parallel_tool_calls is not False
-    tools = body.tools or ()
-    chosen = ChosenTools.of_chat(body.tool_choice, tools)
-    offer = ToolOffer(tools, chosen.choice, is_parallel, body.constraint_field, allowed=chosen.allowed)
-    variables = reasoning_variables(body.reasoning_effort)
-    return plan_offer(offer, partial(model.chat_text, body, variables=variables), model, card)
 
 
 def plan_offer(

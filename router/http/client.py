@@ -9,8 +9,9 @@ from starlette.types import Receive, Send
 
 from baton.background import OnFault, start_background
 from router.http.errors import Headers
-from router.http.events import COMMENT
 
+COMMENT = b": waiting\n\n"
+"""Sent while there is nothing else to send, so that proxies and clients see a live connection."""
 STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

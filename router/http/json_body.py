@@ -38,6 +38,8 @@ _PATIENCE_S = 5.0
 _SLOW_BYTES_PER_S = 256 << 10
 """A large body that comes more slowly gives way to another one, if there are too many."""
 
+quote: Callable[[str], str] = json.JSONEncoder(ensure_ascii=False).encode
+"""A string as JSON; much quicker than `json.dumps` with the same setting."""
 CLOSE = (b"connection", b"close")
 _READ_TO_ITS_END = "body_is_read"
 

@@ -8,23 +8,19 @@ from typing import Any, Protocol
 
 from baton.errors import InvalidRequest, UnsupportedRequest
 from baton.messages.generation import ModelCard
-from baton.messages.request_limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_VARIABLE_BYTES
+from baton.messages.request_limits import MAX_PROMPT_BYTES
 from baton.text.chat_template import FIELD, MAX_RENDERED_BYTES
 from baton.text.detokenizer import Detokenizer
 from baton.text.fill_in_middle import find_gap_tokens
-from baton.text.image_prompts import PromptImage
 from baton.text.model_template import ModelTemplate
 from baton.text.prompt_template import PromptTemplate, with_parts
 from baton.text.tool_calls.formats import FORMATS
 from baton.text.tool_calls.tools_in_text import tools_in_text
 from router.admission.images import ImageRules, check_takes_images
 from router.admission.validation import check_text
-from router.http.bodies.chats import ChatPrompt
 from router.http.bodies.tools import ToolBody
 from router.http.image_urls import ImageFetcher
-from router.http.logprobs import as_token_id
-from router.http.parsed_text import AnswerParsers
-from router.http.template_messages import template_message
+from router.http.parsed_text import AnswerParsers, as_token_id
 
 NO_TOOLS = (
     "are not served for this model: its chat template describes no known format of calls "
@@ -161,52 +157,26 @@ class ServedModel:
             raise InvalidRequest("model", "is served without a tokenizer")
         return self._vocabulary
 
-    def chat_prompt(self, body: ChatPrompt) -> list[int]:
-        """The token ids of a chat; raises InvalidRequest that names the wrong field. Waits for a child process."""
-        return self.rendered_ids(self.chat_text(body, body.tools or ()))
-
-    def chat_text(self, body: ChatPrompt, tools: Sequence[ToolBody], variables: Mapping[str, Any] | None = None) -> str:
-        """The text of a chat's prompt; raises InvalidRequest that names the wrong field. Waits for a child process.
-
-        `tools`: those that the model gets to know. `variables`: for the template, where the body has none of the name.
-        """
-        body.check_continuation()
-        # Before the template is rendered, so that nothing is done for images that are refused.
-        images = self._read(body.images)
-        text = self._render(
-            [template_message(message, place) for place, message in enumerate(body.messages)],
-            {**(variables or {}), **_checked_variables(body.chat_template_kwargs)},
-            [tool.for_template() for tool in tools],
-            template=self._template_of(body.chat_template),
-            add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-        )
-        return self._expanded(text, images)
-
-    def _expanded(self, text: str, images: Sequence[PromptImage]) -> str:
-        return self._image_rules.prompts.expanded(text, images) if images and self._image_rules is not None else text
-
-    def _read(self, images: Sequence[bytes]) -> Sequence[PromptImage]:
-        """The images of a chat; raises InvalidRequest or UnsupportedRequest for those that are not taken."""
-        return check_takes_images(self.card, self._image_rules).read(images) if images else ()
-
     def text_of(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[ToolBody],
         variables: Mapping[str, Any] | None = None,
         images: Sequence[bytes] = (),
+        template_source: str | None = None,
         **options: bool,
     ) -> str:
-        """The text that the template makes of messages; raises InvalidRequest for `messages`.
+        """The text that the template makes of messages; raises InvalidRequest, for `messages` if nothing else is wrong.
 
-        `tools`: those that the model gets to know; `images`: those of the messages, in order; `variables` and
-        `options`: those of `ChatTemplate.render`. Waits for a child process.
+        `tools`: those that the model gets to know; `images`: those of the messages, in order; `template_source`: the
+        template that the request has, in place of the model's own; `variables` and `options`: those of
+        `ChatTemplate.render`. Waits for a child process.
         """
         # Before the template is rendered, so that nothing is done for images that are refused.
-        read = self._read(images)
-        text = self._render(messages, variables, [tool.for_template() for tool in tools], None, **options)
-        return self._expanded(text, read)
+        read = check_takes_images(self.card, self._image_rules).read(images) if images else ()
+        template = self._template_of(template_source)
+        text = self._render(messages, variables, [tool.for_template() for tool in tools], template, **options)
+        return self._image_rules.prompts.expanded(text, read) if read and self._image_rules is not None else text
 
     def rendered_ids(self, text: str) -> list[int]:
         """The token ids of a text that a chat template made. May be called in a thread."""
@@ -219,9 +189,9 @@ class ServedModel:
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        template: PromptTemplate | None = None,
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]],
+        template: PromptTemplate | None,
         **options: bool,
     ) -> str:
         """The text of messages. `template`: instead of the model's own."""
@@ -279,15 +249,3 @@ class ServedModel:
 def _has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether there are calls in messages, or their results."""
     return any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
-
-
-def _checked_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The variables, if a template can use them safely: their keys are names, their values scalars."""
-    for name, value in (variables or {}).items():
-        if not name.isidentifier():
-            raise InvalidRequest("chat_template_kwargs", f"has the key {name[:32]!r}, which is no name")
-        if not isinstance(value, str | int | float | bool | None):
-            raise InvalidRequest(f"chat_template_kwargs.{name[:32]}", "must be a string, a number, a boolean or null")
-        if isinstance(value, str) and len(value) > MAX_TEMPLATE_VARIABLE_BYTES // 4:
-            check_text(f"chat_template_kwargs.{name[:32]}", value, MAX_TEMPLATE_VARIABLE_BYTES)
-    return variables or {}

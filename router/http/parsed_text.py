@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,18 @@ from baton.text.reasoning import ReasoningCounter, ReasoningSplitter
 from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
 from baton.text.tool_calls.formats import FORMATS, ToolFormat, format_of_template, template_reasons
-from router.http.logprobs import Spelling, as_token_id
 
 _SHORT_ID_CHARS = 9
 _ID_CHARS = 24
+
+
+Spelling = Callable[[int], bytes]
+"""The bytes that a token stands for, or a name of the token."""
+
+
+def as_token_id(token_id: int) -> bytes:
+    """A token's spelling that tells tokens with the same text apart; as in vLLM."""
+    return b"token_id:%d" % token_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from baton.messages.steering import ClusterEvent
+from baton.messages.operator import ClusterEvent
 
 MAX_EVENTS = 2048
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.messages.explanations import PlacementDecision, PlacementOutcome, PlacementWay
+from baton.messages.operator import PlacementDecision, PlacementOutcome, PlacementWay
 from router.placement.cost_model import CostTerms
 from router.placement.decisions import Explanation
 

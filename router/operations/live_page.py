@@ -6,9 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from baton.messages.cluster import ClusterStatus, NodeStatus
-from baton.messages.request_rows import RequestRow
-from baton.messages.steering import ClusterEvent
+from baton.messages.operator import ClusterEvent, ClusterStatus, NodeStatus, RequestRow
 from router.operations.live_history import LiveHistory
 
 MAX_RUNNING = 40

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from baton.messages.request_rows import RequestRow
+from baton.messages.operator import RequestRow
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import FlightState
 from router.flight.timeline import EndedRequest

@@ -16,9 +16,8 @@ from typing import Protocol
 from baton.background import OnFault, start_background
 from baton.did_you_mean import did_you_mean
 from baton.errors import BatonError, CacheInUse, InvalidRequest, NodeNotFound, Unreachable
-from baton.messages.cluster import NodeStatus
 from baton.messages.node import Role
-from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
+from baton.messages.operator import ClusterEvent, DrainProgress, NodeStatus, RoleSet
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.registry import DesiredChange, DesiredState, Membership
 from baton.registry.desired import cordon, set_role, uncordon

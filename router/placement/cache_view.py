@@ -15,10 +15,9 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
-from baton.messages.encoder_contents import EncoderContent, rows_key
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import NodeDescription
-from baton.messages.spans import Span, span_items
+from baton.messages.spans import EncoderContent, Span, rows_key, span_items
 from router.placement.block_index import BlockIndex
 
 _MOST_BLOCKS = 4096

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from baton.messages.node import NodeDescription
-from baton.messages.node_shape import ONE_RANK, NodeShape
+from baton.messages.node import ONE_RANK, NodeDescription, NodeShape
 from router.placement.rates import StepRates
 
 

@@ -26,7 +26,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from baton.messages.kv_format import KVFormat
+from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Role
 from baton.values import value
 from router.placement.placement import Candidate, Demand

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.deadlines import Deadlines
-from baton.messages.kv_format import KVFormat
+from baton.messages.kv_cache import KVFormat
 from baton.messages.node import Role
 from router.placement.cache_view import KeyScheme, key_scheme_of
 from router.placement.cost_model import (

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from baton.errors import ContextLengthExceeded, NoCapacity
 from baton.messages.capabilities import GENERATES, Capability, in_order
-from baton.messages.kv_format import KVFormat
+from baton.messages.ids import Peer
+from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Role
-from baton.messages.peer import Peer
 from baton.values import value
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from baton.errors import BatonError, NoCapacity
 from baton.messages.capabilities import TRANSCRIBES, Capability
-from baton.messages.kv_format import KVFormat
+from baton.messages.ids import Peer
+from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
-from baton.messages.peer import Peer
 from baton.observe.metrics import Distribution, Figure
 from baton.values import value
 from router.admission.request import ValidRequest

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import groupby
 from typing import NamedTuple
 
-from baton.messages.kv_format import KVFormat
+from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Role
 from router.placement.placement import disagreement
 

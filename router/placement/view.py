@@ -13,10 +13,10 @@ from cachetools import FIFOCache
 from baton.engine.sequences.sequence_group import most_at_once
 from baton.messages.adapters import AdapterReport
 from baton.messages.capabilities import Capability, in_order
-from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
-from baton.messages.kv_format import KVFormat
+from baton.messages.kv_cache import KVFormat
 from baton.messages.node import LoadReport, NodeDescription, Role
+from baton.messages.operator import NodeStatus
 from baton.registry import DesiredState, NodeRecord
 from router.admission.admission import is_full
 from router.placement.placement import Candidate, Candidates, Demand, NodeSize, Origin, disagreement, may_serve, size_of

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from baton.messages.generation import GenerateRequest
-from baton.messages.node_shape import NodeShape
+from baton.messages.node import NodeShape
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_prompts
 from tests.support.mini_cluster import mini_cluster
 from tests.support.tiny_models import TINY_MODELS

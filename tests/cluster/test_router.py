@@ -17,11 +17,11 @@ from baton.errors import ConfigError, DeadlineExceeded, Draining, InvalidRequest
 from baton.messages.capabilities import GENERATES
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.runner import SimulatedSpec
-from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from baton.wire.clients.generation_client import GenerationStub
 from baton.wire.clients.operator_client import OperatorStub
 from router.app import run_router
 from router.process import RouterAddresses
+from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
 from tests.support.router_parts import MODEL, decode, prefill, record_of
 from tests.support.served_nodes import ServedNode, token_at
 

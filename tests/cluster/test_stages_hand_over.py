@@ -17,7 +17,7 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_stages import FakeStages
+from tests.doubles.fake_stages import FakeStages
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
 from tests.support.caller import TokenCount
 from tests.support.load_with import load_with

@@ -13,9 +13,8 @@ import pytest
 
 from baton.client.operator import OperatorClient
 from baton.errors import NodeNotFound, Unreachable
-from baton.messages.cluster import ClusterStatus, NodeStatus
 from baton.messages.generation import GenerateRequest
-from baton.messages.steering import DrainProgress
+from baton.messages.operator import ClusterStatus, DrainProgress, NodeStatus
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir

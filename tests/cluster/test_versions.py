@@ -19,11 +19,11 @@ from baton.node.serve import Node
 from baton.node.stop import NodeStop
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.fake_registry import FakeRegistry
 from decode_node.app import DecodeRole
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.layout import PROTOCOL_VERSION
 from prefill_node.app import PrefillRole
+from tests.doubles.fake_registry import FakeRegistry
 from tests.support.mini_cluster import CLUSTER, MiniCluster, mini_cluster, random_prompt, simulated_model_dir
 
 pytestmark = pytest.mark.one_transport

@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.messages.embedding import EmbedRequest, EmbedResponse
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.messages.pooling import EmbedRequest, EmbedResponse
 from baton.security.callers import current_caller
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole

@@ -23,7 +23,6 @@ from baton.errors import (
     RequestNotFound,
     Unreachable,
 )
-from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -34,6 +33,7 @@ from baton.messages.generation import (
     Path,
     TakeChunk,
 )
+from baton.messages.pooling import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult
 from baton.wire.clients.generation_client import GenerationStub
 from baton.wire.server.server import RpcServer
 from baton.wire.services import generation_service

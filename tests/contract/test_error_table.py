@@ -24,12 +24,12 @@ from baton.errors import (
     TransferFailed,
 )
 from baton.messages.generation import Accepted, Chunk
-from baton.testing.fake_generation_handler import FakeGenerationHandler
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import status
 from baton.wire.server.server import RpcServer
 from baton.wire.services import generation_service
 from baton.wire.services.generation_service import GenerationServicer
+from tests.doubles.fake_generation_handler import FakeGenerationHandler
 
 CODES = {
     "BatonError": "INTERNAL",

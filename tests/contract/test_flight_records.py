@@ -15,7 +15,7 @@ from redis import asyncio as redis_client
 from baton.errors import ConfigError
 from baton.registry.flights import ENDED_S, MAX_RECORD_BYTES, FlightRecords
 from baton.registry.redis_flights import MAX_PENDING, RedisFlightRecords
-from baton.testing.fake_flight_records import LIFETIME_S, FakeFlightRecords, FakeFlightStore
+from tests.doubles.fake_flight_records import LIFETIME_S, FakeFlightRecords, FakeFlightStore
 from tests.support.redis_server import RedisProcess
 
 BOUND_S = 30.0

@@ -11,9 +11,6 @@ from baton.clock import SystemClock
 from baton.engine.runner import KVLayout, KVMemory, LayerGeometry, LayerGroup
 from baton.messages.node_report import ProbeFault
 from baton.runner.blocks.block_digests import block_digests
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
-from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from decode_node.intake import Intake
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
@@ -23,6 +20,9 @@ from kv_transfer.mover.parts_mover import OwnPart, PartsMover
 from kv_transfer.peer_node import part_name
 from kv_transfer.receiver.join_probe import ProbeTimes
 from kv_transfer.receiver.join_probe_machine import ProbeState
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
+from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.support.handoff_rig import Recorder, SenderHalf
 from tests.support.node_parts import new_memory
 

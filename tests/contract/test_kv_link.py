@@ -14,13 +14,9 @@ from baton.engine.connector import BlockFate, LostKV
 from baton.engine.request import RequestStatus
 from baton.engine.runner import KVMemory
 from baton.errors import TransferCause, TransferFailed
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import StageTimings
-from baton.messages.peer import Peer
 from baton.runner.blocks.known_bytes import block_filler
-from baton.testing.fake_connector import FakeConnector
-from baton.testing.fake_transfer_backend import FakeTransferFabric
-from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
@@ -46,6 +42,9 @@ from kv_transfer.receiver.join_probe import ProbeTimes
 from kv_transfer.receiver.transfer_machine import TransferState
 from kv_transfer.sender.lease_machine import LeaseState
 from kv_transfer.sender.lease_values import LeaseTimes
+from tests.doubles.fake_connector import FakeConnector
+from tests.doubles.fake_transfer_backend import FakeTransferFabric
+from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.support.handoff_rig import (
     BLOCK_BYTES,
     HEARTBEAT_S,

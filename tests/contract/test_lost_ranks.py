@@ -13,7 +13,7 @@ import pytest
 
 from baton.engine.batch import NewRequestData, SchedulerOutput
 from baton.engine.runner import ModelRunner, RunnerLost
-from baton.messages.node_shape import NodeShape
+from baton.messages.node import NodeShape
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec
 from baton.runner.loading import load_runner
@@ -21,8 +21,8 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.ranks import following_rank
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_rank_group import FakeRankGroup
-from baton.testing.fake_ranked_runner import FakeRankedRunner, LossMoment
+from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_ranked_runner import FakeRankedRunner, LossMoment
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 4

@@ -18,7 +18,7 @@ from baton.runner.backends.device import CPU
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.torch_operations import TorchOperations, activate
-from baton.testing.fake_attention import fake_paged_attention
+from tests.doubles.fake_attention import fake_paged_attention
 from tests.support.kernel_inputs import randn
 from tests.support.pairs import all_pairs
 

@@ -14,12 +14,12 @@ from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.node_report import FailedProbe, ProbeFault
 from baton.runner.blocks import known_bytes
-from baton.testing.fake_transfer_backend import FakeTransferBackend
-from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.receiver.join_probe import ProbeTimes
 from kv_transfer.receiver.join_probe_machine import ProbeState
+from tests.doubles.fake_transfer_backend import FakeTransferBackend
+from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.support.handoff_rig import (
     BLOCK_BYTES,
     NUM_BLOCKS,

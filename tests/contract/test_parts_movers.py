@@ -13,7 +13,6 @@ from baton.engine.runner import KVLayout, KVMemory, LayerGeometry, LayerGroup
 from baton.errors import TransferCause
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import Division
-from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.mover.mover_events import (
@@ -27,6 +26,7 @@ from kv_transfer.mover.mover_events import (
 )
 from kv_transfer.peer_node import part_name
 from kv_transfer.piece_plan import ReadRange
+from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from tests.support.node_parts import PartsNode, layer_of
 
 WIDTHS = (8, 16, 24, 8, 40, 16)

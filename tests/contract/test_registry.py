@@ -19,7 +19,7 @@ from baton.registry.embedded import embedded_redis
 from baton.registry.records import NodeRecord, Snapshot
 from baton.registry.registry import RESERVES, RedisLease, Registry
 from baton.registry.server_memory import server_memory
-from baton.testing.fake_registry import FakeLease, FakeRegistry, FakeRegistryStore
+from tests.doubles.fake_registry import FakeLease, FakeRegistry, FakeRegistryStore
 from tests.support.redis_server import RedisProcess
 
 AnyRegistry = Registry | FakeRegistry

@@ -16,20 +16,20 @@ from baton.clock import SystemClock
 from baton.engine.encoder_cache import EncoderInput
 from baton.engine.runner import ModelInfo
 from baton.errors import BackgroundFault, DeadlineExceeded
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.ids import Peer
 from baton.messages.node import NodeDescription
-from baton.messages.peer import Peer
+from baton.messages.spans import EncoderContent
 from baton.node.encoding.fetch_policy import FetchPolicy
 from baton.node.encoding.row_fetcher import RowFetcher, RowSource
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.fake_row_source import FakeRowSource
 from baton.v1 import encoder_rows_pb2 as pb
 from baton.v1 import encoder_rows_pb2_grpc
 from baton.wire.credentials import PLAINTEXT_DIALER
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import RpcServer
 from baton.wire.services.encoder_rows_service import MOST_READERS, PART_BYTES, EncoderRowsServicer
+from tests.doubles.fake_row_source import FakeRowSource
 from tests.support.router_parts import prefill
 
 NUM_ROWS = 500

@@ -23,7 +23,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.simulated import SimulatedRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_runner import FakeRunner
+from tests.doubles.fake_runner import FakeRunner
 from tests.support.runner_driver import GREEDY
 from tests.support.tiny_models import TINY_MODELS
 

@@ -23,8 +23,6 @@ from baton.engine.runner import KVLayout, KVMemory, LayerGroup
 from baton.errors import TransferCause, TransferFailed
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import Division
-from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
-from baton.testing.faulty_transfer_backend import FaultyTransferBackend
 from kv_transfer.backends.base import (
     BadRange,
     PeerGone,
@@ -40,6 +38,8 @@ from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_events import BlocksDigested, Connected, MoverEvent, ReadDone, ReadFailed
 from kv_transfer.mover.window import WindowLimits
 from kv_transfer.piece_plan import ReadRange
+from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
+from tests.doubles.faulty_transfer_backend import FaultyTransferBackend
 from tests.support.transfer_sender import Sender, fill, new_memory, pattern
 
 NUM_BLOCKS = 96

@@ -34,7 +34,6 @@ from baton.errors import (
     TransferFailed,
     Unreachable,
 )
-from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -44,7 +43,7 @@ from baton.messages.generation import (
     ModelCard,
 )
 from baton.messages.generation import Path as NodePath
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 from baton.messages.node import (
     Abort,
@@ -58,14 +57,12 @@ from baton.messages.node import (
     WatchKVCache,
 )
 from baton.messages.node_report import HandoffReport, NodeReport, TraceEvent, TraceStep
-from baton.messages.peer import Peer
+from baton.messages.pooling import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.model_formats.adapters import AdapterInfo
 from baton.security.authority import make_certificates
 from baton.security.matrix import CallerRole
 from baton.security.tls_files import TlsBytes, TlsFiles, certificate_files
-from baton.testing.fake_generation_handler import FINISHED, FakeGenerationHandler
-from baton.testing.fake_node_handler import FakeNodeHandler
 from baton.v1 import generation_pb2, generation_pb2_grpc, node_pb2, node_pb2_grpc
 from baton.wire import status
 from baton.wire.clients.generation_client import GenerationStub
@@ -78,6 +75,8 @@ from baton.wire.services import generation_service, node_service, operator_servi
 from baton.wire.services.generation_service import GenerationServicer
 from baton.wire.services.node_service import NodeServicer
 from baton.wire.services.operator_service import OperatorServicer
+from tests.doubles.fake_generation_handler import FINISHED, FakeGenerationHandler
+from tests.doubles.fake_node_handler import FakeNodeHandler
 from tests.support.reports import QueuedReports
 from tests.support.router_parts import decode
 

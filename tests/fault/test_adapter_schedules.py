@@ -26,10 +26,10 @@ from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.registry import DesiredState
 from baton.registry.adapter_names import NamedAdapter
 from baton.runner.simulated import expected_tokens
-from baton.testing.fake_adapter_threads import FakeAdapterThreads
 from router.operations.adapters import ClusterAdapters
 from router.operations.event_ring import EventRing
 from router.timers import LoopTimers
+from tests.doubles.fake_adapter_threads import FakeAdapterThreads
 from tests.fault.test_fault_schedules import Schedule
 from tests.support.adapter_files import write_simple_adapter
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, SimulatedNode

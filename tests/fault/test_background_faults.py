@@ -22,7 +22,6 @@ from baton.config import RouterConfig
 from baton.errors import BackgroundFault
 from baton.registry.records import NodeRecord
 from baton.registry.registry import RedisLease, Registry
-from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from router.app import run_router
 from router.http.client import Client
 from router.http.server import _Server
@@ -32,6 +31,7 @@ from router.operations.steering import Steering
 from router.process import RouterAddresses, RouterProcess
 from router.timers import LoopTimers
 from router.waiting_room import WaitingRoom
+from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
 from tests.support.redis_server import RedisProcess
 from tests.support.router_parts import decode, record_of
 from tests.support.router_rig import router_rig
@@ -218,7 +218,7 @@ GUARDED_OTHERWISE = {
     "router/process.py": (4, "the run itself awaits them"),
     "router/http/audio/endpoint.py": (1, "the call awaits it; once its client is gone, its error concerns nobody"),
     "router/http/audio/transcription.py": (1, "each part hands its error to the call, which raises it"),
-    "router/http/merged_streams.py": (1, "each prompt's stream hands its error to the answer, which raises it"),
+    "router/http/answers.py": (1, "each prompt's stream hands its error to the answer, which raises it"),
     "router/http/server.py": (1, "the start awaits it"),
     "router/node_links.py": (1, "the link's task awaits the attachment"),
     "router/operations/adapters.py": (2, "the follower of adapters awaits them"),

@@ -21,8 +21,8 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_prompt_logprobs, expected_tokens
-from baton.testing.faulty_transfer_backend import Faults
 from kv_transfer.mover.window import WindowLimits
+from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.seeds import drawn_seeds, named_seed
 from tests.support.simulated_cluster import (
     BLOCK_SIZE,

@@ -16,9 +16,9 @@ from baton.engine.runner import KVMemory
 from baton.messages.node import Role
 from baton.runner.blocks.block_digests import DIGEST_MODULUS, BlockDigests, block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
-from baton.testing.fake_transfer_backend import FakeTransferFabric
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
+from tests.doubles.fake_transfer_backend import FakeTransferFabric
 from tests.fault.test_fault_schedules import Schedule
 from tests.support.parts_runner import DividedRunner
 from tests.support.seeds import drawn_seeds, named_seed

@@ -12,7 +12,7 @@ import pytest
 from baton.errors import Cancelled, TransferCause
 from baton.failpoints import set_injector
 from baton.messages.generation import Finished, GenerateRequest
-from baton.messages.peer import Peer
+from baton.messages.ids import Peer
 from baton.messages.sampling import SamplingParams
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.runner.blocks.sub_blocks import WHOLE, Division

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from baton.messages.cluster import ClusterStatus
 from baton.messages.node_report import KV_PROBE_FAILED, TraceEvent
+from baton.messages.operator import ClusterStatus
 from baton.processes.fork_server import ForkedProcess
 from baton.registry.embedded import find_redis_server
 from tests.support.command_on_host import start_on_host

@@ -19,11 +19,11 @@ from baton.messages.generation import GenerateRequest
 from baton.messages.node_report import KV_PROBE_FAILED, ProbeFault
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
-from baton.testing.faulty_transfer_backend import Faults
 from decode_node import absent_senders
 from decode_node.intake import Intake
 from kv_transfer.receiver.join_probe import ProbeTimes
 from kv_transfer.receiver.join_probe_machine import ProbeState
+from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.simulated_cluster import (
     BLOCK_SIZE,
     SimulatedCluster,

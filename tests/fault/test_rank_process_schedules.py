@@ -21,8 +21,8 @@ from random import Random
 import pytest
 
 from baton.engine.request import Request
-from baton.messages.cluster import ClusterStatus, NodeStatus
 from baton.messages.generation import GenerateRequest
+from baton.messages.operator import ClusterStatus, NodeStatus
 from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model

@@ -17,9 +17,8 @@ from dataclasses import fields
 import pytest
 
 from baton.errors import Cancelled, DeadlineExceeded, TransferFailed, WouldBeLate
-from baton.messages.node import Role
-from baton.messages.node_shape import NodeShape
-from baton.testing.fake_ranked_runner import LossMoment
+from baton.messages.node import NodeShape, Role
+from tests.doubles.fake_ranked_runner import LossMoment
 from tests.fault.test_fault_schedules import PATIENCE_S, Schedule
 from tests.support.seeds import drawn_seeds, named_seed
 from tests.support.simulated_cluster import Answer, simulated_cluster

@@ -20,9 +20,9 @@ from baton.messages.generation import GenerateRequest
 from baton.messages.node import Role
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_prompt_logprobs, expected_tokens
-from baton.testing.faulty_transfer_backend import Faults
 from router.dispatcher import Dispatcher
 from router.flight.flight_table import AttemptCause
+from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.seeds import drawn_seeds, named_seed
 from tests.support.simulated_cluster import SimulatedLimits, simulated_cluster
 from tests.support.simulated_routers import RoutedCluster

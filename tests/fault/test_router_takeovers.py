@@ -16,8 +16,8 @@ from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRe
 from baton.messages.node import Abort, Adopt
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
-from baton.testing.faulty_transfer_backend import Faults
 from router.flight.flight_table import AttemptCause
+from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.always_first import AlwaysFirst
 from tests.support.simulated_cluster import Answer, SimulatedLimits, simulated_cluster
 from tests.support.simulated_routers import RoutedCluster

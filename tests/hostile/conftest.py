@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = Path(baton.__file__).parent / "demo_model"
 MODES = ("open", "guarded")
 RUNS_LONG = os.environ.get("BATON_HOSTILE") == "long"
-ATTACK_S = 10.0 if RUNS_LONG else 0.4
+ATTACK_S = 10.0 if RUNS_LONG else 0.2
 """The duration of an attack in seconds; it also lasts until every victim has had an answer."""
 
 

@@ -26,7 +26,7 @@ from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.encoder.encoder_runner import EncoderRunner, load_encoder
 from baton.runner.loading import load_runner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 from tests.support.tiny_encoders import TINY_ENCODERS, write_encoder
 from tests.support.tiny_models import TINY_MODELS
 

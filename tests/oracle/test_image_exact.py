@@ -18,16 +18,15 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 from baton.model_formats.images import image_family
 from baton.runner.images import ImageProcessor
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import NEW_TOKENS, run_all
 from tests.support.image_models import IMAGE_MODELS, IMAGE_TOKEN_ID, random_image, write_image_model
 

@@ -26,7 +26,7 @@ from baton.runner.model.decoder import RotaryTable
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import DTYPES, load_model
 from baton.runner.spec import CacheSpec, TorchSpec, WeightSpec
-from baton.testing.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with, make_engine, make_prompts, run_all
 from tests.support.image_models import IMAGE_MODELS, IMAGE_TOKEN_ID, random_image, write_image_model
 

@@ -24,10 +24,10 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_grammar import FakeMatcher
 from baton.text.grammar import Grammars, num_mask_words
 from baton.text.tokenizer import Tokenizer
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_grammar import FakeMatcher
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
 from tests.support.tiny_models import TINY_MODELS
 

@@ -28,7 +28,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
 from baton.runner.model.weights import load_model
 from baton.runner.spec import CacheSpec, TorchSpec, WeightSpec
-from baton.testing.fake_attention import fake_paged_attention
+from tests.doubles.fake_attention import fake_paged_attention
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 

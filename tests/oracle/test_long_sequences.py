@@ -31,7 +31,7 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 from tests.support.rotary_models import PHI3_LONGROPE, ROPE_TYPES
 
 _SCHEDULES = int(os.environ.get("BATON_SCHEDULES") or 0)

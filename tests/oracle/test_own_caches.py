@@ -27,7 +27,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_stages import FakeStages
+from tests.doubles.fake_stages import FakeStages
 from tests.oracle.test_ranks_exact import ALONE, NAMED, NEW_TOKENS, compute, loaded
 from tests.oracle.test_token_exact import make_engine
 from tests.support.load_with import load_with

@@ -24,9 +24,9 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_rank_group import FakeRankGroup
-from baton.testing.fake_stages import FakeStages
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_stages import FakeStages
 from tests.support.given_spans import random_rows, span_of, with_placeholders
 from tests.support.load_with import load_with
 from tests.support.tiny_models import TINY_MODELS

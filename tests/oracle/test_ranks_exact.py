@@ -36,8 +36,8 @@ from baton.runner.model.stored.convert_gguf import convert
 from baton.runner.model.transformer import HiddenAndLogits
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import make_engine, make_prompts, run_all
 from tests.support.gguf_models import random_module, write_module
 from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model

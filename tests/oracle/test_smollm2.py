@@ -27,9 +27,9 @@ from baton.models.resolve import find_model
 from baton.runner.loading import load_runner
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_workers import FakeWorkers
 from baton.text.model_template import ModelTemplate
 from baton.text.tokenizer import Tokenizer
+from tests.doubles.fake_workers import FakeWorkers
 from tests.oracle.test_token_exact import make_engine
 from tests.unit.runner.test_quantized_loading import error, logits
 

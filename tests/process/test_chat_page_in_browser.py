@@ -18,7 +18,7 @@ from baton.security.pages import PageAuthenticator
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from baton.text.image_prompts import ImagePrompts
 from router.admission.images import ImageRules
-from router.http.openapi import OPERATIONS
+from router.http.pages.operations import OPERATIONS
 from tests.support.browser import Browser
 from tests.support.chat_page import DROP, PASTE, TEMPLATE, opened, text_of
 from tests.support.cut_connections import cut_connections_at

@@ -7,16 +7,15 @@ import json
 from pathlib import Path
 from random import Random
 
-from baton.messages.cluster import ClusterStatus
-from baton.messages.steering import ClusterEvent
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_handler import FakeHandler
+from baton.messages.operator import ClusterEvent, ClusterStatus
 from router.http.app import HttpFront
-from router.http.live import LiveData, live_pages
 from router.http.model import ServedModel
+from router.http.pages.html import LiveData, live_pages
 from router.http.responses.store import ResponseStore
 from router.http.server import HttpServer
 from router.operations.live_page import live_page_data
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_handler import FakeHandler
 from tests.support.browser import Browser
 from tests.support.http_rig import BOUNDS, CARD
 from tests.support.live_cluster_page import history_of, node, row

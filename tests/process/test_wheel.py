@@ -44,7 +44,7 @@ def test_the_wheel_has_all_parts_and_an_honest_tag(wheel: Path) -> None:
     packages = {"baton", "router", "prefill_node", "decode_node", "kv_transfer", info}
     assert {name.split("/")[0] for name in names} == packages
     assert len(times) == 1, "two builds of a commit would differ"
-    for name in ("baton/py.typed", "router/http/live.html", "baton/demo_model/model.safetensors"):
+    for name in ("baton/py.typed", "router/http/pages/live.html", "baton/demo_model/model.safetensors"):
         assert name in names
     assert not [name for name in names if "test_" in name or name.endswith(".pyc")]
     assert f"-{tag}.whl" in wheel.name

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from baton.engine.request import Request
-from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.sampling import SamplingParams
+from baton.messages.spans import ContentKind, EncoderContent, source_spans
 from baton.model_formats.encoder_decoders import encoder_decoder
 from baton.runner.model.random_model import write_random_model
 from tests.support.image_models import add_special_tokens

@@ -14,14 +14,13 @@ from baton.engine.runner import StepExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_seed, split_sequence_id
 from baton.errors import TransferCause
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.ids import Peer
 from baton.messages.node import Leg, Outcome
-from baton.messages.peer import Peer
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_connector import FakeConnector
-from baton.testing.fake_runner import FakeRunner, expected_tokens, prompt_slots, with_spans
+from baton.messages.spans import EncoderContent, Span
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_connector import FakeConnector
+from tests.doubles.fake_runner import FakeRunner, expected_tokens, prompt_slots, with_spans
 
 SOURCE = Peer("prefill-0", "prefill-0.run1", "127.0.0.1:1")
 

@@ -14,14 +14,14 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import NodeDescription, StepReport
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
-from baton.testing.fake_tokenizer import FakeTokenizer
-from baton.testing.faulty_transfer_backend import Faults
 from baton.v1 import generation_pb2 as pb
 from baton.wire.services.generation_service import SERVICE_NAME, GenerationServicer
 from router.dispatcher import Dispatcher
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from router.timers import LoopTimers, TimerHandle
+from tests.doubles.fake_tokenizer import FakeTokenizer
+from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.local_rpc import LocalServer, Reply
 from tests.support.request_bounds import Served
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits

@@ -10,13 +10,13 @@ from random import Random
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_workers import FakeWorkers
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from baton.text.model_template import ModelTemplate
 from router.http.app import HttpFront
 from router.http.model import ServedModel
 from router.http.responses.store import ResponseStore
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_workers import FakeWorkers
 from tests.support.fuzzed_cluster import FuzzedCluster, LetterTokenizer
 from tests.support.http_client import AsgiClient, Exchange
 from tests.support.http_rig import BOUNDS

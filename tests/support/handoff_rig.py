@@ -17,14 +17,11 @@ from baton.clock import SystemClock
 from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import Leg
-from baton.messages.peer import Peer
 from baton.messages.sampling import SamplingParams
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import ReadHandle, TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
@@ -36,6 +33,8 @@ from kv_transfer.piece_plan import ReadRange
 from kv_transfer.receiver.join_probe import ProbeTimes
 from kv_transfer.receiver.join_probe_machine import ProbeState
 from prefill_node.handoff import HandOff, OfferConnector
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 64

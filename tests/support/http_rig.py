@@ -9,21 +9,21 @@ from random import Random
 from baton.messages.capabilities import GENERATES_AND_EMBEDS
 from baton.messages.generation import Chunk, Finished, ModelCard, Path
 from baton.security.pages import PageAuthenticator
-from baton.testing.fake_adapter_handler import FakeAdapterHandler
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_handler import FakeCall, FakeHandler
-from baton.testing.fake_tokenizer import FakeTokenizer
-from baton.testing.fake_workers import FakeWorkers
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from baton.text.model_template import ModelTemplate
 from baton.text.prompt_template import PromptTemplate
 from router.admission.images import ImageRules
-from router.http.adapters import adapter_routes
 from router.http.app import HttpFront
 from router.http.audio.endpoint import SpeechRules
-from router.http.endpoints import Handler
+from router.http.endpoint import Handler
 from router.http.model import ServedModel
+from router.http.pages.status import adapter_routes
 from router.http.responses.store import ResponseStore, StoreBounds
+from tests.doubles.fake_adapter_handler import FakeAdapterHandler
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_handler import FakeCall, FakeHandler
+from tests.doubles.fake_tokenizer import FakeTokenizer
+from tests.doubles.fake_workers import FakeWorkers
 from tests.support.http_client import AsgiClient
 from tests.support.router_parts import MODEL
 

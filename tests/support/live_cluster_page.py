@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from baton.messages.cluster import NodeStatus
-from baton.messages.request_rows import RequestRow
+from baton.messages.operator import NodeStatus, RequestRow
 from router.operations.live_history import SAMPLE_EVERY_S, Buckets, LiveHistory, RouterTotals
 
 BUCKETS = Buckets((0.01, 0.1, math.inf), (0.01, 0.1, math.inf))

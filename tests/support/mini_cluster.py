@@ -22,12 +22,12 @@ from baton.node.serve import Node
 from baton.node.stop import NodeStop
 from baton.registry import Membership
 from baton.runner import ModelRunner
-from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.codec.operator import CLUSTER_STATUS
 from router.app import run_router
 from router.process import RouterAddresses
+from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
 from tests.support.caller import Caller
 from tests.support.reports import QueuedReports
 

@@ -11,18 +11,17 @@ from baton.clock import Clock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import Leg, NodeDescription, RequestDelta, Role, StepReport, Submit
-from baton.messages.peer import Peer
 from baton.messages.sampling import SamplingParams
 from baton.node.port import Port
 from baton.node.reports.event_log import EventLog
 from baton.node.service import NodeService
-from baton.testing.fake_adapter_threads import FakeAdapterThreads
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_engine_driver import FakeEngineDriver
-from baton.testing.fake_role import FakeRole
-from baton.testing.fake_runner import FakeRunner, prompt_slots
+from tests.doubles.fake_adapter_threads import FakeAdapterThreads
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_engine_driver import FakeEngineDriver
+from tests.doubles.fake_role import FakeRole
+from tests.doubles.fake_runner import FakeRunner, prompt_slots
 
 VOCAB = 1000
 PROMPT = (1, 2, 3, 4, 5, 6)

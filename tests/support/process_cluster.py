@@ -16,9 +16,9 @@ import grpc
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.errors import NodeLost, Unreachable
-from baton.messages.cluster import ClusterStatus
 from baton.messages.node import LoadReport
 from baton.messages.node_report import TraceEvent
+from baton.messages.operator import ClusterStatus
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.codec.operator import CLUSTER_STATUS
@@ -38,7 +38,8 @@ class ProcessCluster:
     def __init__(self, run_dir: Path, environment: Mapping[str, str]) -> None:
         self._run_dir = RunDir(run_dir)
         # Several clusters run side by side, and commands start more.
-        self._environment = {**os.environ, "BATON_HTTP_PORT": "0", "BATON_PLACEMENT": "least-loaded", **environment}
+        defaults = {"BATON_HTTP_PORT": "0", "BATON_PLACEMENT": "least-loaded", "BATON_KV_CACHE_MEMORY": "32MiB"}
+        self._environment = {**os.environ, **defaults, **environment}
 
     def baton(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run the command on this cluster."""

@@ -11,10 +11,6 @@ from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, 
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
 from baton.messages.sampling import TokenLogprobs
-from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
-from baton.testing.fake_node import FakeNode, FakeNodes
-from baton.testing.fake_timers import FakeTimers
-from baton.testing.fake_tokenizer import FakeTokenizer
 from router.dispatcher import Dispatcher
 from router.flight.flight_journal import FlightJournal
 from router.flight.request_spans import RequestSpans
@@ -22,6 +18,10 @@ from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
+from tests.doubles.fake_flight_records import FakeFlightRecords, FakeFlightStore
+from tests.doubles.fake_node import FakeNode, FakeNodes
+from tests.doubles.fake_timers import FakeTimers
+from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.router_parts import MODEL, record_of
 
 

@@ -19,9 +19,9 @@ from baton.messages.node import (
     StepReport,
     Submit,
 )
-from baton.testing.fake_node_handler import FakeNodeHandler, FakeRouterPort
 from baton.wire.server.server import RpcServer
 from baton.wire.services.node_service import SERVICE_NAME, NodeServicer
+from tests.doubles.fake_node_handler import FakeNodeHandler, FakeRouterPort
 
 
 def token_at(prompt: Sequence[int], index: int) -> int:

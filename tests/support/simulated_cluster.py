@@ -28,10 +28,9 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, PromptLogprobs
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import NodeDescription, Role, RouterMessage, StageTimings, StepReport
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
-from baton.messages.peer import Peer
 from baton.messages.sampling import TokenLogprobs
 from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.node.attempts.attempt_clock import TransferFigures
@@ -42,10 +41,6 @@ from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
 from baton.runner.blocks.block_digests import BlockDigests, block_digests
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.fake_engine_driver import FakeEngineDriver
-from baton.testing.fake_mover import FakeMover
-from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
-from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from decode_node.intake import Intake, IntakeConnector
 from decode_node.known_senders import KnownSenders, own_kv_format
 from kv_transfer.backends.base import TransferBackend
@@ -63,6 +58,10 @@ from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placement.view import ClusterView
 from router.timers import LoopTimers
+from tests.doubles.fake_engine_driver import FakeEngineDriver
+from tests.doubles.fake_mover import FakeMover
+from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
+from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.support.executors import Ahead, executor_for
 from tests.support.fake_network import FakeNetwork, FakeServer
 from tests.support.router_parts import record_of

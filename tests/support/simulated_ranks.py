@@ -15,16 +15,15 @@ from typing import Any
 
 from baton.engine.runner import RunnerLost
 from baton.messages.ids import AttemptKey
-from baton.messages.node import NodeDescription, Role
-from baton.messages.node_shape import ONE_RANK, NodeShape
+from baton.messages.node import ONE_RANK, NodeDescription, NodeShape, Role
 from baton.node.reports.event_log import EventLog
 from baton.node.stop import NodeStop
 from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
 from baton.runner.ranks.heartbeats import INTERVAL_S
-from baton.testing.fake_ranked_runner import FakeRankedRunner
-from baton.testing.faulty_transfer_backend import Faults
 from prefill_node.handoff import HandOff
+from tests.doubles.fake_ranked_runner import FakeRankedRunner
+from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.simulated_cluster import ENGINE, SimulatedCluster, SimulatedLimits, SimulatedNode
 
 DRAIN_S = 10.0

@@ -14,14 +14,14 @@ from baton.client.continuation import Call, CallKind, Continuation, with_id_and_
 from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import BatonError, Unreachable
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
-from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
-from baton.testing.faulty_transfer_backend import Faults
 from router.dispatcher import Dispatcher
 from router.flight.flight_journal import FlightJournal
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placement.view import ClusterView
 from router.timers import LoopTimers
+from tests.doubles.fake_flight_records import FakeFlightRecords, FakeFlightStore
+from tests.doubles.faulty_transfer_backend import Faults
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, _Client
 
 _PROGRESS_S = 200.0

@@ -8,9 +8,9 @@ from typing import Any
 
 from baton.messages.capabilities import GENERATES, Capability
 from baton.model_formats.audio import AudioLimits
-from baton.testing.fake_handler import FakeCall
 from baton.text.speech_prompts import SpeechPrompts
 from router.http.audio.endpoint import SpeechRules
+from tests.doubles.fake_handler import FakeCall
 from tests.support.http_client import Exchange
 from tests.support.http_rig import CARD, HttpRig, chunk, finished
 

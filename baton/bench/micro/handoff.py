@@ -23,7 +23,7 @@ from baton.engine.request import Request
 from baton.engine.runner import KVLayout
 from baton.errors import BatonError, ConfigError
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest
-from baton.messages.kv_format import block_sizes_fit
+from baton.messages.kv_cache import block_sizes_fit
 from baton.messages.node_report import TraceEvent
 from baton.messages.sampling import SamplingParams
 from baton.models.resolve import FoundModel

@@ -18,7 +18,7 @@ from baton.bench.nodes.timeline import NodeSamples, NodeTimeline, impossible_spa
 from baton.bench.results.result_file import Result
 from baton.bench.results.summary import Slo
 from baton.errors import BatonError
-from baton.messages.cluster import NodeStatus
+from baton.messages.operator import NodeStatus
 from baton.security.access import default_access
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.credentials import Dialer

@@ -12,8 +12,7 @@ from baton.bench.arrangement import Arrangement
 from baton.bench.flag import Flag
 from baton.bench.simulator.step_times import FormulaTimes, StepTimes
 from baton.errors import InvalidRequest
-from baton.messages.node import Role
-from baton.messages.node_shape import ONE_RANK, NodeShape
+from baton.messages.node import ONE_RANK, NodeShape, Role
 from baton.messages.speculation import MAX_DRAFTS, SpeculationConfig
 
 if TYPE_CHECKING:

@@ -90,7 +90,7 @@ class EventReader:
     """Turns the data of server-sent events into the events of an answer. Does no I/O."""
 
     def __init__(self, position: int) -> None:
-        """`position` is the token index at which the stream begins (`router.http.event_id`)."""
+        """`position` is the token index at which the stream begins (`router.http.endpoint.event_id`)."""
         self._position = position
         self._reason = ""
         self._usage: Mapping[str, Any] = {}

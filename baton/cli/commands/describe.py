@@ -15,7 +15,7 @@ from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.node_page import node_json, node_lines
 from baton.did_you_mean import did_you_mean
 from baton.errors import NodeNotFound, Unreachable
-from baton.messages.cluster import NodeStatus
+from baton.messages.operator import NodeStatus
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:

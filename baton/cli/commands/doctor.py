@@ -13,7 +13,7 @@ from baton.cli.target import RunDirOption
 from baton.cli.views.doctor_checks import Finding, Level, run_checks, worst_level
 from baton.config import bundled_model_dir
 from baton.config.kinds import Dtype
-from baton.messages.node_shape import NodeShape
+from baton.messages.node import NodeShape
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:

@@ -16,7 +16,7 @@ from baton.cli.target import OperatorAddressOption, RunDirOption, cluster_flag
 from baton.errors import BatonError, DeadlineExceeded, Unreachable
 
 if TYPE_CHECKING:
-    from baton.messages.steering import DrainProgress
+    from baton.messages.operator import DrainProgress
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:

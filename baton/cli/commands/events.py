@@ -29,7 +29,7 @@ from baton.cli.views.followed_routers import follow_events
 from baton.cli.views.merged_events import EventMerger
 
 if TYPE_CHECKING:
-    from baton.messages.steering import ClusterEvent
+    from baton.messages.operator import ClusterEvent
 
 _COLUMNS = ["AGE", "TYPE", "REASON", "SUBJECT", "DETAIL"]
 _WIDE = ["SEQ", "INCARNATION", "REQUEST", "ROUTER"]

@@ -12,7 +12,7 @@ from baton.cli.output import Format, OutputOption, fine_duration, print_document
 from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption
 
 if TYPE_CHECKING:
-    from baton.messages.explanations import PlacementDecision, PlacementOutcome, PlacementWay
+    from baton.messages.operator import PlacementDecision, PlacementOutcome, PlacementWay
 
 _COLUMNS = [
     *("", "PREFILL", "DECODE", "COST", "QUEUE", "CACHED", "PREFILL-MS", "HANDOFF", "DECODE-MS", "STALL", "TPOT"),

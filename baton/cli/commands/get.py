@@ -17,7 +17,7 @@ from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.did_you_mean import did_you_mean
 from baton.errors import UsageError
-from baton.messages.cluster import NodeStatus
+from baton.messages.operator import NodeStatus
 
 _COLUMNS = ["NAME", "ROLE", "STATUS", "READY", "VERSION", "AGE"]
 _WIDE = [

@@ -36,7 +36,7 @@ from baton.errors import RequestNotFound, UsageError
 
 if TYPE_CHECKING:
     from baton.client import OperatorClient
-    from baton.messages.request_rows import RequestRow
+    from baton.messages.operator import RequestRow
 
 _COLUMNS = ["REQUEST", "STATE", "AGE", "PREFILL", "DECODE", "PROMPT", "OUTPUT", "ATTEMPTS", "TTFT"]
 _WIDE = ["ROUTER", "TOTAL", "KV", "DETAIL"]

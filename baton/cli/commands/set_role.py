@@ -14,7 +14,7 @@ from baton.cli.steering import Deadline, ProgressLine, TimeoutOption, print_warn
 from baton.cli.target import ANSWER_TIMEOUT_S, OperatorAddressOption, RunDirOption, cluster_flag
 from baton.cli.views.cluster_view import view_cluster
 from baton.errors import BatonError, DeadlineExceeded
-from baton.messages.cluster import NodeStatus
+from baton.messages.operator import NodeStatus
 
 _POLL_INTERVAL_S = 0.2
 _KNOWN_EVERYWHERE_S = 5.0

@@ -26,8 +26,7 @@ from baton.cli.bench.serve import count_requests, slo_of, usage_errors
 from baton.cli.output import Format, OutputOption, print_note, print_table, print_text
 from baton.cli.steering import ProgressLine
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.node import Role
-from baton.messages.node_shape import ONE_RANK, NodeShape
+from baton.messages.node import ONE_RANK, NodeShape, Role
 
 if TYPE_CHECKING:
     from baton.bench.simulator.plan import SimulationPlan

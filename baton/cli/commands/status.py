@@ -18,7 +18,7 @@ from baton.cli.views.status_page import Overview, overview, status_lines
 from baton.errors import BatonError, ExitCode
 
 if TYPE_CHECKING:
-    from baton.messages.steering import ClusterEvent
+    from baton.messages.operator import ClusterEvent
 
 _ASK_NODES_S = 2.0
 """How long to wait for nodes at most, since the other nodes are worth showing without one that does not answer."""

@@ -28,8 +28,7 @@ from baton.errors import BatonError, DeadlineExceeded, Unreachable
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from baton.messages.request_rows import RequestRow
-    from baton.messages.steering import ClusterEvent
+    from baton.messages.operator import ClusterEvent, RequestRow
 
 _ASK_S = 2.0
 _REQUESTS = 200

@@ -14,7 +14,7 @@ from baton.cli.output import Format, OutputOption, fine_duration, print_document
 from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption
 
 if TYPE_CHECKING:
-    from baton.messages.timelines import Timeline
+    from baton.messages.operator import Timeline
 
 _LEAST_BAR, _MOST_BAR = 16, 60
 

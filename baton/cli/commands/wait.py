@@ -17,7 +17,7 @@ from baton.cli.target import ANSWER_TIMEOUT_S, OperatorAddressOption, RunDirOpti
 from baton.cli.views.cluster_view import view_cluster
 from baton.did_you_mean import did_you_mean
 from baton.errors import BatonError, DeadlineExceeded, NodeNotFound, Unreachable, UsageError
-from baton.messages.cluster import NodeStatus
+from baton.messages.operator import NodeStatus
 
 _SIMPLE_CONDITIONS = ("ready", "idle", "cordoned", "drained", "gone")
 _ROLES = ("prefill", "decode")

@@ -10,7 +10,7 @@ from typing import Any
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
 from baton.cli.target import local_cluster
 from baton.errors import DeadlineExceeded, Unreachable
-from baton.messages.cluster import ClusterStatus, NodeStatus
+from baton.messages.operator import ClusterStatus, NodeStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from baton.cli.views.merged_events import EventMerger
 from baton.errors import BatonError, Unreachable
 
 if TYPE_CHECKING:
-    from baton.messages.steering import ClusterEvent
+    from baton.messages.operator import ClusterEvent
 
 _CHECK_INTERVAL_S = 1.0
 """How often to look for routers that have started."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cachetools import FIFOCache
 
 if TYPE_CHECKING:
-    from baton.messages.steering import ClusterEvent
+    from baton.messages.operator import ClusterEvent
 
 SAME_S = 5.0
 """Equal events of two routers within this time are one event.

@@ -11,9 +11,9 @@ from baton.cli.output import duration, fine_duration, size, table_lines
 from baton.cli.views.lease_rows import lease_json, oldest_first
 from baton.messages.adapters import NodeAdapter
 from baton.messages.capabilities import in_order
-from baton.messages.cluster import NodeStatus
 from baton.messages.node import LoadReport, NodeDescription
 from baton.messages.node_report import KV_PROBE_FAILED, HandoffReport, NodeReport, RankReport
+from baton.messages.operator import NodeStatus
 
 Field = tuple[str, str]
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from baton.cli.output import fine_duration, table_lines
 from baton.cli.views.cluster_view import ClusterView
-from baton.messages.cluster import NodeStatus
 from baton.messages.node_report import KV_PROBE_FAILED, HandoffSide, NodeReport
+from baton.messages.operator import NodeStatus
 
 if TYPE_CHECKING:
-    from baton.messages.steering import ClusterEvent
+    from baton.messages.operator import ClusterEvent
 
 _FAILURES = 5
 """How many of the latest failures are shown."""

@@ -12,12 +12,11 @@ from baton.cli.output import duration, fine_duration
 from baton.cli.views.cluster_view import ClusterView
 from baton.cli.views.request_rows import ENDED_STATES, brief_ms
 from baton.cli.views.status_page import bar
-from baton.messages.cluster import NodeStatus
+from baton.messages.operator import NodeStatus
 from baton.observe.terminal_text import shown_in_place
 
 if TYPE_CHECKING:
-    from baton.messages.request_rows import RequestRow
-    from baton.messages.steering import ClusterEvent
+    from baton.messages.operator import ClusterEvent, RequestRow
 
 _HEALTH_STYLES = {"ok": "bold green", "degraded": "bold yellow", "unavailable": "bold red"}
 _NODE_STYLES = {"Ready": "green", "Starting": "cyan", "Cordoned": "yellow", "Draining": "yellow", "Suspect": "yellow"}

@@ -29,9 +29,8 @@ from baton.engine.speculation.step_cost import FadingMean, Prices, StepCost
 from baton.engine.stats import SpecDecodingCounts
 from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.preemption import Preemption
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Leg
-from baton.messages.speculation import SpeculationConfig
+from baton.messages.speculation import DraftCounts, SpeculationConfig
 
 LEAST_PRICE = 0.05
 """The least price of a drafted token: it also takes the time of looking for it, and steps can't be decided ahead."""

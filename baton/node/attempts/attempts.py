@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from cachetools import FIFOCache
 
 from baton.machine import Machine
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.logprob_rows import LogprobLog, LogprobRows
 from baton.messages.node import Outcome, RequestDelta, StageTimings
+from baton.messages.speculation import DraftCounts
 from baton.node.attempts.attempt_clock import AttemptClock
 
 MAX_ENDED = 4096

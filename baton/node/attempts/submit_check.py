@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from baton.engine.sequences.beams import MAX_BEAMS, MIN_BEAMS
 from baton.messages.adapters import is_adapter_digest
 from baton.messages.capabilities import Capability
-from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.ids import SCOPED_ID_PATTERN
-from baton.messages.kv_format import block_sizes_fit
+from baton.messages.kv_cache import block_sizes_fit
 from baton.messages.node import Leg, NodeDescription, Role, Submit
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.prompt_rows import are_finite
@@ -31,7 +30,7 @@ from baton.messages.request_limits import (
     MAX_SPANS,
 )
 from baton.messages.sampling import CONSTRAINT_KINDS, NUMBER_RANGES, ConstraintKind, SamplingParams
-from baton.messages.spans import digest_of_rows, has_rows
+from baton.messages.spans import ContentKind, EncoderContent, digest_of_rows, has_rows, source_spans
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 
 

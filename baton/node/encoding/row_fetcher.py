@@ -14,7 +14,7 @@ from baton.clock import Clock
 from baton.engine.encoder_cache import EncoderInput
 from baton.engine.runner import ModelInfo
 from baton.errors import BatonError
-from baton.messages.encoder_rows import RowsRequest
+from baton.messages.spans import RowsRequest
 from baton.node.encoding.fetch_policy import FetchPolicy
 from baton.wire.clients.encoder_rows_client import read_rows
 from baton.wire.credentials import Dialer

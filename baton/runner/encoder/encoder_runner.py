@@ -14,9 +14,9 @@ import numpy.typing as npt
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo, OneProcessRunner
 from baton.errors import AdapterRefused, InvalidRequest
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.node_report import ComputePath
 from baton.messages.pooling import PoolingParams
+from baton.messages.spans import EncoderContent
 from baton.model_formats.adapters import AdapterInfo
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.operations import Operations

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from baton.engine.batch import NewRequestData
 from baton.messages.capabilities import GENERATES, TRANSCRIBES, Capability
-from baton.messages.encoder_contents import source_spans
 from baton.messages.node_report import ComputePath
 from baton.messages.sampling import SamplingParams
+from baton.messages.spans import source_spans
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned, encoder_decoder
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.operations import Operations

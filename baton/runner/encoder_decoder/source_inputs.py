@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from baton.errors import ConfigError, InvalidRequest
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.spans import EncoderContent
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned
 from baton.model_formats.limits import AUDIO_RATE, LONGEST_SPEECH_S
 from baton.runner.encoder_decoder.attention import attend_in_encoder

@@ -9,8 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from baton.messages.encoder_contents import EncoderContent
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 
 
 class EncodedInputs(Protocol):

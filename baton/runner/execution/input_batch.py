@@ -16,10 +16,9 @@ import numpy.typing as npt
 from baton.engine.batch import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.long_sequences import LongSequences
 from baton.engine.runner import KVLayout
-from baton.messages.encoder_contents import source_spans
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
-from baton.messages.spans import Span, has_rows, text_pieces
+from baton.messages.spans import Span, has_rows, source_spans, text_pieces
 from baton.model_formats.encoder_decoders import EncoderDecoder
 from baton.runner.execution.encoded_rows import EncodedRows
 from baton.runner.execution.grid_positions import Grid, GridPositions

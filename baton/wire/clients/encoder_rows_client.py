@@ -6,7 +6,7 @@ import grpc
 import xxhash
 
 from baton.errors import BatonError
-from baton.messages.encoder_rows import RowsRequest
+from baton.messages.spans import RowsRequest
 from baton.v1 import encoder_rows_pb2_grpc
 from baton.wire import status
 from baton.wire.codec.encoder_rows import READ_ROWS

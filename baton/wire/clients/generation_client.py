@@ -11,8 +11,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import Cancelled, Unreachable
-from baton.messages.embedding import EmbedRequest, EmbedResponse
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.pooling import EmbedRequest, EmbedResponse
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 from baton.wire import status

@@ -8,11 +8,15 @@ from contextlib import contextmanager
 import grpc
 
 from baton.messages.adapters import AdapterRow, LoadedAdapter
-from baton.messages.cluster import ClusterStatus
-from baton.messages.explanations import PlacementDecision
-from baton.messages.request_rows import RequestRow
-from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
-from baton.messages.timelines import Timeline
+from baton.messages.operator import (
+    ClusterEvent,
+    ClusterStatus,
+    DrainProgress,
+    PlacementDecision,
+    RequestRow,
+    RoleSet,
+    Timeline,
+)
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire import status
 from baton.wire.codec.operator import (

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from baton.errors import InvalidRequest
-from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
-from baton.messages.pooling import Pooling
+from baton.messages.pooling import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask, Pooling
 from baton.v1 import generation_pb2 as generation
 from baton.wire.codec.derived import Codec, enum_numbers
 

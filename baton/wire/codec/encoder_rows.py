@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.messages.encoder_rows import RowsRequest
+from baton.messages.spans import RowsRequest
 from baton.v1 import encoder_rows_pb2 as pb
 from baton.wire.codec.derived import Codec
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.capabilities import in_order, known_capabilities
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -21,6 +20,7 @@ from baton.messages.generation import (
     SequenceFinished,
 )
 from baton.messages.node import FINISH_REASONS
+from baton.messages.speculation import DraftCounts
 from baton.v1 import generation_pb2 as generation
 from baton.wire.codec.derived import enum_numbers
 from baton.wire.codec.sampling import REPETITION_DETECTION, logprobs_from_pb, logprobs_to_pb

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from baton.errors import InvalidRequest, TransferCause
 from baton.messages.adapters import AdapterList, AdapterReport
 from baton.messages.capabilities import in_order, known_capabilities
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
     Abort,
@@ -25,6 +24,7 @@ from baton.messages.node import (
     WatchKVCache,
 )
 from baton.messages.node_report import TraceEvent, TraceStep
+from baton.messages.speculation import DraftCounts
 from baton.model_formats.adapters import AdapterInfo
 from baton.v1 import node_pb2 as node
 from baton.wire.codec.derived import Codec, FieldConversion, OneOfCodec, enum_numbers

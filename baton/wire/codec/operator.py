@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from baton.messages.adapters import AdapterRow, LoadedAdapter
-from baton.messages.cluster import ClusterStatus
-from baton.messages.explanations import PlacementDecision
-from baton.messages.request_rows import RequestRow
-from baton.messages.steering import ClusterEvent, DrainProgress
-from baton.messages.timelines import Timeline
+from baton.messages.operator import ClusterEvent, ClusterStatus, DrainProgress, PlacementDecision, RequestRow, Timeline
 from baton.v1 import operator_pb2 as operator
 from baton.wire.codec.derived import Codec
 

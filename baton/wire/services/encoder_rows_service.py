@@ -10,8 +10,8 @@ import grpc
 import xxhash
 
 from baton.errors import ConfigError, DeadlineExceeded, Overloaded
-from baton.messages.encoder_rows import DECIDE_ROWS, RowsRequest
 from baton.messages.node import NodeDescription
+from baton.messages.spans import DECIDE_ROWS, RowsRequest
 from baton.v1 import encoder_rows_pb2 as pb
 from baton.v1 import encoder_rows_pb2_grpc
 from baton.wire.codec.encoder_rows import READ_ROWS

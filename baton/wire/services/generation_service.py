@@ -13,7 +13,6 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.embedding import EmbedRequest, EmbedResponse
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -24,6 +23,7 @@ from baton.messages.generation import (
     PromptLogprobs,
     TakeChunk,
 )
+from baton.messages.pooling import EmbedRequest, EmbedResponse
 from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_AUDIO_BYTES,

@@ -18,14 +18,12 @@ from baton.text.speech_prompts import SpeechPrompts
 from router.admission.capable import check_can
 from router.admission.validation import check_model
 from router.http.answers import path_headers
-from router.http.audio.bodies import SpeechBody
-from router.http.audio.formats import SEGMENTS, Segment, Transcript, event, token_usage, written
-from router.http.audio.forms import MORE_BYTES, boundary_of, check_origin, read_form
+from router.http.audio.formats import SEGMENTS, Segment, Transcript, event, token_usage, words_of, written
+from router.http.audio.forms import MORE_BYTES, SpeechBody, boundary_of, check_origin, read_form
 from router.http.audio.transcription import PartEnd, SpeechCall, Transcription
-from router.http.audio.words import words_of
-from router.http.bodies.strict import read_as
+from router.http.bodies.fields import read_as
 from router.http.client import Client
-from router.http.endpoints import Handler, in_thread_if_large, timeout_of, with_client_names
+from router.http.endpoint import Handler, in_thread_if_large, timeout_of, with_client_names
 from router.http.errors import Headers, error_event
 from router.http.json_body import LargeBodies, LargeBody, read_body
 from router.http.model import ServedModel

@@ -24,7 +24,7 @@ from baton.model_formats.audio import Recording, pcm_of
 from baton.model_formats.limits import AUDIO_RATE
 from baton.text.speech_prompts import SAMPLES_PER_ROW, SpeechPrompts
 from router.admission.validation import longest_answer
-from router.http.endpoints import Handler
+from router.http.endpoint import Handler
 from router.pooling import numbers_of, part_ids
 
 AT_ONCE = 4

@@ -1,10 +1,8 @@
-"""The bodies of OpenAI's API for text and embeddings: one module for each endpoint, and what they share.
+"""What the bodies of all APIs share. The bodies themselves are in the folders of their APIs.
 
-`completions`, `chats` and `embeddings` have the bodies; `generation` has the fields that completions and chats share,
-`constraints` and `fields` the types of fields, and `strict` the base class and `read_as`, which makes a body of a
-client's JSON. Bodies of other APIs are beside their endpoints: `messages/bodies.py`, `responses/bodies.py`,
-`tokens.py`.
+`fields` has their base, the types of their fields, and `read_as`, which makes a body of a client's JSON; `tools` has
+tools and calls, `content_parts` what a message consists of.
 
-Names of fields are OpenAI's, or else vLLM's. An unknown field is refused by its name. A field that is known but not
-served is refused, too, unless its value changes nothing. Fields that change no answer are ignored.
+Names of fields are the API's own, or else vLLM's. An unknown field is refused by its name. A field that is known but
+not served is refused, too, unless its value changes nothing. Fields that change no answer are ignored.
 """

@@ -1,14 +1,15 @@
-"""Parts of a message's content, as OpenAI's API has them: text and images."""
+"""Contents of messages, in all APIs: the parts that clients send, and messages as a chat template gets them."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from router.http.bodies.fields import Ignored
-from router.http.bodies.strict import Strict, read_part
+from baton.errors import InvalidRequest
+from router.http.bodies.fields import Ignored, Strict, read_part
+from router.http.json_body import parse_json
 
 _DATA_URL = "data:image/"
 _ENCODING = ";base64,"
@@ -123,3 +124,59 @@ def images_in(contents: Sequence[Content]) -> list[bytes]:
         for part in content
         if isinstance(part, ImagePart)
     ]
+
+
+@dataclass(slots=True)
+class TemplateMessage:
+    """A message for the template, which may be made of several parts of a conversation."""
+
+    role: str
+    texts: list[str | ImagePart] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Mapping[str, Any]] = field(default_factory=list)
+    call_id: str | None = None
+    """The call whose result the message is."""
+    name: str | None = None
+    """The name of its author."""
+
+    def as_message(self) -> dict[str, Any]:
+        """The message, with the fields that it has. Parts are joined by newlines, as are those of a chat's message."""
+        message: dict[str, Any] = {"role": self.role, "content": _for_template(self.texts)}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.call_id is not None:
+            message["tool_call_id"] = self.call_id
+        if self.reasoning:
+            message["reasoning_content"] = "\n".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
+def _for_template(parts: Sequence[str | ImagePart]) -> str | list[dict[str, str]]:
+    """The content as a text, or as parts where there is an image: templates of models that take images know both."""
+    if all(isinstance(part, str) for part in parts):
+        return "\n".join(part for part in parts if isinstance(part, str))
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+
+
+def template_call(call_id: str | None, name: str, arguments: Any) -> Mapping[str, Any]:
+    """A call in a message.
+
+    As in transformers, the arguments are an object and not its JSON, so that templates write them as JSON.
+    """
+    named = {} if call_id is None else {"id": call_id}
+    return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def arguments_of(text: str) -> Any:
+    """The JSON object in a text, or {} for an empty one.
+
+    The text itself if it holds no such object, or a larger one than a body may have.
+    """
+    if not text.strip():
+        return {}
+    try:
+        return parse_json(text.encode())
+    except (InvalidRequest, UnicodeEncodeError):
+        return text

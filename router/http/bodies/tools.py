@@ -13,8 +13,7 @@ from baton.messages.request_limits import MAX_TOOLS, MAX_TOOLS_BYTES
 from baton.text.schema_compiling import parse_schema
 from baton.text.tool_calls.call_parser import TOOL_NAME
 from baton.text.tool_calls.formats import Tool
-from router.http.bodies.fields import Ignored
-from router.http.bodies.strict import Bounded, Strict, read_part
+from router.http.bodies.fields import Bounded, Ignored, Strict, read_part
 
 _MAX_ID_CHARS = 256
 

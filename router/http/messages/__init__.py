@@ -1,1 +1,1 @@
-"""Anthropic's API of messages: its bodies, answers, events and errors. Take the endpoints and `error_answer`."""
+"""Anthropic's API of messages: its bodies, answers and events. Take the endpoints."""

@@ -13,11 +13,11 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted, ModelCard
 from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected, in_turns
-from router.http.bodies.strict import read_as
+from router.http.bodies.fields import read_as
 from router.http.bodies.tools import ToolBody
 from router.http.chat_plan import ChatPlan, plan_offer
 from router.http.client import Client
-from router.http.endpoints import (
+from router.http.endpoint import (
     Endpoint,
     EndpointRequest,
     Handler,
@@ -29,8 +29,7 @@ from router.http.endpoints import (
 from router.http.errors import Headers
 from router.http.json_body import MAX_BODY_BYTES, LargeBodies, LargeBody, base64_bytes, parse_json, read_body
 from router.http.messages.bodies import CountBody, MessagesBody
-from router.http.messages.content import WholeContent
-from router.http.messages.events import PING, MessageLabel, MessageWriter, usage_of
+from router.http.messages.events import PING, MessageLabel, MessageWriter, WholeContent, usage_of
 from router.http.model import ServedModel
 from router.http.parsed_text import TextParsing
 

@@ -1,2 +1,1 @@
-"""OpenAI's API of responses: bodies, objects, events, and the store. Take `ResponsesEndpoint`, `stored_routes` and
-`ResponseStore`."""
+"""OpenAI's API of responses: bodies, objects, events, and the store. Take the endpoints and `ResponseStore`."""

@@ -7,13 +7,21 @@ from collections.abc import Callable, Iterable, Mapping
 
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, Finished
-from router.http.answer_format import quote
 from router.http.answer_items import Begun
+from router.http.completions.logprobs import ChatLogprobs
 from router.http.errors import error_of
-from router.http.logprobs import ChatLogprobs, Spelling
-from router.http.responses.in_progress import EndedResponse, ResponseInProgress
-from router.http.responses.objects import as_text
-from router.http.responses.output import Change, Kind, OutputEnded, OutputGrown, OutputItem
+from router.http.json_body import quote
+from router.http.parsed_text import Spelling
+from router.http.responses.output import (
+    Change,
+    EndedResponse,
+    Kind,
+    OutputEnded,
+    OutputGrown,
+    OutputItem,
+    ResponseInProgress,
+    as_text,
+)
 
 _TEXT_EVENTS: Mapping[Kind, str] = {
     "message": "response.output_text",

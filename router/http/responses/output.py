@@ -1,15 +1,89 @@
-"""The items of a response while the model writes them: reasoning, messages and calls, one after the other."""
+"""A response while the model writes it: tokens become items, and at the end the whole object."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from baton.messages.generation import Chunk, Finished
 from router.http.answer_items import AnswerItems, Begun, Ended, Grown, ItemChange, ItemKind
-from router.http.parsed_text import AnswerPart, NamedCall
+from router.http.parsed_text import AnswerPart, NamedCall, ParsedSequence
 from router.http.responses.items import CallItem, Item, MessageItem, ReasoningItem
-from router.http.responses.objects import as_text, status_of
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseDraft:
+    """What is known of a response before its items.
+
+    Its methods write JSON, since the items have log-probabilities, which are written piece by piece: a million numbers
+    at once would hold the event loop.
+    """
+
+    id: str
+    created_at: int
+    """Seconds since the epoch."""
+    model: str
+    echoed: Mapping[str, Any]
+    """Fields that repeat the request's."""
+    has_logprobs: bool
+
+    def in_progress(self) -> str:
+        """The response before its end."""
+        return self._object("in_progress")
+
+    def failed(self, message: str) -> str:
+        """The response of a request that failed."""
+        return self._object("failed", error={"code": "server_error", "message": message})
+
+    def ended(self, output: str, finish_reason: str, finished: Finished, num_reasoning_tokens: int, now: float) -> str:
+        """The response at its end, complete or cut by its length.
+
+        `output`: its items in JSON, separated by commas. `now`: seconds since the epoch.
+        """
+        status, usage = status_of(finish_reason), _usage(finished, num_reasoning_tokens)
+        if status == "incomplete":
+            return self._object(status, output, usage=usage, incomplete_details={"reason": "max_output_tokens"})
+        return self._object(status, output, usage=usage, completed_at=int(now))
+
+    def _object(self, status: str, output: str = "", **more: object) -> str:
+        """The response with this status; `output`: its items, `more`: fields that are not null."""
+        fields = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created_at,
+            "completed_at": None,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.model,
+            "usage": None,
+            **self.echoed,
+            **more,
+        }
+        return f'{as_text(fields)[:-1]},"output":[{output}]}}'
+
+
+def status_of(finish_reason: str) -> str:
+    """The status of a response that ended well."""
+    return "incomplete" if finish_reason == "length" else "completed"
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """An object as JSON, which may have text that is not valid Unicode."""
+    return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+
+
+def _usage(finished: Finished, num_reasoning_tokens: int) -> dict[str, Any]:
+    return {
+        "input_tokens": finished.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": finished.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": finished.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+        "total_tokens": finished.prompt_tokens + finished.completion_tokens,
+    }
+
 
 Kind = Literal["message", "reasoning", "function_call"]
 _KINDS: Mapping[ItemKind, Kind] = {"text": "message", "reasoning": "reasoning", "call": "function_call"}
@@ -164,3 +238,46 @@ class Output:
         logprobs, self._logprobs = self._logprobs, []
         item.logprobs += logprobs
         return OutputGrown(item, text, ", ".join(logprobs))
+
+
+@dataclass(frozen=True, slots=True)
+class EndedResponse:
+    """A response that ended well."""
+
+    json: str
+    """The whole object, which may have text that is not valid Unicode."""
+    status: str
+    items: Sequence[OutputItem]
+
+
+class ResponseInProgress:
+    """One response, whose client gets it as a stream or as a whole."""
+
+    def __init__(self, draft: ResponseDraft, sequence: ParsedSequence, output: Output) -> None:
+        """`sequence` parses the text, `output` gets its parts."""
+        self.draft = draft
+        self._sequence = sequence
+        self._output = output
+        self._finish_reason = ""
+
+    def take_logprobs(self, logprobs: str) -> None:
+        """Take the log-probabilities of the next tokens, as the entries of a list in JSON."""
+        self._output.take_logprobs(logprobs)
+
+    def take(self, chunk: Chunk) -> list[Change]:
+        """Take tokens and their text, which is empty while a character is incomplete."""
+        self._sequence.count(chunk.token_ids)
+        return self._output.take(self._sequence.parts(chunk.text))
+
+    def finish(self, finish_reason: str) -> list[Change]:
+        """Take the end of the text."""
+        self._finish_reason = finish_reason
+        return self._output.finish(self._sequence.last_parts(), finish_reason)
+
+    def ended(self, finished: Finished, now: float) -> EndedResponse:
+        """The response after its end. `now`: seconds since the epoch."""
+        items = self._output.items
+        written = ",".join(item.ended() for item in items)
+        num_reasoning_tokens = self._sequence.num_reasoning_tokens
+        whole = self.draft.ended(written, self._finish_reason, finished, num_reasoning_tokens, now)
+        return EndedResponse(whole, status_of(self._finish_reason), items)

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from baton.observe.log_limit import LimitedLog
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 
 _log = logging.getLogger("baton.test_log_limit")
 

@@ -40,7 +40,7 @@ from baton.messages.node import NodeDescription, Role, StepFigures
 from baton.messages.node_report import NodeTrace, TraceStep
 from baton.messages.sampling import SamplingParams
 from baton.models.resolve import FoundModel
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 from tests.support.node_rig import DESCRIPTION
 from tests.support.outside import assert_result_as_frozen
 

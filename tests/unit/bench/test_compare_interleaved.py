@@ -32,7 +32,7 @@ from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import BatonError, DeadlineExceeded, ExitCode, Unreachable
 from baton.models.resolve import FoundModel
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 
 TOKENS = 64
 NAMES = ("colocated", "1p1d")

@@ -20,7 +20,7 @@ from baton.bench.load.endpoint import Target
 from baton.bench.results.summary import Slo
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.models.resolve import FoundModel
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 from tests.unit.bench.test_compare_interleaved import TOKENS, FormulaMachine
 
 

@@ -13,7 +13,7 @@ from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.messages.sampling import SamplingParams
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 
 TOKEN = 7
 

@@ -25,7 +25,7 @@ from baton.runner.backends.timed_operations import StepSplit, TimedOperations
 from baton.runner.measuring.limits import UnpaddedOperations
 from baton.runner.measuring.profile import load_timed
 from baton.runner.model.random_model import write_random_model
-from baton.testing.fake_runner import FakeRunner
+from tests.doubles.fake_runner import FakeRunner
 from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model
 from tests.support.tiny_models import TINY_MODELS
 

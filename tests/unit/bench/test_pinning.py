@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from baton.bench.live_cluster import pin_nodes, processes_of
-from baton.messages.cluster import NodeStatus
+from baton.messages.operator import NodeStatus
 
 
 @contextmanager

@@ -12,10 +12,10 @@ import pytest
 from baton.cli.main import main
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import CONSTRAINT_KINDS
-from baton.testing.fake_generation_handler import FakeGenerationHandler
 from baton.wire.server.server import RpcServer
 from baton.wire.services import generation_service
 from baton.wire.services.generation_service import GenerationServicer
+from tests.doubles.fake_generation_handler import FakeGenerationHandler
 
 GRAMMAR = 'start: item ("," item)*\nitem: /[0-9]+/\n'
 GENERATE = ("generate", "hello", "--address", "127.0.0.1:9")

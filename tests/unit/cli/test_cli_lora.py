@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from baton.cli.main import main
-from baton.testing.fake_adapter_handler import FakeAdapterHandler
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import RpcServer
 from baton.wire.services.operator_service import OperatorHandler, OperatorServicer, SteeringHandler
+from tests.doubles.fake_adapter_handler import FakeAdapterHandler
 from tests.support.adapter_files import write_simple_adapter
 
 

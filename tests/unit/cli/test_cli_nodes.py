@@ -22,7 +22,6 @@ from baton.cli.views.lease_rows import lease_json, lease_row, oldest_first
 from baton.cli.views.node_page import node_json, node_lines
 from baton.errors import DeadlineExceeded, NodeNotFound
 from baton.messages.capabilities import Capability
-from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport
 from baton.messages.node_report import (
@@ -37,6 +36,7 @@ from baton.messages.node_report import (
     RankReport,
     RefusedLink,
 )
+from baton.messages.operator import NodeStatus
 from baton.wire.server.server import RpcServer
 from baton.wire.services import node_service
 from baton.wire.services.node_service import NodeServicer

@@ -33,9 +33,9 @@ from baton.cli.steering import ProgressLine
 from baton.cli.views.cluster_view import combine
 from baton.cli.yaml_text import yaml_text
 from baton.errors import BatonError
-from baton.messages.cluster import ClusterStatus, NodeStatus
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, Path, SequenceFinished
+from baton.messages.operator import ClusterStatus, NodeStatus
+from baton.messages.speculation import DraftCounts
 
 TEXT = st.text(st.characters(codec="utf-8")) | st.text("ab \n:#-'\"\t|>%@`!&*{}[],?01ey.~=<\u2028\x85\r")
 FINISHED = Finished(

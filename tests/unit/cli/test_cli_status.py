@@ -10,7 +10,6 @@ import pytest
 from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.cli.views.cluster_view import ClusterView
 from baton.cli.views.status_page import bar, overview, status_lines
-from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport
 from baton.messages.node_report import (
@@ -22,7 +21,7 @@ from baton.messages.node_report import (
     ProbeFault,
     RefusedLink,
 )
-from baton.messages.steering import ClusterEvent
+from baton.messages.operator import ClusterEvent, NodeStatus
 from tests.support.router_parts import decode, prefill
 
 

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from baton.cli.views.cluster_view import ClusterView
 from baton.cli.views.top_page import Screen, top_lines
-from baton.messages.cluster import NodeStatus
-from baton.messages.request_rows import RequestRow
-from baton.messages.steering import ClusterEvent
+from baton.messages.operator import ClusterEvent, NodeStatus, RequestRow
 
 NODE = NodeStatus("d0", "decode", "Ready", "d0.1", "h:1", 1, "m", running=3, waiting=1, kv_usage=0.97, age_s=70.0)
 ROUTER = replace(NODE, name="router-0", role="router", status="Lost", kv_usage=0.0, running=4, waiting=0)

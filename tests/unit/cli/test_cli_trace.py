@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.cli.commands.trace import to_json, waterfall
-from baton.messages.timelines import Timeline, TimelineStage
+from baton.messages.operator import Timeline, TimelineStage
 
 FOUND = Timeline(
     request_id="r",

@@ -9,11 +9,10 @@ import pytest
 from baton.cli.commands import get, leases, requests
 from baton.cli.main import main
 from baton.cli.views.watching import GrowingTable, changed_items
-from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport
 from baton.messages.node_report import HandoffReport, HandoffSide, NodeReport, OpenHandoff
-from baton.messages.request_rows import RequestRow
+from baton.messages.operator import NodeStatus, RequestRow
 from tests.support.router_parts import prefill
 
 NODE = NodeStatus("d0", "decode", "Ready", "d0.1", "h:1", 7, "m", running=1, waiting=0, kv_usage=0.5, age_s=3.0)

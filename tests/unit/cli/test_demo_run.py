@@ -16,10 +16,10 @@ from baton.cli.commands import demo_run
 from baton.cli.commands.demo_run import DemoFailed, run_demo
 from baton.errors import EngineFault, ExitCode
 from baton.messages.generation import Accepted, Chunk
-from baton.testing.fake_generation_handler import FakeGenerationHandler
 from baton.wire.server.server import RpcServer
 from baton.wire.services import generation_service
 from baton.wire.services.generation_service import GenerationServicer
+from tests.doubles.fake_generation_handler import FakeGenerationHandler
 
 
 @pytest.fixture(autouse=True)

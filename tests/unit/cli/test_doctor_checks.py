@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.cli.views.doctor_checks import Facts, Finding, Level, ModelFacts, run_checks, worst_level
-from baton.messages.node_shape import NodeShape
+from baton.messages.node import NodeShape
 from baton.registry.server_memory import ServerMemory
 
 FASTEST = [("products", "C kernels, avx512_bf16", ""), ("decoder", "Baton's loop over the layers", "")]

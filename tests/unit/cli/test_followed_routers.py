@@ -12,7 +12,7 @@ import pytest
 from baton.cli.views.followed_routers import follow_events
 from baton.cli.views.merged_events import SAME_S, EventMerger
 from baton.errors import Unreachable
-from baton.messages.steering import ClusterEvent
+from baton.messages.operator import ClusterEvent
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import RpcServer
 from baton.wire.services.operator_service import AdapterHandler, OperatorHandler, OperatorServicer, SteeringHandler

@@ -11,7 +11,7 @@ from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.cli.cluster.supervisor.plan import plan_nodes
 from baton.cli.views.cluster_view import combine
 from baton.config import UpConfig
-from baton.messages.cluster import ClusterStatus
+from baton.messages.operator import ClusterStatus
 
 
 def up(routers: int, port: int) -> UpConfig:

@@ -14,17 +14,16 @@ from baton.cli.commands.events import event_row
 from baton.cli.commands.set_role import OtherWishes
 from baton.cli.commands.wait import nodes_by_name, parse_condition
 from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, NodeNotFound, Unreachable, UsageError
-from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription, Role
-from baton.messages.steering import ClusterEvent, DrainProgress
+from baton.messages.operator import ClusterEvent, DrainProgress, NodeStatus
 from baton.node.leftovers import GIVE_UP_AFTER_S
-from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
-from baton.testing.fake_timers import FakeTimers
 from router.operations.event_ring import EventRing
 from router.operations.steering import SETTLE_S, Steering
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
+from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
+from tests.doubles.fake_timers import FakeTimers
 from tests.support.router_parts import MODEL, decode, prefill, record_of
 
 KEY = AttemptKey("r", 1, 5)

@@ -21,7 +21,7 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 from tests.support.engine_rig import prompt_of
 from tests.support.executors import EagerExecutor
 from tests.support.tiny_models import TINY_MODELS

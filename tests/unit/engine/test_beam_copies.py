@@ -12,7 +12,7 @@ from baton.engine.batch import CachedRequestData, SchedulerOutput
 from baton.engine.sequences.beams import BeamSearch
 from baton.messages.node import Outcome
 from baton.messages.sampling import TokenLogprobs
-from baton.testing.fake_runner import expected_beams, prompt_slots
+from tests.doubles.fake_runner import expected_beams, prompt_slots
 from tests.support.engine_rig import EngineRig, prompt_of
 
 WIDTH = 4

@@ -11,7 +11,7 @@ from baton.engine.sequences.beams import BeamSearch
 from baton.engine.sequences.sequence_group import beam_id, split_sequence_id
 from baton.errors import DuplicateRequest, InvalidRequest
 from baton.messages.node import Leg, Outcome
-from baton.testing.fake_runner import expected_beams
+from tests.doubles.fake_runner import expected_beams
 from tests.support.engine_rig import EngineRig, prompt_of
 
 VOCAB = 1000

@@ -14,7 +14,7 @@ from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.request import Request
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
-from baton.testing.fake_runner import FakeRunner
+from tests.doubles.fake_runner import FakeRunner
 
 FIELDS = CacheKeyFields("model", "float32", "layout")
 TOKENS = (1, 2, 3, 4)

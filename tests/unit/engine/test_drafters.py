@@ -18,7 +18,7 @@ from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 from baton.messages.speculation import SpeculationConfig
-from baton.testing.fake_grammar import FakeMatcher
+from tests.doubles.fake_grammar import FakeMatcher
 
 
 def draft_after(tokens: Sequence[int], most: int, least: int = 2, longest: int = 8) -> list[int]:

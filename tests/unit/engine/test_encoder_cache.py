@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from baton.engine.encoder_cache import EncoderCache, EncoderInput
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.spans import EncoderContent
 
 
 def of(name: str, start: int, stop: int, num_rows: int) -> EncoderInput:

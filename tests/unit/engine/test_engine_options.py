@@ -27,8 +27,8 @@ from baton.node.runner_spec import scheduler_config
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_runner import FakeRunner
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_runner import FakeRunner
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.parsed_flags import config_from_flags
 from tests.support.tiny_models import TINY_MODELS

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.events import KVEventLog
 from baton.engine.scheduler import Scheduler
-from baton.messages.encoder_contents import EncoderContent, rows_key
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, Tier
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span, rows_key
 from tests.support.engine_rig import EngineRig, prompt_of
 
 

@@ -8,7 +8,7 @@ from baton.engine.batch import ModelRunnerOutput
 from baton.engine.request import Request
 from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
-from baton.testing.fake_runner import expected_embedding
+from tests.doubles.fake_runner import expected_embedding
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
 

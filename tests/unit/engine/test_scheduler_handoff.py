@@ -10,8 +10,8 @@ from baton.engine.connector import ArrivedKV, ExternalTokens, KVTransferOutput
 from baton.engine.request import Request, RequestStatus
 from baton.errors import DuplicateRequest, TransferCause
 from baton.messages.node import Leg, Outcome
-from baton.testing.fake_connector import FakeConnector
-from baton.testing.fake_runner import prompt_slots
+from tests.doubles.fake_connector import FakeConnector
+from tests.doubles.fake_runner import prompt_slots
 from tests.support.engine_rig import EngineRig, prompt_of
 
 # --- the prefill leg ---

@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine.request import RequestStatus
 from baton.messages.node import Leg, Outcome
-from baton.testing.fake_grammar import FakeMatcher
+from tests.doubles.fake_grammar import FakeMatcher
 from tests.support.engine_rig import EngineRig
 
 SCHEMA = '{"type": "integer"}'

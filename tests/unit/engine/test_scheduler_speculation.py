@@ -10,10 +10,9 @@ import pytest
 
 from baton.engine.batch import SchedulerOutput
 from baton.engine.request import RequestStatus
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Leg, Outcome
-from baton.messages.speculation import SpeculationConfig
-from baton.testing.fake_grammar import FakeMatcher
+from baton.messages.speculation import DraftCounts, SpeculationConfig
+from tests.doubles.fake_grammar import FakeMatcher
 from tests.support.engine_rig import EngineRig
 from tests.support.executors import Ahead, executor_for
 

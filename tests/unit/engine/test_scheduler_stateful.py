@@ -20,9 +20,9 @@ from baton.engine.sequences.sequence_group import sequence_id, split_sequence_id
 from baton.engine.waiting.request_queue import tokens_to_compute
 from baton.messages.node import Leg, Outcome
 from baton.messages.speculation import SpeculationConfig
-from baton.testing.fake_connector import FakeLoad
-from baton.testing.fake_grammar import FakeMatcher
-from baton.testing.fake_runner import expected_beams, expected_embedding, expected_tokens
+from tests.doubles.fake_connector import FakeLoad
+from tests.doubles.fake_grammar import FakeMatcher
+from tests.doubles.fake_runner import expected_beams, expected_embedding, expected_tokens
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
 

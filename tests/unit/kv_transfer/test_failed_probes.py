@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from baton.messages.node_report import ProbeFault
-from baton.testing.fake_clock import FakeClock
 from kv_transfer.link.failed_probes import FailedProbes
+from tests.doubles.fake_clock import FakeClock
 
 LONG = "p" * 200
 

@@ -10,10 +10,10 @@ import pytest
 
 from baton.engine.runner import KVMemory
 from baton.errors import ConfigError
-from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
-from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from kv_transfer.backends.base import PeerGone, PeerMemory, ReadHandle, ReadsInFlight, ReadState, coalesce
 from kv_transfer.piece_plan import ReadRange
+from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
+from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.support.transfer_sender import fill, new_memory, pattern
 
 NUM_BLOCKS = 16

@@ -30,9 +30,7 @@ from typing import Any
 import pytest
 
 from baton.errors import TransferCause
-from baton.messages.ids import AttemptKey
-from baton.messages.peer import Peer
-from baton.testing.fake_clock import FakeClock
+from baton.messages.ids import AttemptKey, Peer
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (
     Abandon,
@@ -63,6 +61,7 @@ from kv_transfer.receiver.transfer_values import (
 from kv_transfer.sender.lease import LeaseBook
 from kv_transfer.sender.lease_values import CutLink as CutReader
 from kv_transfer.sender.lease_values import LeaseTimes, OpenLeases, TellReader
+from tests.doubles.fake_clock import FakeClock
 
 CONVERSATIONS = sorted((Path(__file__).parent / "handoff_conversations").glob("*.txt"))
 ATTEMPT = AttemptKey("r", 1)

@@ -11,9 +11,8 @@ import pytest
 
 from baton.errors import TransferCause, TransferFailed
 from baton.machine import Machine, render_mermaid
+from baton.messages.ids import Peer
 from baton.messages.node_report import ProbeFault
-from baton.messages.peer import Peer
-from baton.testing.fake_clock import FakeClock
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.receiver.join_probe import (
     EndLink,
@@ -28,6 +27,7 @@ from kv_transfer.receiver.join_probe import (
 )
 from kv_transfer.receiver.join_probe_machine import PROBE_TABLE, ProbeEvent, ProbeState
 from kv_transfer.receiver.transfer_values import CancelRead, TellSender
+from tests.doubles.fake_clock import FakeClock
 from tests.support.transitions import check_pair, every_pair
 
 S, E = ProbeState, ProbeEvent

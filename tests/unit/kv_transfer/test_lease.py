@@ -9,7 +9,6 @@ import pytest
 
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
-from baton.testing.fake_clock import FakeClock
 from kv_transfer.link.link_messages import (
     Abandon,
     Closing,
@@ -27,6 +26,7 @@ from kv_transfer.link.link_messages import (
 from kv_transfer.sender.lease import LeaseBook
 from kv_transfer.sender.lease_machine import LeaseState
 from kv_transfer.sender.lease_values import LeaseEffect, LeaseTimes, TellReader
+from tests.doubles.fake_clock import FakeClock
 from tests.support.conversation import lines, names
 
 A = AttemptKey("a", 1)

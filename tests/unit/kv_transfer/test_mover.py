@@ -22,10 +22,6 @@ from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCaus
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.known_bytes import FillBlock, known_bytes
 from baton.runner.blocks.sub_blocks import WHOLE, Division
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_mover import FakeMover
-from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
-from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadState, ReadStuck
 from kv_transfer.mover.mover import (
     STOP_WITHIN_S,
@@ -51,6 +47,10 @@ from kv_transfer.mover.stuck_reads import MAX_PROBE_INTERVAL_S
 from kv_transfer.mover.window import WindowLimits
 from kv_transfer.peer_node import PeerNode
 from kv_transfer.piece_plan import ReadRange
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_mover import FakeMover
+from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
+from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.support.transfer_sender import fill, new_memory, pattern
 from tests.support.virtual_time import run_virtually
 

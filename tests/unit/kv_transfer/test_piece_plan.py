@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.runner import KVLayout, LayerGeometry, LayerGroup
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.kv_cache import NULL_BLOCK
-from baton.messages.peer import Peer
 from baton.runner.blocks.sub_blocks import Division, sub_block_rows
 from kv_transfer.backends.base import coalesce
 from kv_transfer.piece_plan import PiecePlan, ReadRange

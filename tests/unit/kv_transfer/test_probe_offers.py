@@ -7,10 +7,10 @@ import itertools
 import pytest
 
 from baton.messages.node_report import ProbeFault
-from baton.testing.fake_clock import FakeClock
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.sender.lease_values import TellReader
 from kv_transfer.sender.probe_offers import FailLink, FillProbe, ProbeOffers, ProbePatience
+from tests.doubles.fake_clock import FakeClock
 
 BLOCK, FIRST, SECOND = 64, 501, 502
 

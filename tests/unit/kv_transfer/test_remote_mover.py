@@ -21,7 +21,6 @@ from baton.engine.runner import KVLayout, KVMemory
 from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
-from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from kv_transfer.backends.base import PeerMemory, ReadHandle, ReadState, TransferBackend
 from kv_transfer.mover.mover_events import (
     BlockFilled,
@@ -60,6 +59,7 @@ from kv_transfer.remote.remote_messages import (
     Turns,
 )
 from kv_transfer.remote.remote_mover import RemoteMover, digests_of_parts
+from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from tests.support.tls_pair import tls_pair
 from tests.support.virtual_time import run_virtually
 

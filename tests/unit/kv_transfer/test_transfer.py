@@ -10,8 +10,7 @@ import pytest
 
 from baton.errors import TransferCause
 from baton.machine import Machine
-from baton.messages.ids import AttemptKey
-from baton.messages.peer import Peer
+from baton.messages.ids import AttemptKey, Peer
 from kv_transfer.backends.base import check_ranges
 from kv_transfer.effects import Recorded
 from kv_transfer.link.link_messages import (

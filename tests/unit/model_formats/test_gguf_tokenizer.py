@@ -23,9 +23,9 @@ from baton.model_formats.gguf.tokenizer import (
     tokenizer_json,
 )
 from baton.model_formats.special_tokens import read_end_tokens
-from baton.testing.fake_workers import FakeWorkers
 from baton.text.model_template import ModelTemplate
 from baton.text.tokenizer import Tokenizer
+from tests.doubles.fake_workers import FakeWorkers
 from tests.support.gguf_files import write_gguf
 from tests.support.gguf_models import byte_level_tokens
 

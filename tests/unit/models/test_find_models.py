@@ -21,10 +21,10 @@ from baton.messages.speculation import SpeculationConfig
 from baton.models import named_models, resolve
 from baton.models.model_cache import sha256_of
 from baton.models.resolve import FoundModel, find_model, with_model_directory
-from baton.testing.fake_workers import FakeWorkers
 from baton.text.model_files import read_model_files, read_sampling_defaults
 from baton.text.model_template import ModelTemplate
 from router.http.parsed_text import AnswerParsers
+from tests.doubles.fake_workers import FakeWorkers
 from tests.support.named_models import MODEL, entries, write_directory
 
 

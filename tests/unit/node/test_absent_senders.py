@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from baton.messages.peer import Peer
+from baton.messages.ids import Peer
 from decode_node.absent_senders import MAX_ABSENT, AbsentSenders
 from kv_transfer.link.liveness import PortState
 from tests.support.virtual_time import run_virtually

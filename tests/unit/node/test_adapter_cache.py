@@ -17,7 +17,7 @@ from baton.node.adapters.adapter_cache import (
     LoadAdapter,
     UnloadAdapter,
 )
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 from tests.support.transitions import check_pair, every_pair
 
 S, E = AdapterState, AdapterEvent

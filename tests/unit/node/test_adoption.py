@@ -18,7 +18,7 @@ from baton.messages.node import Abort, Adopt, Leg, Outcome, RequestDelta, Role, 
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.port import MAX_QUEUED_REPORTS, Port
-from baton.testing.fake_runner import expected_beams, expected_tokens
+from tests.doubles.fake_runner import expected_beams, expected_tokens
 from tests.support.node_rig import KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, tokens
 from tests.support.virtual_time import LoopClock, run_virtually
 

@@ -15,15 +15,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import TransferCause
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, Outcome, RequestDelta
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.messages.speculation import DraftCounts
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
 from baton.node.port import Port
 from baton.node.reports.deltas import split_by_size
-from baton.testing.fake_runner import expected_tokens
+from tests.doubles.fake_runner import expected_tokens
 from tests.support.node_rig import PROMPT, VOCAB, NodeRig, queued_reports, submit
 from tests.support.transitions import check_pair, every_pair, row
 from tests.support.virtual_time import LoopClock, VirtualTimeLoop

@@ -20,20 +20,19 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import CacheInUse, TransferCause
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.kv_cache import AllBlocksCleared
 from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.encoding.row_fetcher import RowSource
 from baton.node.outbox import Outbox
 from baton.runner import SimulatedSpec
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.simulated import SimulatedRunner, expected_tokens
-from baton.testing.fake_connector import FakeConnector
-from baton.testing.fake_row_source import FakeRowSource
-from baton.testing.fake_runner import rows_of
+from tests.doubles.fake_connector import FakeConnector
+from tests.doubles.fake_row_source import FakeRowSource
+from tests.doubles.fake_runner import rows_of
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 from tests.support.step_gate import StepGate
 

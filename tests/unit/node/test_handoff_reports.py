@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import TransferCause
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node_report import (
     EndedHandoffs,
@@ -19,10 +19,8 @@ from baton.messages.node_report import (
     ProbeFault,
     RefusedLink,
 )
-from baton.messages.peer import Peer
 from baton.node.reports.reports import handoff_notice
 from baton.observe.metrics import Distribution, Figure, declared_figures
-from baton.testing.fake_clock import FakeClock
 from kv_transfer.figures import failure_figures, probe_figures, read_figures, transfer_figures
 from kv_transfer.link.failed_probes import FailedProbes, count_outcome
 from kv_transfer.link.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe
@@ -32,6 +30,7 @@ from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.receiver.transfer_values import TransferPlan
 from kv_transfer.sender.lease import LeaseBook
 from kv_transfer.sender.lease_values import LeaseTimes
+from tests.doubles.fake_clock import FakeClock
 
 A, B, C = AttemptKey("a", 1, 9), AttemptKey("b", 2), AttemptKey("c", 1)
 SOURCE = Peer("p0", "p0.x", "host:1")

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.messages.kv_format import KVFormat
-from baton.messages.peer import Peer
+from baton.messages.ids import Peer
+from baton.messages.kv_cache import KVFormat
 from baton.registry import NodeRecord
 from decode_node.known_senders import KnownSenders
 

@@ -19,10 +19,10 @@ from baton.node.port import Port
 from baton.node.reports.event_log import EventLog
 from baton.node.reports.kv_cache_updates import kv_cache_updates
 from baton.node.service import NodeService
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_engine_driver import FakeEngineDriver
-from baton.testing.fake_role import FakeRole
-from baton.testing.fake_runner import FakeRunner
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_engine_driver import FakeEngineDriver
+from tests.doubles.fake_role import FakeRole
+from tests.doubles.fake_runner import FakeRunner
 from tests.support.engine_rig import prompt_of
 from tests.support.router_parts import decode
 

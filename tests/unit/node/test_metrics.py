@@ -23,9 +23,9 @@ from baton.observe.metrics import Figure, Histogram, by_label, render
 from baton.observe.metrics_page import MetricsPage
 from baton.security.keys import KeyRing, write_keys
 from baton.security.pages import PageAuthenticator
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_connector import FakeConnector
-from baton.testing.fake_runner import FakeRunner
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_connector import FakeConnector
+from tests.doubles.fake_runner import FakeRunner
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
 

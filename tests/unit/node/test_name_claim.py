@@ -12,9 +12,9 @@ import pytest
 from baton.errors import BatonError, ConfigError, DeadlineExceeded, PermissionDenied, Unreachable
 from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.registry import NodeRecord
-from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from baton.wire.credentials import PLAINTEXT_DIALER
 from router.app import asks_with
+from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
 from tests.support.free_ports import first_free_port
 from tests.support.router_parts import prefill, record_of
 

@@ -27,9 +27,9 @@ from baton.node.driver import EngineDriver
 from baton.node.port import Port
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.fake_adapter_threads import FakeAdapterThreads
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_runner import FakeRunner, expected_tokens
+from tests.doubles.fake_adapter_threads import FakeAdapterThreads
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_runner import FakeRunner, expected_tokens
 from tests.support.adapter_files import write_simple_adapter
 from tests.support.node_rig import KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, queued_reports, submit, tokens
 from tests.support.virtual_time import run_virtually

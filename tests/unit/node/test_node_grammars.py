@@ -21,9 +21,9 @@ from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.node.attempts.grammars import GrammarCompiler, load_compiler
 from baton.node.driver import EngineDriver, StepNews
-from baton.testing.fake_grammar import FakeMatcher
 from baton.text.bounded_workers import BoundedWorkers
 from baton.text.constraint_checker import ConstraintChecker
+from tests.doubles.fake_grammar import FakeMatcher
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 from tests.support.schema_bombs import schema_bomb
 

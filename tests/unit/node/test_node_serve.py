@@ -19,9 +19,8 @@ from baton.engine.connector import KVTransferOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.errors import BackgroundFault, BatonError, ConfigError, EngineFault, NodeLost
 from baton.messages.ids import AttemptKey
-from baton.messages.node import Adopt, Leg, NodeDescription, Outcome, RequestDelta, Role, Submit
+from baton.messages.node import Adopt, Leg, NodeDescription, NodeShape, Outcome, RequestDelta, Role, Submit
 from baton.messages.node_report import HandoffReport, HandoffSide, OpenHandoff
-from baton.messages.node_shape import NodeShape
 from baton.messages.sampling import SamplingParams
 from baton.node.process import RoleMaker, serve_roles
 from baton.node.role import NodeRole, RoleContext
@@ -30,14 +29,14 @@ from baton.node.service import NodeService
 from baton.node.stop import NodeStop
 from baton.observe.metrics import Figure
 from baton.runner import SimulatedSpec
-from baton.testing.fake_ranked_runner import FakeRankedRunner, LossMoment
-from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
-from baton.testing.fake_role import FakeRole
-from baton.testing.fake_runner import FakeRunner, expected_tokens
-from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from baton.wire.clients.node_client import NodeClient
 from kv_transfer.link.liveness import is_running
 from prefill_node.app import PrefillRole
+from tests.doubles.fake_ranked_runner import FakeRankedRunner, LossMoment
+from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
+from tests.doubles.fake_role import FakeRole
+from tests.doubles.fake_runner import FakeRunner, expected_tokens
+from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from tests.support.reports import QueuedReports
 
 KEY = AttemptKey("r", 1, 5)

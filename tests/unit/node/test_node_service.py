@@ -17,7 +17,6 @@ from baton.engine.sequences.beams import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import Draining, TransferCause
 from baton.messages.capabilities import GENERATES, Capability
-from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
     HEARTBEAT_S,
@@ -44,7 +43,7 @@ from baton.messages.node_report import (
 from baton.messages.pooling import Pooling, PoolingParams
 from baton.messages.request_limits import MAX_AUDIO_BYTES
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span, digest_of_rows
+from baton.messages.spans import ContentKind, EncoderContent, Span, digest_of_rows, source_spans
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.attempts.submit_check import objection
 from baton.node.driver import StepNews
@@ -52,9 +51,9 @@ from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.node.port import MAX_QUEUED_REPORTS, Port
 from baton.node.reports.step_log import StepLog
 from baton.node.service import LOAD_EVERY_S
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_runner import expected_beams, expected_embedding, expected_tokens
 from baton.wire.channel import MAX_MESSAGE_BYTES
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_runner import expected_beams, expected_embedding, expected_tokens
 from tests.support.node_rig import (
     DESCRIPTION,
     KEY,

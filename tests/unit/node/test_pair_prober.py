@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from baton.errors import TransferCause, TransferFailed
+from baton.messages.ids import Peer
 from baton.messages.node_report import ProbeFault
-from baton.messages.peer import Peer
-from baton.testing.fake_mover import FakeMover
-from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from decode_node.pair_prober import PairProber
 from kv_transfer.link.link_messages import ProbeResult, ReaderMessage
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import PartsMover
 from kv_transfer.receiver.join_probe import JoinProbes
+from tests.doubles.fake_mover import FakeMover
+from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from tests.support.handoff_rig import new_memory
 from tests.support.virtual_time import LoopClock, run_virtually
 

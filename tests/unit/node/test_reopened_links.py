@@ -10,14 +10,14 @@ import grpc
 import pytest
 
 from baton.engine.runner import KVLayout, LayerGeometry, LayerGroup
-from baton.messages.peer import Peer
-from baton.testing.fake_mover import FakeMover
-from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
+from baton.messages.ids import Peer
 from decode_node.intake import Intake
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link.link_messages import LinkWelcome, MemoryPart
 from kv_transfer.mover.part_mover import DeliverEvent
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
+from tests.doubles.fake_mover import FakeMover
+from tests.doubles.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from tests.support.handoff_rig import LAYOUT, new_memory
 from tests.support.virtual_time import LoopClock, run_virtually
 

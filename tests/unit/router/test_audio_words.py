@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.http.audio.words import words_of
+from router.http.audio.formats import words_of
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,10 @@ import pytest
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.events import KVEventLog, KVSnapshot
 from baton.engine.request import Request
-from baton.messages.encoder_contents import EncoderContent, rows_key
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import NodeDescription
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span
+from baton.messages.spans import EncoderContent, Span, rows_key
 from baton.node.reports.kv_cache_updates import kv_cache_updates
 from router.placement.cache_view import CacheView, PromptKeys, key_scheme_of
 from tests.support.router_parts import decode

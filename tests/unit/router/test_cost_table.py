@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, NoCapacity
 from baton.messages.capabilities import EMBEDS, GENERATES
-from baton.messages.kv_format import KVFormat
+from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription
 from router.placement.cost_model import NodeCosts, PlacementQuery, ServiceLevel, cheapest, newcomer_share, node_costs
 from router.placement.cost_table import CostTable, fitting_kinds

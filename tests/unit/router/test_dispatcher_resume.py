@@ -31,11 +31,11 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import Adopt, Leg, NodeDescription, Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.registry.flights import ENDED_S
-from baton.testing.fake_flight_records import LIFETIME_S
-from baton.testing.fake_tokenizer import FakeTokenizer
 from router.admission.request import ValidRequest
 from router.flight.flight_journal import READS_PER_TURN
 from router.placement.placement import Placement
+from tests.doubles.fake_flight_records import LIFETIME_S
+from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
 

@@ -9,15 +9,23 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
 from baton.messages.generation import Finished, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN
-from baton.messages.pooling import ModelPooling, Pooling, PoolingRequest
-from baton.testing.fake_handler import FakeHandler
-from baton.testing.fake_tokenizer import FakeTokenizer
+from baton.messages.pooling import (
+    EmbedInput,
+    EmbedRequest,
+    EmbedResponse,
+    EmbedResult,
+    EmbedTask,
+    ModelPooling,
+    Pooling,
+    PoolingRequest,
+)
 from router.admission.pooling import check_generates
 from router.embed_call import embed
 from router.pooling import part_ids
+from tests.doubles.fake_handler import FakeHandler
+from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.http_rig import CARD, finished
 
 LABELS = replace(CARD, pooling=ModelPooling(labels=("spam", "ham")))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from baton.errors import AttemptsExhausted, ContinuedElsewhere, DeadlineExceeded, TransferCause
 from baton.machine import IllegalEvent, render_mermaid
-from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
-from baton.messages.encoder_contents import EncoderContent
+from baton.messages.ids import Peer
 from baton.messages.node import Leg, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
-from baton.messages.peer import Peer
 from baton.messages.sampling import TokenLogprobs
+from baton.messages.spans import EncoderContent
+from baton.messages.speculation import NO_DRAFTS, DraftCounts
 from router.flight.attempt_budget import MAX_UNRELATED_LOSSES, REFILL_TOKENS
 from router.flight.flight import MIN_UNRELATED_NODES, Flight
 from router.flight.flight_leg import AttemptTimings

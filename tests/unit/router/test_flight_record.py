@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.messages.capabilities import Capability
-from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.sampling import SamplingParams
-from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
+from baton.messages.spans import ContentKind, EncoderContent, source_spans
 from router.admission.request import ValidRequest
 from router.flight.flight_journal import FlightJournal
 from router.flight.flight_record import FlightRecord, read_record
 from router.placement.placement import Origin, Placement
+from tests.doubles.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from tests.support.router_parts import decode, prefill
 
 CARD = ModelCard("m", 64, 300)

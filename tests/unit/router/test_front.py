@@ -17,15 +17,15 @@ from baton.errors import InvalidRequest, QueueFull, UnknownModel
 from baton.messages.generation import ModelCard
 from baton.security.callers import Caller, current_caller
 from baton.security.matrix import CallerRole
-from baton.testing.fake_node import FakeNodes
-from baton.testing.fake_timers import FakeTimers
-from baton.testing.fake_tokenizer import FakeDetokenizer, FakeTokenizer
 from router.dispatcher import Dispatcher
 from router.flight.text_stream import TextCodec
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placement.view import ClusterView
+from tests.doubles.fake_node import FakeNodes
+from tests.doubles.fake_timers import FakeTimers
+from tests.doubles.fake_tokenizer import FakeDetokenizer, FakeTokenizer
 from tests.support.router_parts import MODEL
 
 LONG_S = 30.0

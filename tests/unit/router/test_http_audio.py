@@ -27,10 +27,10 @@ from baton.model_formats.limits import AUDIO_RATE
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
-from baton.testing.fake_handler import FakeCall, FakeHandler
 from router.http.audio.endpoint import AudioBodies, SpeechRules
 from router.http.audio.formats import Segment, Transcript, written
 from router.http.json_body import MAX_BODY_BYTES, MAX_LARGE_BODIES
+from tests.doubles.fake_handler import FakeCall, FakeHandler
 from tests.support.audio_files import encoded, tone
 from tests.support.http_rig import CARD, HttpRig, chunk, finished
 from tests.support.speech_rig import (

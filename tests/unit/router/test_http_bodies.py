@@ -11,9 +11,8 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.messages.request_limits import MAX_BODY_CONTAINERS, MAX_BODY_DEPTH
 from baton.messages.sampling import RepetitionDetection
-from router.http.bodies.chats import ChatBody
-from router.http.bodies.completions import CompletionBody
-from router.http.bodies.generation import GenerationBody, read_generation
+from router.http.completions.bodies import ChatBody, CompletionBody
+from router.http.completions.generation import GenerationBody, read_generation
 from router.http.json_body import MAX_BODY_BYTES, parse_json
 from tests.support.http_rig import HttpRig, finished
 

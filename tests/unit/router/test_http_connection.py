@@ -8,9 +8,9 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
-from baton.testing.fake_clock import FakeClock
 from baton.wire.turn_budget import TurnBudget
 from router.http.connection import LINGER_S, MAX_DROPPED_BYTES, READ_BYTES, STEP_BYTES
+from tests.doubles.fake_clock import FakeClock
 from tests.support.http_transport import Client
 from tests.support.virtual_time import run_virtually
 

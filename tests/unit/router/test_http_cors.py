@@ -12,7 +12,7 @@ from baton.config import RouterConfig
 from baton.security.keys import KeyRing, write_keys
 from baton.security.pages import PageAuthenticator
 from baton.text.chat_template import DEFAULT_TEMPLATE
-from router.http.cors import with_cors
+from router.http.app import with_cors
 from tests.support.http_client import AsgiClient, Exchange
 from tests.support.http_rig import HttpRig, chunk, finished
 

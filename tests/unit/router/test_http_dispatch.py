@@ -11,10 +11,10 @@ import pytest
 from baton.errors import TransferCause
 from baton.messages.node import Outcome, RequestDelta
 from baton.messages.sampling import Constraint, TokenLogprobs
-from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
+from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.http_client import AsgiClient, Exchange
 from tests.support.http_rig import CARD, HttpRig, finished
 from tests.support.router_parts import MODEL, decode, prefill

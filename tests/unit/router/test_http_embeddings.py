@@ -12,8 +12,8 @@ import pytest
 from baton.errors import EngineFault, InvalidRequest, QuotaExceeded
 from baton.messages.generation import Finished
 from baton.messages.pooling import PoolingRequest
-from baton.testing.fake_handler import FakeCall
-from router.http.pooling_endpoint import as_json
+from router.http.pooling.endpoints import as_json
+from tests.doubles.fake_handler import FakeCall
 from tests.support.http_rig import CARD, HttpRig, finished
 from tests.support.router_parts import MODEL
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from router.http.bodies.ignored import collect_ignored
-from router.http.bodies.strict import Strict, Treatment, read_as
-from router.http.openapi import OPERATIONS
+from router.http.bodies.fields import Strict, Treatment, collect_ignored, read_as
+from router.http.pages.operations import OPERATIONS
 from tests.support.http_rig import HttpRig, chunk, finished
 
 JSON_BODIES = {one.bodies[0]: one.example for one in OPERATIONS if one.bodies and one.body_kind.endswith("json")}

@@ -10,14 +10,13 @@ import pytest
 
 from baton.errors import InvalidRequest, UnsupportedRequest
 from baton.messages.capabilities import GENERATES, Capability
-from baton.messages.encoder_contents import EncoderContent
 from baton.messages.generation import ModelCard
-from baton.messages.spans import PLACEHOLDER
+from baton.messages.spans import PLACEHOLDER, EncoderContent
 from baton.model_formats.images import ImageLimits
 from baton.text.image_prompts import ImagePrompts
 from router.admission.images import ImageRules, check_takes_images
 from router.http.bodies.content_parts import ImagePart, content_of
-from router.http.bodies.strict import read_as
+from router.http.bodies.fields import read_as
 from router.http.messages.bodies import CountBody
 from tests.support.image_models import IMAGE_TOKEN_ID, random_image, write_image_model
 

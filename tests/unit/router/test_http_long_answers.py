@@ -10,7 +10,7 @@ import pytest
 from baton.messages.generation import Chunk
 from baton.messages.logprob_rows import LogprobRows
 from baton.messages.sampling import TokenLogprobs
-from baton.testing.fake_handler import FakeCall
+from tests.doubles.fake_handler import FakeCall
 from tests.support.http_client import Exchange
 from tests.support.http_rig import HttpRig, finished
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from baton.messages.generation import Chunk
 from baton.messages.request_limits import MAX_MESSAGES, MAX_TOOLS
 from baton.text.tool_calls.formats import FORMATS
-from router.http.messages.content import WholeContent
-from router.http.messages.events import MessageLabel, MessageWriter
+from router.http.messages.events import MessageLabel, MessageWriter, WholeContent
 from router.http.parsed_text import TextParsing
 from tests.support.http_client import Event
 from tests.support.http_rig import HttpRig

@@ -15,12 +15,13 @@ from starlette.routing import Route
 
 from baton.messages.pooling import ModelPooling
 from baton.messages.sampling import SamplingDefaults
-from baton.testing.fake_clock import FakeClock
 from baton.text.chat_template import DEFAULT_TEMPLATE
-from router.http.api_fields import FIELDS
-from router.http.bodies.strict import read_as
-from router.http.live import LiveData, live_pages
-from router.http.openapi import OPERATIONS, Operation, description
+from router.http.bodies.fields import read_as
+from router.http.pages.field_meanings import FIELDS
+from router.http.pages.html import LiveData, live_pages
+from router.http.pages.openapi import description
+from router.http.pages.operations import OPERATIONS, Operation
+from tests.doubles.fake_clock import FakeClock
 from tests.support.audio_files import encoded, tone
 from tests.support.http_rig import CARD, HttpRig, chunk, finished
 from tests.support.speech_rig import SpeechRig

@@ -31,8 +31,8 @@ import pytest
 from baton import errors
 from baton.messages.generation import Chunk, GenerateEvent, SequenceFinished
 from baton.messages.sampling import TokenLogprobs
-from baton.testing.fake_handler import FakeCall
 from baton.text.chat_template import DEFAULT_TEMPLATE
+from tests.doubles.fake_handler import FakeCall
 from tests.support.http_rig import HttpRig, finished
 from tests.support.outside import FOLDER, assert_as_frozen
 from tests.support.tool_formats import THINKING, template

@@ -16,7 +16,7 @@ from baton.messages.adapters import AdapterSource
 from baton.messages.generation import Finished, ModelCard
 from baton.messages.pooling import ModelPooling, Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_POOLED_TOKENS
-from baton.testing.fake_tokenizer import FakeTokenizer
+from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.http_rig import CARD, HttpRig, finished
 from tests.support.router_parts import MODEL
 

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 import router.http.app  # noqa: F401  all bodies are defined then
 from baton.errors import InvalidRequest
-from router.http.bodies.strict import Strict, read_as
+from router.http.bodies.fields import Strict, read_as
 from router.http.messages.bodies import MessagesBody
 from router.http.responses.bodies import ResponsesBody
-from router.http.responses.input_items import ReasoningInput
+from router.http.responses.items import ReasoningInput
 
 MESSAGE = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
 CALLER = "tools[0].allowed_callers[0]"

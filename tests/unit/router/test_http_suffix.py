@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 from tokenizers.models import WordLevel
 
-from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.fill_in_middle import GapTokens, find_gap_tokens
 from baton.text.tokenizer import Tokenizer
+from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.http_rig import HttpRig, finished
 
 PATH = "/v1/completions"

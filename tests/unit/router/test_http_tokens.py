@@ -8,7 +8,7 @@ import re
 import pytest
 
 import baton
-from router.http.unserved_paths import INSTEAD, use_instead
+from router.http.app import INSTEAD, use_instead
 from tests.support.http_rig import HttpRig
 
 CHAT: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}

@@ -13,8 +13,8 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.messages.generation import Chunk, GenerateEvent, GenerateRequest, KnownText, SequenceFinished
 from baton.messages.request_limits import MAX_TOOLS
 from baton.messages.sampling import TokenLogprobs
-from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.schema_compiling import check_constraint
+from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.byte_matching import takes
 from tests.support.http_client import Event, Exchange
 from tests.support.http_rig import CARD, HttpRig, chunk, finished

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.testing.fake_timers import FakeTimers
 from router.operations.idle_collector import IDLE_REQUESTS, INTERVAL_S, IdleCollector
+from tests.doubles.fake_timers import FakeTimers
 
 
 class Collections:

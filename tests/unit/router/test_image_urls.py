@@ -12,7 +12,7 @@ import pytest
 from baton.config.router import RouterSettings
 from baton.errors import InvalidRequest, QueueFull
 from router.http.bodies.content_parts import content_of
-from router.http.bodies.strict import read_as
+from router.http.bodies.fields import read_as
 from router.http.image_urls import MAX_FETCHES, ImageFetcher
 from router.http.json_body import MAX_BODY_BYTES, LargeBodies, LargeBody
 from router.http.messages.bodies import CountBody

@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
-from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
-from baton.testing.fake_timers import FakeTimers
 from router.operations.live_history import (
     MAX_BYTES,
     MAX_ROUTERS,
@@ -23,6 +21,8 @@ from router.operations.live_history import (
     quantile,
 )
 from router.operations.live_totals import LiveTotals
+from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
+from tests.doubles.fake_timers import FakeTimers
 from tests.support.live_cluster_page import BUCKETS, history_of, totals
 
 

@@ -6,11 +6,10 @@ import json
 
 import pytest
 
-from baton.messages.cluster import ClusterStatus
-from baton.messages.steering import ClusterEvent
-from baton.testing.fake_clock import FakeClock
-from router.http.live import LiveData
+from baton.messages.operator import ClusterEvent, ClusterStatus
+from router.http.pages.html import LiveData
 from router.operations.live_page import MAX_ENDED, MAX_EVENTS, MAX_RUNNING, RECENT_S, live_page_data
+from tests.doubles.fake_clock import FakeClock
 from tests.support.live_cluster_page import history_of, node, row
 
 

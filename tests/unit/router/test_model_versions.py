@@ -15,12 +15,12 @@ from baton.messages.capabilities import Capability
 from baton.messages.node import LoadReport, NodeDescription, Role
 from baton.messages.sampling import SamplingDefaults
 from baton.registry import DesiredState
-from baton.testing.fake_clock import FakeClock
 from router.cards import card_of_nodes
 from router.placement.placement import Demand, Origin, choose
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.versions import PASSES_OVER_AFTER_S, Registered, left_out, serving_versions
 from router.placement.view import ClusterView
+from tests.doubles.fake_clock import FakeClock
 from tests.support.router_parts import MODEL, decode, description, prefill, record_of, request
 
 DEMAND = Demand(MODEL, num_prompt_tokens=10, max_tokens=8)

@@ -12,9 +12,9 @@ from baton.background import BackgroundWatch, current_watch
 from baton.errors import BackgroundFault, NodeLost, Unreachable
 from baton.messages.ids import AttemptKey
 from baton.messages.node import HEARTBEAT_S, Abort, NodeDescription, StepReport
-from baton.testing.fake_node import FakeNode, FakeNodes
-from baton.testing.fake_timers import FakeTimers
 from router.node_links import MAX_BROKEN, NodeLinks
+from tests.doubles.fake_node import FakeNode, FakeNodes
+from tests.doubles.fake_timers import FakeTimers
 from tests.support.router_parts import decode, key, prefill, record_of
 
 

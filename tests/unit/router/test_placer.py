@@ -12,7 +12,6 @@ import pytest
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.errors import InvalidRequest, NoCapacity, TransferCause
 from baton.messages.capabilities import GENERATES, Capability
-from baton.messages.encoder_contents import EncoderContent, rows_key
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 from baton.messages.node import (
@@ -25,6 +24,7 @@ from baton.messages.node import (
     StepReport,
 )
 from baton.messages.sampling import SamplingParams
+from baton.messages.spans import EncoderContent, rows_key
 from baton.observe.metrics import Distribution, Figure
 from baton.wire.codec.operator import PLACEMENT_DECISION
 from router.admission.request import ValidRequest

@@ -18,10 +18,10 @@ from baton.messages.generation import GenerateRequest, ModelCard, PromptEmbeds
 from baton.messages.prompt_rows import UnsoundRows, read_rows
 from baton.messages.spans import Span, digest_of_rows
 from baton.model_formats.encoder_decoders import EncoderDecoder
-from baton.testing.fake_tokenizer import FakeTokenizer
 from router.admission.request import ValidRequest
 from router.admission.validation import validate
 from router.flight.flight_record import FlightRecord, read_record
+from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.given_spans import random_rows, safetensors_of, span_of
 
 CARD = ModelCard("demo", 32, 100, row_width=8, capabilities=GENERATES | {Capability.PROMPT_EMBEDS})

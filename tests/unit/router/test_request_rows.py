@@ -8,7 +8,7 @@ import pytest
 
 from baton.cli.commands.requests import request_lines
 from baton.messages.node import Leg, Outcome, StageTimings
-from baton.messages.request_rows import RequestRow
+from baton.messages.operator import RequestRow
 from baton.wire.codec.operator import REQUEST_ROW
 from router.operations.request_rows import ended_rows, running_rows
 from tests.support.router_parts import decode, prefill

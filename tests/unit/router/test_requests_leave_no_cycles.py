@@ -14,7 +14,6 @@ import pytest
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Outcome
-from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 from baton.wire.http2.call import Call
@@ -25,6 +24,7 @@ from router.admission.tenants import Tenants
 from router.flight.active_request import ActiveRequest
 from router.flight.flight import Flight
 from router.front import GenerationHandler
+from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
 from tests.support.uncollected import garbage_collector_off

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from baton.observe.metrics import declared_figures
-from baton.testing.fake_clock import FakeClock
 from router.http.bodies.content_parts import ImagePart
 from router.http.responses.items import CallItem, MessageItem
 from router.http.responses.store import ResponseStore, StoreBounds, StoredResponse
+from tests.doubles.fake_clock import FakeClock
 
 
 def response(name: str, num_bytes: int = 1000) -> StoredResponse:

@@ -14,13 +14,13 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import Chunk, GenerateEvent, KnownText, Path, SequenceFinished
 from baton.messages.node import Outcome, RequestDelta, StageTimings
 from baton.messages.sampling import SamplingParams, TokenLogprobs
-from baton.testing.fake_tokenizer import FakeDetokenizer, FakeTokenizer
 from router.admission.request import ValidRequest
 from router.flight.answer import MAX_PARSED_TOKENS, Answer
 from router.flight.flight_record import FlightRecord
 from router.flight.flight_sequence import FlightSequence
 from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
 from router.flight.resumption import ResumedAnswer, check_positions, placement_in_record, replayed
+from tests.doubles.fake_tokenizer import FakeDetokenizer, FakeTokenizer
 from tests.support.router_parts import decode, key, prefill
 
 

@@ -15,10 +15,10 @@ from baton.messages.ids import SCOPED_ID_PATTERN, scoped, unscoped
 from baton.messages.node import Outcome
 from baton.security.callers import Caller, current_caller
 from baton.security.matrix import CallerRole
-from baton.testing.fake_tokenizer import FakeTokenizer
 from router.admission.tenants import MAX_LABELS, OTHERS, Tenants
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
+from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.router_parts import MODEL, decode
 from tests.support.router_rig import Reader, RouterRig, router_rig
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.messages.generation import GenerateRequest
 from baton.messages.ids import new_request_id
 from baton.messages.node import StageTimings
-from baton.messages.timelines import Timeline, TimelineStage
+from baton.messages.operator import Timeline, TimelineStage
 from baton.wire.codec.operator import TIMELINE
 from router.flight.flight_leg import AttemptTimings
 from router.flight.timeline import EndedRequest, Moments, TimelineLog, timeline

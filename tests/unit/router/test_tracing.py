@@ -15,9 +15,9 @@ from baton.messages.sampling import SamplingParams
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempt_spans import AttemptSpans, Stage, stages
 from baton.observe.start_tracing import is_asked_for, start_tracing
-from baton.testing.fake_tracing import FakeTracer
 from router.flight.request_spans import RequestSpans
 from router.placement.placement import Placement
+from tests.doubles.fake_tracing import FakeTracer
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import router_rig
 

@@ -22,7 +22,7 @@ from baton.runner.model.stored.layers import StoredEmbedding
 from baton.runner.model.stored.quantize import quantized
 from baton.runner.model.stored.weight import StoredWeight
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.support.load_with import load_with
 from tests.support.tiny_models import TINY_MODELS
 

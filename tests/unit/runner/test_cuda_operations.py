@@ -26,8 +26,8 @@ from baton.runner.model.decode_graphs import DecodeGraphs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner
-from baton.testing.fake_attention import fake_paged_attention
-from baton.testing.fake_graph import FakeRecorder
+from tests.doubles.fake_attention import fake_paged_attention
+from tests.doubles.fake_graph import FakeRecorder
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 

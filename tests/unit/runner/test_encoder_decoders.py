@@ -17,10 +17,9 @@ from baton.config import NodeConfig
 from baton.engine.request import Request
 from baton.errors import AdapterRefused, ConfigError, InvalidRequest
 from baton.messages.capabilities import Capability
-from baton.messages.encoder_contents import ContentKind, EncoderContent, source_spans
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import Span
+from baton.messages.spans import ContentKind, EncoderContent, Span, source_spans
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned, read_encoder_decoder
 from baton.node.runner_spec import scheduler_config
 from baton.runner import load

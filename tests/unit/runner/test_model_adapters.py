@@ -22,7 +22,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stored.plan import CheckpointNames
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_adapter_files import FakeAdapterFiles
+from tests.doubles.fake_adapter_files import FakeAdapterFiles
 from tests.support.adapter_files import PREFIX, lora_tensors, write_adapter
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS

@@ -34,8 +34,8 @@ from baton.runner.model_runner import TorchModelRunner
 from baton.runner.pipelined_runner import PipelinedModelRunner
 from baton.runner.ranks.micro_batch import Task
 from baton.runner.spec import CacheSpec, TorchSpec, WeightSpec
-from baton.testing.fake_clock import FakeClock
-from baton.testing.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_clock import FakeClock
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.oracle.test_token_exact import make_prompts
 from tests.support.tiny_models import TINY_MODELS
 

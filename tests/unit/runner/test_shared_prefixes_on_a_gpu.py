@@ -18,8 +18,8 @@ from baton.runner.model import decode_graphs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_attention import fake_paged_attention
-from baton.testing.fake_graph import FakeRecorder
+from tests.doubles.fake_attention import fake_paged_attention
+from tests.doubles.fake_graph import FakeRecorder
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 

@@ -28,7 +28,7 @@ from baton.runner.simulated import (
     expected_tokens,
     likeliest_tokens,
 )
-from baton.testing.fake_clock import FakeClock
+from tests.doubles.fake_clock import FakeClock
 from tests.support.adapter_files import write_simple_adapter
 from tests.support.runner_driver import RunnerDriver
 

@@ -30,7 +30,7 @@ from baton.runner.ranks.micro_batch import MicroBatch, Task
 from baton.runner.ranks.micro_batch_slot import SlotsInTurns
 from baton.runner.ranks.stage_ring import StageRing
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.support.tiny_models import TINY_MODELS
 
 

@@ -17,7 +17,7 @@ from baton.runner.execution.input_batch import RequestState
 from baton.runner.execution.mask_budget import ALONE_S, BURST_S, COSTLY_S, SHARE, MaskBudget
 from baton.runner.execution.sampler import SamplingState, sample
 from baton.runner.execution.token_masks import Masks, TokenMasks
-from baton.testing.fake_grammar import FakeMatcher
+from tests.doubles.fake_grammar import FakeMatcher
 
 VOCAB = 75
 """The size is not a multiple of 32, so the last word of a mask is not full."""

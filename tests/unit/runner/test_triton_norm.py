@@ -15,7 +15,7 @@ from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import TorchSpec
-from baton.testing.fake_attention import fake_paged_attention
+from tests.doubles.fake_attention import fake_paged_attention
 from tests.support.kernel_inputs import randn
 from tests.support.tiny_models import TINY_MODELS
 from tests.support.triton_interpreter import DEVICE, triton_attention_module

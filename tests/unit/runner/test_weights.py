@@ -29,7 +29,7 @@ from baton.runner.model.stored.convert_gguf import convert
 from baton.runner.model.weights import load_model, resolve_dtype
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import CacheSpec, WeightSpec
-from baton.testing.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_rank_group import FakeRankGroup
 from tests.support.gguf_models import random_module, write_module
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from baton.config import bundled_model_dir
 from baton.errors import ConfigError, InvalidRequest
-from baton.testing.fake_workers import FakeWorkers
 from baton.text.chat_template import ChatTemplate
 from baton.text.model_template import ModelTemplate, has_chat_template
 from baton.text.tokenizer import Tokenizer
+from tests.doubles.fake_workers import FakeWorkers
 
 NOW = datetime(2026, 1, 2, 3, 4)
 CHAT = [

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, TemplateFault
-from baton.testing.fake_workers import FakeWorkers
 from baton.text.bounded_child import Outcome
 from baton.text.bounded_workers import BoundedWorkers, WorkLimits
 from baton.text.model_template import ModelTemplate
 from baton.text.template_work import TemplateWork
+from tests.doubles.fake_workers import FakeWorkers
 
 NOW = datetime(2026, 1, 2)
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

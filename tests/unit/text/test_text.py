@@ -20,13 +20,14 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 
 from baton.errors import ConfigError
 from baton.messages.generation import ReasoningBegin
-from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.detokenizer import WindowDetokenizer
 from baton.text.model_files import read_model_files
 from baton.text.stop_strings import StopStrings
 from baton.text.tokenizer import Tokenizer
 from router.flight.text_stream import TextStream
-from router.http.logprobs import CompletionLogprobs, TokenTexts, as_token_id, unknown
+from router.http.completions.logprobs import CompletionLogprobs, TokenTexts, unknown
+from router.http.parsed_text import as_token_id
+from tests.doubles.fake_tokenizer import FakeTokenizer
 
 EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "120"))
 CORPUS = ["def fibonacci(n): return n", "naïve café – 中文 字 😀👩‍👩‍👧 ≠", "  indented\n\ttabs", "wordpiece words"] * 4

@@ -6,9 +6,6 @@ import pytest
 
 from baton.errors import BatonError, InvalidRequest, TransferCause
 from baton.messages.capabilities import GENERATES_AND_EMBEDS
-from baton.messages.draft_counts import DraftCounts
-from baton.messages.embedding import EmbedInput, EmbedRequest, EmbedTask
-from baton.messages.encoder_contents import ContentKind, EncoderContent
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -19,7 +16,7 @@ from baton.messages.generation import (
     PromptEmbeds,
     SequenceFinished,
 )
-from baton.messages.ids import AttemptKey
+from baton.messages.ids import AttemptKey, Peer
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate
 from baton.messages.node import (
     Abort,
@@ -50,10 +47,10 @@ from baton.messages.node_report import (
     RefusedLink,
     TraceEvent,
 )
-from baton.messages.peer import Peer
-from baton.messages.pooling import Pooling, PoolingParams
+from baton.messages.pooling import EmbedInput, EmbedRequest, EmbedTask, Pooling, PoolingParams
 from baton.messages.sampling import RepetitionDetection, SamplingParams, TokenLogprobs
-from baton.messages.spans import Span
+from baton.messages.spans import ContentKind, EncoderContent, Span
+from baton.messages.speculation import DraftCounts
 from baton.v1 import generation_pb2, node_pb2
 from baton.wire.codec import embedding as codec_embedding
 from baton.wire.codec import generation as codec_generation

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from baton.messages.explanations import PlacementDecision, PlacementOutcome, PlacementWay
-from baton.messages.request_rows import RequestRow
-from baton.messages.steering import ClusterEvent, DrainProgress
-from baton.messages.timelines import Timeline, TimelineStage
+from baton.messages.operator import (
+    ClusterEvent,
+    DrainProgress,
+    PlacementDecision,
+    PlacementOutcome,
+    PlacementWay,
+    RequestRow,
+    Timeline,
+    TimelineStage,
+)
 from baton.v1 import operator_pb2 as pb
 from baton.wire.codec import operator
 

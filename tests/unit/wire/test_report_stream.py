@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import NodeLost
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, Outcome, RequestDelta, StageTimings, StepReport
 from baton.messages.sampling import TokenLogprobs
+from baton.messages.speculation import DraftCounts
 from baton.v1 import node_pb2
 from baton.wire.codec.report_stream import ReportReader, ReportWriter
 

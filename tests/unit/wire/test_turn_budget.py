@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.testing.fake_clock import FakeClock
 from baton.wire.turn_budget import TurnBudget
+from tests.doubles.fake_clock import FakeClock
 
 
 class Source:

@@ -24,3 +24,5 @@ with rare_collections():
     import_transformers()
     for name in _MODULES:
         importlib.import_module(name)
+    # transformers compiles a thousand patterns of names for the first model of a process, whichever that is.
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")

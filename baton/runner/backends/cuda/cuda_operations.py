@@ -61,7 +61,7 @@ class _Kind:
 PagedAttention = Callable[..., torch.Tensor]
 """Computes `Operations.paged_attention` without reading from the device, in one order of summation for every row.
 
-Implemented by `triton_attention.triton_attention` and, for tests, by `baton.testing.fake_attention`."""
+Implemented by `triton_attention.triton_attention` and, for tests, by `tests.doubles.fake_attention`."""
 
 
 def _triton_attention(*arguments: Any, **keywords: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ Record = Callable[[Callable[[], torch.Tensor]], tuple[Graph, torch.Tensor]]
 """Records a computation, and returns the graph and the tensor to which every replay writes its result.
 
 The result is valid until the next replay of any graph of the recorder. Raises RuntimeError for a computation that reads
-from the device. Implemented by `GpuRecorder` and, for tests, by `baton.testing.fake_graph.FakeRecorder`."""
+from the device. Implemented by `GpuRecorder` and, for tests, by `tests.doubles.fake_graph.FakeRecorder`."""
 
 
 class GpuRecorder:

@@ -1,0 +1,1 @@
+"""The endpoints that make vectors, labels and scores of texts, with their bodies."""

@@ -1,0 +1,228 @@
+"""The endpoints that make vectors, labels and scores of texts: /v1/embeddings, /classify, /score and /rerank."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from baton.clock import Clock
+from baton.messages.generation import Finished
+from baton.messages.request_limits import MAX_POOLING_BODY_BYTES
+from router.http.answers import path_headers
+from router.http.bodies.fields import read_as
+from router.http.client import Client
+from router.http.endpoint import Handler, check_request_id, in_thread_if_large, timeout_of, with_client_names
+from router.http.json_body import LargeBodies, LargeBody, parse_json, read_body
+from router.http.model import ServedModel
+from router.http.pooling.bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody, ScoringBody
+from router.pooling import SMALL_VECTORS, PoolingCall, numbers_of, pool_all
+from router.scoring import Scores, TextPair, score_pairs
+
+B = TypeVar("B", bound=PoolingBody)
+
+
+class Response(NamedTuple):
+    """The answer to a client."""
+
+    json: bytes
+    first: Finished
+    """The end of the first request to the core, for headers."""
+
+
+_NAMES: Mapping[str, Sequence[str]] = {
+    "request_id": ("request_id", "x-request-id"),
+    "activate": ("use_activation", "activation"),
+}
+
+
+class PoolingEndpoint(Generic[B]):
+    """An ASGI application, whose exceptions the front turns into answers."""
+
+    body: type[B]
+
+    def __init__(self, handler: Handler, model: ServedModel) -> None:
+        self._handler = handler
+        self._model = model
+        self._large_bodies = LargeBodies()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._large_bodies.place() as place:
+            await self._answer_body(scope, receive, send, place)
+
+    async def _answer_body(self, scope: Scope, receive: Receive, send: Send, place: LargeBody) -> None:
+        headers, request_id = dict(scope["headers"]), scope["state"]["request_id"]
+        content = await read_body(scope, receive, MAX_POOLING_BODY_BYTES, place)
+        found = await in_thread_if_large(self._handler, content, parse_json, content)
+        timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
+        traceparent = headers.get(b"traceparent", b"").decode("latin-1")
+        # The JSON is large, so only its names stay.
+        sent = {name: True for name, value in found.items() if value is not None}
+        with with_client_names(_NAMES, sent):
+            body = await in_thread_if_large(self._handler, content, read_as, self.body, found)
+            check_request_id(body.request_id, request_id)
+            del content, found
+            place.release()
+            async with Client(receive, send) as client:
+                call = body.call(request_id, traceparent)
+                answer, first = await self._respond(body, call, timeout_s)
+                answer_headers = [
+                    (b"content-type", b"application/json"),
+                    (b"x-request-id", request_id.encode()),
+                    *path_headers(first),
+                ]
+                await client.answer(200, answer_headers, answer)
+
+    async def _respond(self, body: B, call: PoolingCall, timeout_s: float | None) -> Response:
+        """The answer to a body; raises BatonError."""
+        results = await pool_all(call, self._handler, self._model.vocabulary, self._model.card, timeout_s)
+        num_bytes = sum(len(one.embedding) for one in results)
+        return Response(await self._written(num_bytes, self._answer, body, call, results), results[0])
+
+    async def _written(self, num_bytes: int, write: Callable[..., bytes], *arguments: object) -> bytes:
+        """What `write` makes of results of so many bytes, in a thread if they are many."""
+        return await self._handler.in_thread(write, *arguments) if num_bytes > SMALL_VECTORS else write(*arguments)
+
+    def _answer(self, body: B, call: PoolingCall, results: Sequence[Finished]) -> bytes:
+        """The JSON of the answer. May be called in a thread."""
+        raise NotImplementedError
+
+
+def usage_of(results: Sequence[Finished]) -> dict[str, Any]:
+    """The field `usage` of an answer."""
+    num_tokens = sum(one.prompt_tokens for one in results)
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def as_json(answer: Mapping[str, Any]) -> bytes:
+    """The answer as JSON text. An iterator becomes an array, which is written one item at a time: one call for
+    hundreds of vectors would keep the interpreter from the event loop for as long as it takes, even in a thread."""
+    return b"{" + b", ".join(b"%b: %b" % (_dumped(name), _dumped(value)) for name, value in answer.items()) + b"}"
+
+
+def _dumped(value: Any) -> bytes:
+    if isinstance(value, Iterator):
+        return b"[" + b", ".join(map(_dumped, value)) + b"]"
+    return json.dumps(value, ensure_ascii=False).encode()
+
+
+class Embeddings(PoolingEndpoint[EmbeddingBody]):
+    """POST /v1/embeddings"""
+
+    body = EmbeddingBody
+
+    def _answer(self, body: EmbeddingBody, call: PoolingCall, results: Sequence[Finished]) -> bytes:
+        write = _as_base64 if body.encoding_format == "base64" else numbers_of
+        return as_json(
+            {
+                "object": "list",
+                "data": (
+                    {"object": "embedding", "index": place, "embedding": write(one.embedding)}
+                    for place, one in enumerate(results)
+                ),
+                "model": body.model or self._model.card.name,
+                "usage": usage_of(results),
+            }
+        )
+
+
+def _as_base64(vector: bytes) -> str:
+    return base64.b64encode(vector).decode()
+
+
+S = TypeVar("S", bound=ScoringBody)
+
+
+class Classify(PoolingEndpoint[ClassifyBody]):
+    """POST /classify"""
+
+    body = ClassifyBody
+
+    def __init__(self, handler: Handler, model: ServedModel, clock: Clock) -> None:
+        super().__init__(handler, model)
+        self._clock = clock
+
+    def _answer(self, body: ClassifyBody, call: PoolingCall, results: Sequence[Finished]) -> bytes:
+        labels = self._model.card.pooling.labels
+        return as_json(
+            {
+                "id": f"classify-{call.request_id}",
+                "object": "list",
+                "created": int(self._clock.wall()),
+                "model": body.model or self._model.card.name,
+                "data": (_classified(place, one, labels) for place, one in enumerate(results)),
+                "usage": usage_of(results),
+            }
+        )
+
+
+def _classified(place: int, result: Finished, labels: Sequence[str]) -> Mapping[str, Any]:
+    probs = numbers_of(result.embedding)
+    best = max(range(len(probs)), key=probs.__getitem__)
+    label = labels[best] if best < len(labels) else None
+    return {"index": place, "label": label, "probs": probs, "num_classes": len(probs)}
+
+
+class _ScoringEndpoint(PoolingEndpoint[S]):
+    """The common part of scores and rankings."""
+
+    def __init__(self, handler: Handler, model: ServedModel, clock: Clock) -> None:
+        super().__init__(handler, model)
+        self._clock = clock
+
+    async def _respond(self, body: S, call: PoolingCall, timeout_s: float | None) -> Response:
+        pairs = body.pairs()
+        scored = await score_pairs(pairs, call, self._handler, self._model.vocabulary, self._model.card, timeout_s)
+        answer = await self._written(body.num_answer_bytes(pairs), self._write, body, call, pairs, scored)
+        return Response(answer, scored.results[0])
+
+    def _write(self, body: S, call: PoolingCall, pairs: Sequence[TextPair], scored: Scores) -> bytes:
+        """The JSON of the answer. May be called in a thread."""
+        raise NotImplementedError
+
+
+class Score(_ScoringEndpoint[ScoreBody]):
+    """POST /score"""
+
+    body = ScoreBody
+
+    def _write(self, body: ScoreBody, call: PoolingCall, pairs: Sequence[TextPair], scored: Scores) -> bytes:
+        return as_json(
+            {
+                "id": f"score-{call.request_id}",
+                "object": "list",
+                "created": int(self._clock.wall()),
+                "model": body.model or self._model.card.name,
+                "data": (
+                    {"index": place, "object": "score", "score": score} for place, score in enumerate(scored.scores)
+                ),
+                "usage": usage_of(scored.results),
+            }
+        )
+
+
+class Rerank(_ScoringEndpoint[RerankBody]):
+    """POST /rerank"""
+
+    body = RerankBody
+
+    def _write(self, body: RerankBody, call: PoolingCall, pairs: Sequence[TextPair], scored: Scores) -> bytes:
+        order = sorted(range(len(pairs)), key=lambda place: (-scored.scores[place], place))
+        if body.top_n:
+            order = order[: body.top_n]
+        results: list[dict[str, Any]] = [{"index": place, "relevance_score": scored.scores[place]} for place in order]
+        if body.return_documents is not False:
+            for result in results:
+                document = body.documents[result["index"]]
+                result["document"] = {"text": document} if isinstance(document, str) else document
+        return as_json(
+            {
+                "id": f"rerank-{call.request_id}",
+                "model": body.model or self._model.card.name,
+                "results": iter(results),
+                "usage": usage_of(scored.results),
+            }
+        )

@@ -27,11 +27,11 @@ from baton.runner.images import ImageEncoder, ImageInputs, ImageProcessor
 from baton.runner.load_steps import model_info, named_errors, prepared_operations, settle
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.pooling_files import read_pooling
-from baton.runner.model.stage import Stage
 from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.parts import Stage
 from baton.runner.pipelined_runner import PipelinedModelRunner
 from baton.runner.ranks.rank import FirstRank, StartRanks
 from baton.runner.ranks.rank_group import RankGroup

@@ -17,7 +17,6 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.paged_cache import keys_and_values, scales
-from baton.runner.backends.ranks.ranks import Shard
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.input_batch import FlatBatch, flatten
 from baton.runner.execution.request_table import RequestState, Scheduled
@@ -26,6 +25,7 @@ from baton.runner.model.attention import cache_views
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model
+from baton.runner.parts import Shard
 from baton.runner.self_check import why_not_bit_exact
 from baton.runner.spec import CacheSpec, WeightSpec
 from baton.runner.torch_threads import elementwise_threads

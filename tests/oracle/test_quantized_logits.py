@@ -21,12 +21,12 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.paged_cache import read_blocks
-from baton.runner.backends.ranks.ranks import Shard
 from baton.runner.execution.input_batch import flatten
 from baton.runner.execution.request_table import RequestState
 from baton.runner.model.attention import cache_views
 from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.parts import Shard
 from tests.support.float64_model import Float64Model
 from tests.support.gguf_files import SCALE_STARTS
 from tests.support.load_with import load_with

@@ -23,8 +23,8 @@ from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.low_rank import LowRank, RowAdapters
 from baton.runner.backends.ranks.host_ranks import HostRanks
-from baton.runner.backends.ranks.ranks import columns_of_ranks
 from baton.runner.backends.weight_rows import Weight, rows_in, rows_of
+from baton.runner.parts import columns_of_ranks
 
 
 @dataclass(frozen=True, slots=True)

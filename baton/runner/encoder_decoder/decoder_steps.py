@@ -31,11 +31,11 @@ from baton.runner.model.cached_model import CachedModel, on_device, on_device_of
 from baton.runner.model.decoder import ModelOutput
 from baton.runner.model.layers import PackedLinear, ProductWatch, replace_products
 from baton.runner.model.recognition import fuse
-from baton.runner.model.stage import Stage
 from baton.runner.model.stored.mapped_files import MappedFiles
 from baton.runner.model.stored.plan import CheckpointNames
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
 from baton.runner.model.weights import LoadedModel
+from baton.runner.parts import Stage
 from baton.runner.spec import CacheSpec
 
 

@@ -21,7 +21,8 @@ from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.paged_cache import CacheView
-from baton.runner.backends.ranks.ranks import ONE_RANK, OwnHeads, Ranks, Shard
+from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
+from baton.runner.parts import OwnHeads, Shard
 
 ATTENTION_NAME = "baton_paged"
 ENCODER_DECODER_ATTENTION = "baton_encoder_decoder"

@@ -1,4 +1,4 @@
-"""Stages of a model: which layers each one has, and what it must know of the others (pipeline parallelism).
+"""What a stage of a model must know of the others (pipeline parallelism).
 
 `StageModule` leaves a transformers module the layers of one stage, so that its own loop over the layers computes just
 these. The loop still goes over all places. In those of other stages' layers are modules without weights, which hand the
@@ -17,41 +17,10 @@ import torch
 from torch import nn
 
 from baton.engine.runner import LayerGeometry
-from baton.errors import ConfigError
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.layers import head_of
 from baton.runner.model.stored.layers import StoredEmbedding
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One of `count` stages, each of which has consecutive layers; by default the only one."""
-
-    index: int = 0
-    count: int = 1
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it has the embedding."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it has the head."""
-        return self.index == self.count - 1
-
-    def layers(self, num_layers: int) -> range:
-        """The indices of its layers; the first stages have what is left over. Raises ConfigError for too few layers.
-
-        The last stage has the head besides, so it is not among those with one layer more.
-        """
-        if num_layers < self.count:
-            raise ConfigError(
-                f"{num_layers} layers can't be divided among {self.count} stages; at most {num_layers} would do"
-            )
-        least, more = divmod(num_layers, self.count)
-        first = self.index * least + min(self.index, more)
-        return range(first, first + least + (self.index < more))
+from baton.runner.parts import Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,11 @@ from baton.runner.model.decoder import Decoder, GivenRows, ModelOutput, NotAPlai
 from baton.runner.model.layers import ProductWatch, head_of, replace_products
 from baton.runner.model.long_angles import LongAngles, replace_rotary
 from baton.runner.model.recognition import fuse
-from baton.runner.model.stage import ONE_STAGE, LayerReport, Stage, StageModule, StageReport, Stages
+from baton.runner.model.stage import ONE_STAGE, LayerReport, StageModule, StageReport, Stages
 from baton.runner.model.stored.mapped_files import MappedFiles
 from baton.runner.model.stored.plan import CheckpointNames
 from baton.runner.model.weights import LoadedModel
+from baton.runner.parts import Stage
 from baton.runner.spec import CacheSpec
 
 _PROBE_ROWS = 8

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from baton.runner.backends.ranks.host_ranks import SharedMemory
-from baton.runner.backends.ranks.ranks import Shard
 from baton.runner.model.decoder import ModelOutput
 from baton.runner.model.transformer import Transformer
+from baton.runner.parts import Shard
 from baton.runner.ranks.micro_batch import MicroBatch, Task, aligned_behind, read_numbers, write_numbers
 
 

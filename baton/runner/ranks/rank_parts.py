@@ -8,7 +8,8 @@ from baton.runner.backends.cpu.kernels.barrier import Barrier, BarrierTag
 from baton.runner.backends.kernel_choice import CompiledOperations, choose_operations
 from baton.runner.backends.ranks.host_ranks import HostRanks, SharedMemory
 from baton.runner.backends.sharded_operations import ShardedOperations
-from baton.runner.model.stage import Stage, StageReport
+from baton.runner.model.stage import StageReport
+from baton.runner.parts import Stage
 from baton.runner.ranks.group_files import RankFiles
 from baton.runner.ranks.micro_batch_slot import SlotsInTurns
 from baton.runner.ranks.rank_spec import RankSpec

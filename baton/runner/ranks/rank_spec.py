@@ -13,8 +13,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from baton.runner.backends.ranks.ranks import Shard
-from baton.runner.model.stage import Stage
+from baton.runner.parts import Shard, Stage
 from baton.runner.spec import CacheSpec
 
 

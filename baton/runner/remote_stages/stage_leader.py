@@ -26,7 +26,8 @@ from baton.errors import ConfigError
 from baton.messages.node_report import ComputePath, RankReport
 from baton.observe.rank_reports import rank_report
 from baton.runner.backends.cpu.kernels.errors import RankLost
-from baton.runner.model.stage import Stage, StageReport
+from baton.runner.model.stage import StageReport
+from baton.runner.parts import Stage
 from baton.runner.remote_stages.frames import (
     IDLE_HEARTBEATS,
     MISSED_HEARTBEATS,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from baton.engine.batch import BlockCopy, SchedulerOutput
 from baton.messages.node_report import RankReport
-from baton.runner.model.stage import Stage
+from baton.runner.parts import Stage
 from baton.runner.spec import CacheSpec
 
 PROTOCOL = 1

@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels.barrier import BarrierTag
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
-from baton.runner.backends.ranks.ranks import Shard
+from baton.runner.parts import Shard
 from baton.runner.ranks.group_files import GroupFiles
 from baton.runner.ranks.rank_spec import RankSpec
 from baton.runner.spec import CacheSpec

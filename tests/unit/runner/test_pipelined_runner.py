@@ -27,10 +27,10 @@ from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.execution.step_results import StepResults, StepRows
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.stage import Stage
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
 from baton.runner.model.weights import load_model
 from baton.runner.model_runner import TorchModelRunner
+from baton.runner.parts import Stage
 from baton.runner.pipelined_runner import PipelinedModelRunner
 from baton.runner.ranks.micro_batch import Task
 from baton.runner.spec import CacheSpec, TorchSpec, WeightSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import ConfigError
-from baton.runner.backends.ranks.ranks import Shard, columns_of_ranks
+from baton.runner.parts import Shard, columns_of_ranks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])

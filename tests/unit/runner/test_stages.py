@@ -22,7 +22,8 @@ from baton.runner.backends.ranks.host_ranks import SharedMemory
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.stage import LayerReport, Stage, StageReport
+from baton.runner.model.stage import LayerReport, StageReport
+from baton.runner.parts import Stage
 from baton.runner.pipelined_runner import divide
 from baton.runner.ranks.group_files import GroupFiles, RankFiles, StageRing
 from baton.runner.ranks.micro_batch import MicroBatch, Task

@@ -14,7 +14,7 @@ import torch
 
 from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels.barrier import Barrier, BarrierTag
-from baton.runner.backends.ranks.ranks import Shard
+from baton.runner.parts import Shard
 
 _KEPT_BYTES = 256 << 20
 """How many bytes of a shared file stay in memory when an exchange is over."""

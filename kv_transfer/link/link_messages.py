@@ -174,7 +174,7 @@ class Offer:
     lease_ms: int
     closing: Closing | None = None
     digest_every: int = 0
-    """The answer to `ConfirmRead` has digests of one block in so many (`sampling.is_digested`); 0: of none."""
+    """The answer to `ConfirmRead` has digests of one block in so many (`is_digested`); 0: of none."""
     digest_parts: int = 1
     """How many digests it has for each block: one for each of so many equal parts of its tokens. All offers of an
     attempt have the same number."""

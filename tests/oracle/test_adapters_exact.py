@@ -113,11 +113,11 @@ def test_cached_preempted_and_forked_requests_keep_the_tokens_of_peft(tmp_path: 
     assert sum(stats.prefix_cache.num_hit_tokens.values()) > 0
 
     two = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=2)
-    tokens: dict[str, list[int]] = {}
+    tokens: dict[tuple[str, int], list[int]] = {}
     for key, prompt, digest in requests[-2:]:
         engine.scheduler.add_request(Request(key, prompt, two, adapter=digest))
     while engine.has_work():
         for outputs in engine.step().values():
             for output in outputs:
-                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                tokens.setdefault((output.request_id, output.sequence_index), []).extend(output.new_token_ids)
     assert sorted(tokens.values()) == sorted(expected[key] for key, *_ in requests[-2:] for _ in range(2))

@@ -171,11 +171,11 @@ def test_several_sequences_of_a_prompt_with_images(
     engine = engine_of(runner)
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=2)
     engine.scheduler.add_request(prompts["p1"].request("p1", greedy))
-    tokens: dict[str, list[int]] = {}
+    tokens: dict[int, list[int]] = {}
     while engine.has_work():
         for outputs in engine.step().values():
             for output in outputs:
-                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                tokens.setdefault(output.sequence_index, []).extend(output.new_token_ids)
     assert list(tokens.values()) == [expected["p1"]] * 2
 
 

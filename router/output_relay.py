@@ -19,7 +19,7 @@ from router.limits import DispatchCounters, DispatchLimits
 
 
 class OutputRelay:
-    """Puts tokens into clients' queues. What its methods return is an event for the request's flight, if any."""
+    """Puts tokens into clients' queues. `push`, `push_next` and `stalled` return an event for the flight, if any."""
 
     def __init__(self, limits: DispatchLimits, counters: DispatchCounters, logprob_budget: LogprobBudget) -> None:
         self._limits = limits

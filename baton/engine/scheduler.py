@@ -303,8 +303,10 @@ class Scheduler:
         self._state.events.is_recording = False
 
     def kv_snapshot(self) -> KVSnapshot:
-        """The keys of all cached blocks, and of rows of inputs; from now on changes are recorded, until
-        `stop_kv_events`. O(blocks)."""
+        """The keys of all cached blocks, and of rows of inputs; from now on changes are recorded. O(blocks).
+
+        They are until `kv_cache_manager.kv_events.stop`.
+        """
         return self._state.kv_snapshot()
 
     def _is_taken(self, request_id: str) -> bool:

@@ -1,6 +1,6 @@
-"""Reads files that others may have put there: JSON, and the headers of safetensors; and writes the latter.
+"""Reads JSON and the headers of safetensors from files that others may have put there, and writes safetensors.
 
-`open_regular` opens never a pipe or a device, which could let a reader wait for ever. Where others also say which file
+`open_regular` never opens a pipe or a device, which could let a reader wait for ever. Where others also say which file
 is read, `only_below` bounds where it may be. What counts is the place of the file that was opened: a path can lead
 elsewhere by the time that it is opened.
 """

@@ -25,6 +25,7 @@ from baton.runner.execution.input_batch import flatten
 from baton.runner.execution.request_table import RequestState
 from baton.runner.model.attention import ATTENTION_NAME, UnsupportedAttention
 from baton.runner.model.layers import EXPERTS_NAME
+from baton.runner.model.model_classes import first_line
 from baton.runner.model.stored.layers import StoredLinear, experts_on_file, held_experts, read_once
 from baton.runner.model.stored.mapped_files import MappedFiles
 from baton.runner.model.stored.plan import is_experts
@@ -95,7 +96,7 @@ class TransformersLogits:
             logits = eager_logits(loaded, tokens, noise, _NUM_NOISY_OF_MIXTURE if is_mixture else _NUM_NOISY)
         # There is no list of what transformers raises.
         except Exception as error:
-            failure = f"{type(error).__name__}: {_first_line(error)}"
+            failure = f"{type(error).__name__}: {first_line(error)}"
         return cls(tokens, logits, failure, loaded.dtype, loaded.weights.is_quantized, is_mixture)
 
     def why_not_compared(self, transformer: Transformer) -> str:
@@ -122,7 +123,7 @@ class TransformersLogits:
                 raise
             raise UnsupportedAttention(
                 f"transformers computes with its weights, but its architecture ({architecture}) does not fit Baton's "
-                f"products and attention ({type(error.__cause__).__name__}: {_first_line(error.__cause__)})"
+                f"products and attention ({type(error.__cause__).__name__}: {first_line(error.__cause__)})"
             ) from error
 
     def why_not_those_of(self, transformer: Transformer) -> str:
@@ -172,10 +173,6 @@ class TransformersLogits:
             f"its logits differ from those of transformers {of} by {found:.2g} of their spread, and rounding explains "
             f"{limit:.2g} at most"
         )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
 
 
 _EAGER = "eager"

@@ -5,28 +5,27 @@ Images are decoded and prepared within bounds, and encoded one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-
-from baton.errors import ConfigError
-from baton.model_formats.images import UnusableImage, image_family, open_image, orientation_of
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.metadata import version
-
 import torch
 from torch import nn
 
-from baton.errors import InvalidRequest
+from baton.errors import ConfigError, InvalidRequest
 from baton.messages.spans import EncoderContent
-from baton.model_formats.images import ImageLimits, image_size
+from baton.model_formats.images import (
+    ImageLimits,
+    UnusableImage,
+    image_family,
+    image_size,
+    open_image,
+    orientation_of,
+)
 from baton.runner.backends.operations import Operations
 from baton.runner.model.cached_model import on_device, on_host
 from baton.runner.model.layers import PackedLinear, replace_products
@@ -35,6 +34,9 @@ from baton.runner.model.recognition import children_of
 from baton.runner.model.stored.mapped_files import MappedFiles
 from baton.runner.model.weights import LoadedModel
 from baton.runner.torch_threads import torch_threads
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _ROWS_AT_ONCE = 64
 

@@ -6,6 +6,8 @@ takes as long to import as all the rest of transformers, and a good part of a pr
 compiles a model or spreads a tensor.
 
 Only Baton's own processes import so. `baton.LLM` runs in its user's process, which may do both.
+
+What is imported stays: `rare_collections` lets a process collect garbage less often meanwhile.
 """
 
 from __future__ import annotations

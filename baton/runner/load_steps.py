@@ -40,7 +40,7 @@ def prepare(num_threads: int) -> None:
 
 
 def prepared_operations(spec: TorchSpec, device: torch.device, operations: Operations | None) -> Operations:
-    """What computes a model, in this process that is prepared for it; `operations` replaces the machine's kernels."""
+    """Prepare this process for a model, and return what computes it: `operations`, or None: the machine's kernels."""
     prepare(spec.num_threads)
     return choose_operations(spec.num_threads, device) if operations is None else operations
 

@@ -110,7 +110,7 @@ class _Loading:
     verified_by: TransformersLogits
     drafting: LoadedDraftModel | None
     cache: CacheSpec
-    """With what the model that drafts takes of it."""
+    """The size of the cache, the share of the model that drafts included."""
 
     @classmethod
     def begun(cls, spec: TorchSpec, operations: Operations, device: torch.device) -> _Loading:

@@ -1,7 +1,7 @@
 """Child processes that do untrusted work within limits of memory and time.
 
 The work is compiling what an output must be (`schema_compiling`), and rendering a chat template that came with a
-request (`request_template`) or with a model (`model_template`). A stranger's constraint or template may take any time
+request or with a model (`model_template`). A stranger's constraint or template may take any time
 and any memory.
 
 The rules:

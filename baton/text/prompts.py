@@ -1,5 +1,8 @@
 """Prompts that are more than a text: with images, for speech, and around a gap (fill-in-the-middle, FIM).
 
+Images: the text that stands for one, and the positions that its rows take. Speech: the special tokens that say what
+the decoder is to write.
+
 Models that were trained to write the middle of a text have special tokens around what is before and behind it. Which
 they are is found by the tokenizer's added tokens. llama.cpp's `/infill` orders the texts in the same way.
 """

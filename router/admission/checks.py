@@ -119,6 +119,7 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 def check_integer(field: str, value: int, low: int, high: int) -> int:
+    """The value; raises InvalidRequest unless it is from `low` to `high`."""
     if not low <= value <= high:
         raise InvalidRequest(field, f"must be {low} to {high}, not {value}")
     return value

@@ -120,11 +120,7 @@ def sampling_params(
         logit_bias=_logit_bias(raw, card.vocab_size),
         allowed_token_ids=_allowed_token_ids(raw.allowed_token_ids, card.vocab_size),
         logprobs=_num_logprobs("logprobs", raw.logprobs),
-        prompt_logprobs=(
-            None
-            if raw.prompt_logprobs is None
-            else check_integer("prompt_logprobs", raw.prompt_logprobs, 0, MAX_LOGPROBS)
-        ),
+        prompt_logprobs=_num_logprobs("prompt_logprobs", raw.prompt_logprobs),
         stop_token_ids=frozenset(raw.stop_token_ids),
         ignore_eos=bool(raw.ignore_eos),
         repetition_detection=_repetition(raw.repetition_detection),

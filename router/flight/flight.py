@@ -132,7 +132,7 @@ class Flight:
         self._number = 0
         """The number of the latest attempt."""
         self._attempt = Attempt(request, AttemptKey(request.request_id, 0, flight_id))
-        """The running attempt, or the one that failed last."""
+        """The running attempt, or the next one, which has no nodes yet."""
         self._budget = AttemptBudget()
         self._origin: Origin | None = None
         """Where the stream began at another router; None: here, or not yet."""

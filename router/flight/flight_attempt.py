@@ -91,7 +91,7 @@ class FlightLeg:
 
 
 class Attempt:
-    """The running attempt of a flight: its nodes, and the messages to them."""
+    """The running or next attempt of a flight: its nodes, once it has any, and the messages to them."""
 
     __slots__ = (
         "decode_has_sent_tokens",

@@ -1,7 +1,8 @@
 """Timelines: where a request's time went, in stages that add up exactly to its time to first token and its latency.
 
-A traced request has the same moments in the
-spans of its router; nodes add their own. The rules:
+A traced request has the same moments in the spans of its router; nodes add their own.
+
+The rules:
 
 1. Clocks of different processes are never compared. The router's clock says how long the whole took, in whole
    nanoseconds; a node says how long it had the request, by its own.

@@ -60,9 +60,9 @@ class Handler(PoolingHandler, Protocol):
 
 
 class HttpCall:
-    """One request of a client, whose body was read and parsed, and threads for long work on it.
+    """One request of a client: its headers, its parsed body, and the way to do long work on that in a thread.
 
-    Work may take long because of the body, or because of `more_bytes` that it reads beside it.
+    `more_bytes` is how much such work reads beside the body.
     """
 
     def __init__(
@@ -138,9 +138,13 @@ class HttpCall:
         is_long = not is_small(self._content, more_bytes)
         return await self._handler.in_chat_thread(copy_context().run, work, *args, is_long=is_long)
 
+    def forget(self) -> None:
+        """Drop the body, of which nothing is needed any more, while the request keeps its place."""
+        self._content, self.found = b"", {}
+
     def release(self) -> None:
         """The body and its fields are needed no more. Idempotent."""
-        self._content, self.found = b"", {}
+        self.forget()
         self._place.release()
 
 

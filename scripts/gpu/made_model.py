@@ -31,8 +31,8 @@ DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 def made_runner(shape: Shape, device: torch.device, num_blocks: int) -> TorchModelRunner:
     """A runner with the operations of a GPU, also on a CPU, where Triton's interpreter runs their kernels.
 
-    Its KV cache holds numbers everywhere, so that requests can begin behind tokens that were never computed. Raises
-    what torch raises when there is no memory.
+    Its KV cache holds numbers everywhere, so that requests can begin behind tokens that were never computed. The
+    process has one thread for torch, as a node on a GPU has. Raises what torch raises when there is no memory.
     """
     prepare(num_threads=1)
     dtype = DTYPES[device.type]

@@ -100,7 +100,7 @@ class _Adaptable:
 
     @property
     def computes_all_rows(self) -> bool:
-        """Whether the step that was to find out gave it all of its rows, once each; experts are given rows to route."""
+        """Whether the step that was to find out gave it all of its rows, once each: for experts the rows they route."""
         return self._num_rows == {0}
 
 

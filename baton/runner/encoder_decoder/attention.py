@@ -27,7 +27,10 @@ _CROSS_NAMES = frozenset({"encoder_attn", "EncDecAttention"})
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """What a step's rows attend to: rows of the decoder, or of the cross-attention, by sequence."""
+    """What a step's rows attend to: rows of the decoder, or of the cross-attention, by sequence.
+
+    In the cross-attention each row of the decoder is a sequence of its own: it attends to all rows of its input.
+    """
 
     slots: torch.Tensor
     """Int64: where the step's keys and values are stored, -1: nowhere."""
@@ -36,8 +39,7 @@ class Sequences:
     seq_lens: torch.Tensor
     """Int32 [B]: keys of each sequence."""
     block_tables: torch.Tensor
-    """Int32 [B, W]: blocks of these keys. In the cross-attention each row of the decoder is a sequence of its own: it
-    attends to all rows of its input."""
+    """Int32 [B, W]: blocks of these keys."""
 
 
 class Attends(Protocol):

@@ -1,4 +1,7 @@
-"""The token masks of a step's requests with a grammar: one row of bits each, in a buffer that is reused."""
+"""The token masks of a step's requests with a grammar: one row of bits each, in a buffer that is reused.
+
+Masks that take long share a budget of time (`MaskBudget`, decision 54).
+"""
 
 from __future__ import annotations
 

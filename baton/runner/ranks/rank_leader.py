@@ -1,5 +1,7 @@
-"""The interfaces of what leads the processes that compute beside a runner's own, and of what it leads: a transformer
-whose layers are computed in stages, several micro-batches at once, each at another stage."""
+"""What leads the processes that compute beside a runner's own, these, and the transformer of the leading stage.
+
+A transformer in stages computes several micro-batches at once, each at another stage.
+"""
 
 from __future__ import annotations
 

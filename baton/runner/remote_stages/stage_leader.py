@@ -40,6 +40,11 @@ from baton.runner.remote_stages.frames import (
 )
 from baton.runner.remote_stages.stage_spec import StageSpec, StepCopies, figures_from_json
 
+_MOST_TEXT = 4096
+_SAID_ITSELF = "has failed"
+
+_log = logging.getLogger(__name__)
+
 
 class StageProcess(Protocol):
     """The process of a stage, started by the leading one on this machine."""
@@ -61,12 +66,6 @@ class StageProcess(Protocol):
         Idempotent.
         """
         ...
-
-
-_MOST_TEXT = 4096
-_SAID_ITSELF = "has failed"
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)

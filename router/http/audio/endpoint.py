@@ -124,18 +124,19 @@ class SpeechEndpoint(BodyEndpoint):
         return partial(read_form, boundary_of(dict(scope["headers"]).get(b"content-type", b"")))
 
     async def _answer(self, client: Client, call: HttpCall) -> None:
-        rules, card = self._rules_of_model(), call.card
+        rules = self._rules_of_model()
         body = read_as(SpeechBody, call.found)
         wanted = self._call_of(body, rules, call)
         file, response_format, is_stream = body.file, body.response_format, body.stream
         granularities = body.timestamp_granularities or SEGMENTS
         del body
-        call.found = {}
+        # The file waits for its decoding, and would be in memory twice meanwhile.
+        call.forget()
         recording = await self._decoded(file, rules, wanted.due)
         del file
         call.release()
         with self._bodies.holding(len(recording.samples)):
-            transcription = Transcription(wanted, recording, rules.prompts, self._handler, card)
+            transcription = Transcription(wanted, recording, rules.prompts, self._handler, self._model.card)
             await transcription.find_language()
             id_headers = self.error_form.id_headers(call.request_id)
             if is_stream:

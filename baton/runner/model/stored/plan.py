@@ -1,6 +1,6 @@
 """Decides for every weight of a checkpoint that stays in its file until it is packed which part of the model holds it.
 
-Linear layers, experts and embeddings hold it as it is (layers.py). For any other part, and for a weight that
+Linear layers, experts and embeddings hold it as it is (stored/layers.py). For any other part, and for a weight that
 has no packed form, transformers' loader gets it dequantised, one tensor after the other. The decision is made on a
 module without memory (on torch's meta device), so a checkpoint that does not fit its config.json is refused before
 anything is allocated. transformers' own quantizers play no part (docs/decisions/0027).

@@ -36,7 +36,7 @@ class PackedColumns:
     padded_k: int
     """Number of columns of x that a product reads; those behind k are zero."""
     gated: bool
-    """Whether `pack_gated` made it, for `gated_linear`."""
+    """Whether it is a gate and an up, for `gated_linear`."""
     storage: torch.Tensor
     """The packed elements in one dimension, padded with zeros; of float8 uint8, with the scales."""
     address: int
@@ -114,8 +114,8 @@ W = TypeVar("W", torch.Tensor, QuantizedWeight, Float8Weight)
 def place_stacked(weights: Iterable[W], place: Callable[[W, int, int], None]) -> None:
     """Place weights [n_i, k] one behind the other in packed memory.
 
-    `place` writes the rows of a weight to packed columns: from a column on, and each 16 rows so many panels behind the
-    16 before them.
+    `place(weight, first, spread)` writes the rows of a weight to packed columns: the first 16 from column `first` on,
+    and each further 16 `spread` panels behind those before them.
     """
     first = 0
     for weight in weights:

@@ -106,10 +106,19 @@ def log_to_standard_loggers() -> None:
     if structlog.is_configured():
         return
     structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, structlog.stdlib.render_to_log_kwargs],
+        processors=[structlog.stdlib.filter_by_level, _as_extra, structlog.stdlib.render_to_log_kwargs],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
     )
+
+
+_OF_RECORDS = frozenset(vars(logging.makeLogRecord({}))) - {"exc_info", "stack_info"} | {"message", "asctime"}
+"""Names that logging refuses for further fields of a line, since its records have them."""
+
+
+def _as_extra(_logger: object, _method: str, event: EventDict) -> EventDict:
+    """The line with no field that has the name of one of logging's own: `name` becomes `name_`."""
+    return {f"{field}_" if field in _OF_RECORDS else field: value for field, value in event.items()}
 
 
 def _rendering(out: TextIO, environ: Mapping[str, str], form: str) -> list[Processor]:

@@ -17,7 +17,7 @@ def test_up_while_it_prepares_a_model(shell: Shell, tmp_path: Path) -> None:
     shell.environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
     file = write_module(tmp_path / "tiny.gguf", random_module("llama", num_hidden_layers=1), "Q8_0")
     with Terminal(shell, "up", "--model", file, "--grpc-port", 0, "--run-dir", tmp_path / "run") as terminal:
-        shell.wait_for_process("gguf.convert")
+        shell.wait_for_process("convert_gguf")
         terminal.ctrl_c()
         assert terminal.end() == 130
         assert last_line(terminal) == "baton: interrupted: the cluster is not started, and no process of it is left"

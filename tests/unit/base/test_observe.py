@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from baton.errors import UsageError
-from baton.observe.logs import configure_logging, log_format, log_level
+from baton.observe.logs import configure_logging, log_format, log_level, log_to_standard_loggers
 from baton.observe.ready import AnnouncementReader, Failed, Ready, announce
 
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")
@@ -43,6 +43,25 @@ def test_json_logs_have_one_object_per_line() -> None:
     assert (lines[0]["port"], lines[0]["level"], lines[0]["process"]) == (7, "info", "prefill-0")
     assert "ValueError: boom" in lines[1]["exception"]
     assert lines[2]["process"] == "prefill-0"
+
+
+def test_a_program_with_its_own_loggers_gets_lines_whose_fields_have_names_of_logging(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    structlog.reset_defaults()
+    log_to_standard_loggers()
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        structlog.get_logger("baton.node").warning("died", name="d0", port=7, exc_info=True)
+    (line,) = caplog.records
+    assert (line.name, line.getMessage(), line.__dict__["name_"], line.__dict__["port"]) == (
+        "baton.node",
+        "died",
+        "d0",
+        7,
+    )
+    assert line.exc_info is not None
 
 
 @pytest.mark.parametrize(("environ", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])

@@ -285,7 +285,7 @@ class Intake:
     # Called for the mover.
 
     def _deliver(self, event: MoverEvent) -> None:
-        """Take an event in the mover's thread. An event about digests wakes the event loop only if a prompt waits for
+        """Take an event in any thread. An event about digests wakes the event loop only if a prompt waits for
         nothing else."""
         if isinstance(event, DigestEvent):
             self._digest_events.add(event)

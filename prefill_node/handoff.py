@@ -357,7 +357,7 @@ class HandOff:
             self.mover.set_num_readers(num_readers)
 
     def _deliver(self, event: MoverEvent) -> None:
-        """Take an event in the mover's thread. A sender reads nothing, so there are those about probes alone."""
+        """Take an event in any thread. A sender reads nothing, so there are those about probes alone."""
         # The mover's thread may outlive the event loop.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._watch.guarded(lambda: self._handle(event), "probes"))

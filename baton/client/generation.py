@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from random import Random, SystemRandom
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from baton.client.continuation import Call, CallKind, Continuation, EndpointRotation, with_id_and_seed
-from baton.errors import BatonError, DeadlineExceeded, RequestNotFound, Unreachable
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, RequestNotFound, Unreachable
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.pooling import EmbedRequest, EmbedResponse
 from baton.security.access import Access, default_access
@@ -156,7 +156,7 @@ class AsyncGenerationClient:
 class GenerationClient:
     """The blocking counterpart of `AsyncGenerationClient`, whose calls run in a thread of this client.
 
-    Several threads may use it at once.
+    Several threads may use it at once. Calls that run when it is closed, and later ones, raise Cancelled.
     """
 
     def __init__(
@@ -179,7 +179,11 @@ class GenerationClient:
             has_cluster_ended=has_cluster_ended,
         )
         self._closes = asyncio.Event()
+        # What is submitted under the lock comes before the end of the loop, which ends it. The garbage collector may
+        # close a stream, and so submit, while this thread submits something else.
+        self._lock = threading.RLock()
         self._is_closed = False
+        self._ends: set[asyncio.Task[None]] = set()
         made: concurrent.futures.Future[tuple[AsyncGenerationClient, asyncio.AbstractEventLoop]]
         made = concurrent.futures.Future()
         serving = self._serve(make, made)
@@ -201,15 +205,38 @@ class GenerationClient:
         async with client:
             made.set_result((client, asyncio.get_running_loop()))
             await self._closes.wait()
+            calls = asyncio.all_tasks() - {asyncio.current_task()}
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     def _run(self, call: Coroutine[Any, Any, T]) -> T:
         """Run a call in the client's thread, and cancel it there if this thread is interrupted meanwhile."""
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        with self._lock:
+            if self._is_closed:
+                call.close()
+                raise Cancelled("the client is closed")
+            future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise Cancelled("the client was closed") from None
         except BaseException:
             future.cancel()
             raise
+
+    def _leave(self, end: Coroutine[Any, Any, None]) -> None:
+        """End a stream that its reader leaves. Closing the client does so, too."""
+        if threading.current_thread() is not self._thread:
+            with suppress(Cancelled):
+                self._run(end)
+        elif self._loop.is_running():
+            # The garbage collector has found the stream here, where nobody may wait for the loop.
+            task = self._loop.create_task(end)
+            self._ends.add(task)
+            task.add_done_callback(self._ends.discard)
+        else:
+            end.close()
 
     def generate(
         self, request: GenerateRequest, timeout_s: float | None = None
@@ -231,8 +258,7 @@ class GenerationClient:
             while (event := self._run(step())) is not None:
                 yield event
         finally:
-            if not self._is_closed:
-                self._run(end())
+            self._leave(end())
 
     def cancel(self, request_id: str) -> None:
         """Cancel a running request at the router that serves it. Raises RequestNotFound or Unreachable."""
@@ -256,10 +282,11 @@ class GenerationClient:
 
     def close(self) -> None:
         """End all calls, and the client's thread. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._loop.call_soon_threadsafe(self._closes.set)
-            self._thread.join()
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._loop.call_soon_threadsafe(self._closes.set)
+        self._thread.join()
 
     def __enter__(self) -> GenerationClient:
         return self

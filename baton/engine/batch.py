@@ -215,7 +215,10 @@ class EngineCoreOutput(NamedTuple):
     """What became of all the request's drafts so far; None if no draft was verified since its last output."""
 
 
-NOTHING_BUT_TOKENS = tuple(EngineCoreOutput._field_defaults.values())[2:]
+NOTHING_BUT_TOKENS = tuple(
+    EngineCoreOutput._field_defaults[name]
+    for name in EngineCoreOutput._fields[EngineCoreOutput._fields.index("sequence_index") + 1 :]
+)
 """The fields behind `sequence_index` of an output of which there is nothing to say but its tokens."""
 new_output: Callable[[tuple[object, ...]], EngineCoreOutput] = partial(tuple.__new__, EngineCoreOutput)
 """Makes an output from the tuple of all its fields: a named tuple's own constructor takes a third longer."""

@@ -166,7 +166,7 @@ class Request:
             raise ValueError("only an embedding leg has pooling parameters")
         if (leg is Leg.DECODE) != (kv_source is not None):
             raise ValueError("a decode leg needs a KV source, and no other leg may have one")
-        # What was submitted. Admission changes `leg` and `kv_source` alone, when a load is lost and is computed here.
+        # What was submitted. `Arrivals` changes `leg` and `kv_source` alone, when a load is lost and is computed here.
         self.request_id = request_id
         """Its name inside the engine and its runner. A further sequence or beam has one of its own."""
         self.root_id = request_id
@@ -226,7 +226,7 @@ class Request:
         """Keys of the request's full blocks so far (prompt and output), in order."""
 
         # Steps: what is planned counts as computed, preemption and a lost load take it back, commit appends tokens. The
-        # first token of a decode leg arrives with its KV, and admission appends it.
+        # first token of a decode leg arrives with its KV, and `Arrivals` appends it.
         self.num_computed_tokens = 0
         self.output_token_ids = list(output_token_ids)
         self.num_unreported = 0
@@ -363,7 +363,8 @@ class Request:
         return sibling
 
     def __repr__(self) -> str:
+        state = (self.outcome or self.status).name
         return (
-            f"<Request {self.request_id} {self.leg.value} {self.status.name} prompt={self.num_prompt_tokens} "
+            f"<Request {self.request_id} {self.leg.value} {state} prompt={self.num_prompt_tokens} "
             f"output={self.num_output_tokens} computed={self.num_computed_tokens}>"
         )

@@ -236,14 +236,13 @@ class SchedulerState:
 
     def live_requests(self, request_ids: Iterable[str]) -> list[Request]:
         """All live sequences and beams of the requests that were submitted with these ids; unknown ids are skipped."""
-        found: list[Request] = []
-        for request_id in dict.fromkeys(request_ids):
+        found: dict[str, Request] = {}
+        for request_id in request_ids:
             group = self.groups.get(request_id) or self.beams.get(request_id)
-            if group is not None:
-                found += group.members
-            elif (request := self.requests.get(request_id)) is not None:
-                found.append(request)
-        return found
+            request = self.requests.get(request_id)
+            members = group.members if group is not None else [] if request is None else [request]
+            found.update((member.request_id, member) for member in members)
+        return list(found.values())
 
     def live_sequence(self, request_id: str, index: int) -> Request | None:
         """One of several sequences of a request, if it lives; there is none before they are forked."""

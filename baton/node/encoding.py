@@ -250,12 +250,13 @@ class EncoderThread:
         began = clock.monotonic()
         try:
             self._runner.encoder.encode(each.content, each.num_rows)
-        except Exception as exc:
-            error = exc
-            if not isinstance(exc, BatonError):
-                _log.exception("could not encode an input: the requests that need it fail")
-                error = EngineFault(f"the encoder failed: {exc!r}")
-            self._post(lambda: self._scheduler.input_failed(each.digest, error))
+        except BatonError as error:
+            self._post(partial(self._scheduler.input_failed, each.digest, error))
+            return
+        except Exception as error:
+            _log.exception("could not encode an input: the requests that need it fail")
+            fault = EngineFault(f"the encoder failed: {error!r}")
+            self._post(partial(self._scheduler.input_failed, each.digest, fault))
             return
         if self._rows is not None:
             self._rows.encoded(each.num_rows, clock.monotonic() - began)

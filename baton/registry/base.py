@@ -129,7 +129,12 @@ async def require(membership: Membership) -> None:
 
 
 class FlightRecords(Protocol):
-    """The records of one cluster. All calls come from one event loop."""
+    """The records of one cluster's running requests, from which another router can take them over.
+
+    A record is a request id and bytes that only routers interpret. Writing never waits and never raises: a write that
+    fails is repeated while there is room in the queue, and counted as lost otherwise. A request without a record runs
+    as any other, but its client has to send it again when its router is lost. All calls come from one event loop.
+    """
 
     @property
     def num_lost(self) -> int:

@@ -202,7 +202,12 @@ def _check_address(key: str, value: object) -> None:
 
 
 class OutageGrace:
-    """Merges each full read with the records that were known before the registry lost its data."""
+    """Merges each full read with the records that were known before the registry lost its data.
+
+    When it has lost its records, their absence does not mean that the processes have ended. The *epoch*, a random word
+    that the first writer stores beside the records, tells the two cases apart: after a change of the epoch a missing
+    record remains valid until its process has had time to publish it again.
+    """
 
     def __init__(self) -> None:
         self._epoch: str | None = None

@@ -154,11 +154,6 @@ class AgentReads:
         self._polled_at = 0.0
 
     @property
-    def has_readers(self) -> bool:
-        """Whether peers may be reading."""
-        return self._num_readers > 0
-
-    @property
     def is_in_flight(self) -> bool:
         """Whether a piece is in flight."""
         return bool(self._in_flight)

@@ -58,8 +58,8 @@ class Mover:
     """Reads blocks of peers in one thread (`PartMover`).
 
     `backend_factory` and `deliver` are called in the mover's thread; `deliver` must return at once. An exception that
-    it raises is a fault of the mover, since somebody waits for the event that was lost. Events about digests may be
-    delivered from another thread.
+    it raises is a fault of the mover, since somebody waits for the event that was lost (`PartsMover` catches those of
+    its own `deliver`, and has a fault of its own). Events about digests may be delivered from another thread.
     """
 
     def __init__(

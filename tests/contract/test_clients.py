@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -292,6 +294,54 @@ async def test_several_threads_use_a_blocking_client_whose_own_thread_ends_with_
         await asyncio.to_thread(run)
         assert first.calls[-1] == "r"
         await first.closed.wait()
+
+
+async def test_calls_of_a_blocking_client_end_with_an_error_when_it_is_closed() -> None:
+    router = Router()
+    router.hangs = True
+    async with served(router) as addresses:
+        client = GenerationClient(*addresses)
+
+        def read(begun: threading.Barrier) -> None:
+            stream = client.generate(REQUEST)
+            assert isinstance(next(stream), Accepted)
+            begun.wait()
+            with pytest.raises(Cancelled, match="client (was|is) closed"):
+                list(stream)
+
+        def run() -> None:
+            begun = threading.Barrier(3)
+            with ThreadPoolExecutor(2) as pool:
+                readers = [pool.submit(read, begun) for _ in range(2)]
+                begun.wait()
+                client.close()
+                for reader in readers:
+                    reader.result()
+            with pytest.raises(Cancelled, match="is closed"):
+                client.tokenize("four")
+
+        await asyncio.to_thread(run)
+
+
+async def test_the_garbage_collector_may_end_a_stream_in_the_clients_own_thread() -> None:
+    class Reader:
+        def __init__(self, stream: Generator[GenerateEvent, None, None]) -> None:
+            self.stream, self.itself = stream, self
+
+    router = Router()
+    router.hangs = True
+    async with served(router) as addresses:
+
+        def run() -> None:
+            with GenerationClient(*addresses) as client:
+                reader = Reader(client.generate(REQUEST))
+                assert isinstance(next(reader.stream), Accepted)
+                del reader
+                client._loop.call_soon_threadsafe(gc.collect)
+                assert client.tokenize("four") == [4]
+
+        await asyncio.to_thread(run)
+        await router.closed.wait()
 
 
 async def test_closing_a_stream_cancels_its_call_and_other_calls_go_to_any_router_that_answers() -> None:

@@ -28,4 +28,4 @@ class FakeMover(Mover):
     def has_work(self) -> bool:
         """Whether the thread has work, so that it would not sleep until it gets the next command."""
         reads = self._reads
-        return reads.moved or reads.is_in_flight or reads.has_readers or not self._inbox.empty()
+        return reads.moved or reads.is_in_flight or reads._num_readers > 0 or not self._inbox.empty()

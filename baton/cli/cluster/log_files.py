@@ -40,7 +40,12 @@ def older_parts(log: Path) -> Sequence[Path]:
 
 
 class LogRotation:
-    """Rotates all logs of a directory."""
+    """Rotates all logs of a directory: NAME.log becomes NAME.log.1, that NAME.log.2, and so on.
+
+    Processes write to their logs themselves, so that a supervisor that is stopped or slow delays none of them, and they
+    need not know that a log rotates. So a log is copied and then truncated, as by `copytruncate` of logrotate. What a
+    process writes between the two, within microseconds, is lost.
+    """
 
     def __init__(self, directory: Path, max_bytes: int = MAX_LOG_BYTES, num_kept: int = NUM_KEPT) -> None:
         self._directory = directory
@@ -142,7 +147,7 @@ def parse_line(text: str, process: str, before: float) -> LogLine:
 
 
 class LogFile:
-    """The log of one process, read while it grows and rotates (`baton.cli.cluster.log_files`)."""
+    """The log of one process, read while it grows and rotates (`LogRotation`)."""
 
     def __init__(self, path: Path) -> None:
         self.process = path.stem

@@ -71,7 +71,7 @@ class _RoundRobin:
 
 
 class CallQueue:
-    """The calls of one server that wait to begin or to be cancelled."""
+    """The calls of one server that wait to begin or to be cancelled: a few do in each turn of the event loop."""
 
     def __init__(self, begin: Callable[[Call], None]) -> None:
         self._begin = begin

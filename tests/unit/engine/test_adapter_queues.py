@@ -46,13 +46,14 @@ def test_requests_come_in_the_order_of_a_single_queue(
         if action < 0.5:
             number += 1
             fields = f"r{number}", rng.choice(["", A, B]), rng.randint(0, 3), float(number)
-            for queue in (queues, single):
-                made = request(*fields)
-                if action < 0.4:
-                    queue.add(made)
-                else:
-                    queue.prepend(request(f"s{number}", fields[1], fields[2], float(number)))
-                    queue.prepend(made)
+            sibling = f"s{number}", *fields[1:]
+            if action < 0.4:
+                queues.add(request(*fields))
+                single.add(request(*fields))
+            else:
+                queues.prepend_many([request(*fields), request(*sibling)])
+                single.prepend(request(*sibling))
+                single.prepend(request(*fields))
         elif action < 0.6:
             gone = {f"r{rng.randint(1, number + 1)}" for _ in range(3)}
             queues.remove_many(gone)

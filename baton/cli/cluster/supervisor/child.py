@@ -84,7 +84,12 @@ Effect = Spawn | RetryIn | Terminate | None
 
 
 class ChildLife:
-    """The state of one supervised process over all of its runs."""
+    """The state of one supervised process over all of its runs, and when one that died is started again. Does no I/O.
+
+    The delay before a start grows exponentially with the deaths in a row. A process that served for a while begins
+    again with the first delay. One that dies again and again is in a crash loop: it is shown as such, and still started
+    again after the longest delay.
+    """
 
     def __init__(self, name: str) -> None:
         self._machine = Machine(name, ChildState.STARTING, CHILD_TABLE)
@@ -141,7 +146,12 @@ class ChildLife:
 
 
 class ChildRun:
-    """One run of a process. It belongs to the event loop that started it, on which its callbacks run."""
+    """One run of a process. It belongs to the event loop that started it, on which its callbacks run.
+
+    The process has a session of its own, so that Ctrl-C reaches only the supervisor, which then drains the processes in
+    order. It ends with the supervisor even if that is killed: Baton's own processes watch a pipe whose other end only
+    the supervisor holds, and on Linux the kernel kills a dead parent's children (PR_SET_PDEATHSIG), Redis included.
+    """
 
     def __init__(
         self, on_announcement: Callable[[Ready | Failed], None], on_exit: Callable[[int], None], death_pipe: DeathPipe

@@ -306,7 +306,7 @@ async def test_calls_of_a_blocking_client_end_with_an_error_when_it_is_closed() 
             stream = client.generate(REQUEST)
             assert isinstance(next(stream), Accepted)
             begun.wait()
-            with pytest.raises(Cancelled, match="client (was|is) closed"):
+            with pytest.raises(Cancelled, match=r"client (was|is) closed"):
                 list(stream)
 
         def run() -> None:

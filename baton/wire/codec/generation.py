@@ -37,8 +37,12 @@ _OPTIONAL_FIELDS = tuple(
 _PARAM_LISTS = ("stop", "stop_token_ids", "choice", "allowed_token_ids", "bad_words")
 _LISTS = frozenset((*_PARAM_LISTS, "images"))
 _REQUEST_FIELDS = ("request_id", "model", "priority", "cache_salt", "images", "audio")
-_SERVICE_LEVEL_FIELDS = {"ttft_slo_ms": "ttft_ms", "tpot_slo_ms": "tpot_ms"}
-"""Fields of `GenerateRequest`, and their names in the message `ServiceLevel`."""
+_PLAIN_FIELDS = (
+    ("sampling_params", {name: name for name in (*_OPTIONAL_FIELDS, *_PARAM_LISTS)}),
+    ("service_level", {"ttft_ms": "ttft_slo_ms", "tpot_ms": "tpot_slo_ms"}),
+    ("", {name: name for name in _REQUEST_FIELDS}),
+)
+"""What a message has as a `GenerateRequest` has it, for each part of the message: names there, and in the request."""
 _FINISH_NUMBERS = {
     outcome.value: number
     for outcome, number in enum_numbers(FINISH_REASONS, generation.FinishReason.DESCRIPTOR).items()
@@ -75,9 +79,13 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
     pb = generation.GenerateRequest()
     params = pb.sampling_params
     params.SetInParent()
-    for name, part, field in _plain_fields(pb):
-        with _field_errors(name):
-            _write(part, field, getattr(request, name))
+    for part, names in _PLAIN_FIELDS:
+        message = getattr(pb, part) if part else pb
+        for field, name in names.items():
+            # Most fields are absent, and a context for each would take longer than all the rest.
+            if (value := getattr(request, name)) is not None and value != ():
+                with _field_errors(name):
+                    _write(message, field, value)
     with _field_errors("logit_bias"):
         params.logit_bias.update(request.logit_bias)
     if request.repetition_detection is not None:
@@ -96,18 +104,20 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
     return pb
 
 
-def _plain_fields(pb: generation.GenerateRequest) -> Iterator[tuple[str, Message, str]]:
-    """The fields of a request that are written as they are: name, part of the message, and name there."""
-    yield from ((name, pb.sampling_params, name) for name in (*_OPTIONAL_FIELDS, *_PARAM_LISTS))
-    yield from ((name, pb, name) for name in _REQUEST_FIELDS)
-    yield from ((name, pb.service_level, field) for name, field in _SERVICE_LEVEL_FIELDS.items())
+def _plain_fields(pb: generation.GenerateRequest) -> dict[str, Any]:
+    """The fields that are in the message as they are in a request. Absent ones have the request's defaults."""
+    found: dict[str, Any] = {}
+    for part, names in _PLAIN_FIELDS:
+        for field, value in (getattr(pb, part) if part else pb).ListFields():
+            if (name := names.get(field.name)) is not None:
+                found[name] = tuple(value) if name in _LISTS else value
+    return found
 
 
 def _write(part: Message, field: str, value: Any) -> None:
-    """Set a field; None: it stays absent."""
     if field in _LISTS:
         getattr(part, field).extend(value)
-    elif value is not None:
+    else:
         setattr(part, field, value)
 
 
@@ -150,7 +160,7 @@ def request_from_pb(pb: generation.GenerateRequest, call: int = 0, traceparent: 
         prompt_embeds=tuple([PromptEmbeds(embeds.safetensors, _read(embeds, "start")) for embeds in pb.prompt_embeds]),
         call=call,
         traceparent=traceparent,
-        **{name: _read(part, field) for name, part, field in _plain_fields(pb)},
+        **_plain_fields(pb),
     )
 
 

@@ -109,7 +109,7 @@ class SenderLinks:
         def reopen() -> None:
             del self._timers[incarnation]
             if not self._reopen(source):
-                # It is not wanted any more, or has been opened again.
+                # The link is not wanted any more, or has been opened again.
                 self.give_up(incarnation)
 
         if incarnation not in self._timers:

@@ -115,7 +115,7 @@ class CompareConfig:
     """None: twice the undisturbed time per output token, and `ttft_factor` times the undisturbed first token."""
     ttft_factor: Annotated[float, Flag("See --goodput.", min=1)] = 5.0
     attainment: Annotated[float, Flag("Share of requests that must keep the SLO.", min=0.01, max=1)] = 0.9
-    """Of the offered requests."""
+    """The share counts among all offered requests."""
     repeats: Annotated[int, Flag("Searches for each arrangement's goodput.", min=1)] = 3
     run_s: Annotated[float, Flag("Seconds of arrivals at each rate.", min=1)] = 15.0
     """Fewer if the budget is too small."""
@@ -149,7 +149,7 @@ class ValidateConfig:
     loads: Sequence[float]
     """Rates as shares of the capacity, which is measured with a closed loop."""
     run_s: Annotated[float, Flag("Largest number of seconds of arrivals at each load.", min=1)] = 90.0
-    """As many if there is time for them."""
+    """Arrivals last so long if there is time for it."""
     up_flags: Sequence[str] = ()
     rounds: Annotated[int, Flag("Short runs of each load, interleaved with the others.", min=1)] = 3
     threads_per_node: int = 1

@@ -151,7 +151,7 @@ class NewTensor(NamedTuple):
 
     name: str
     dtype: str
-    """As safetensors names it: F16, U8, …"""
+    """The dtype has the name that safetensors gives it: F16, U8, …"""
     shape: tuple[int, ...]
     num_bytes: int
     content: Callable[[], bytes | memoryview]

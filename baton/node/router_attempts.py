@@ -283,7 +283,7 @@ class RouterAttempts:
         """The client index of the router that is told of an output, or None if no router is, and the delta for it."""
         attempt, outcome, is_first = self.book.get(output.request_id), output.outcome, output.sequence_index == 0
         if attempt is None:
-            # It was aborted a moment ago: the router that submitted it is told of its end, if it still owned it.
+            # The attempt was aborted a moment ago: its router is told of its end, if that still owned it.
             key = AttemptKey.parse(output.request_id)
             port = self._streams.get(client_index)
             owner = client_index if port is not None and key not in port.moved_away else None

@@ -168,7 +168,7 @@ MAX_PROBE_INTERVAL_S = 60.0
 class _StuckPiece:
     piece: Piece
     is_probe: bool = False
-    """It was posted as a probe, and got stuck as well: nobody waits for it."""
+    """The piece was posted as a probe, and got stuck as well: nobody waits for it."""
 
 
 class StuckReads:

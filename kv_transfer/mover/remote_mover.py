@@ -107,7 +107,7 @@ class RemoteMover:
         process is to make. `layers`: those that it must hold. `layout`: of a block of all layers.
         """
         self.figures = ReadFigures()
-        """As far as the other mover has said; of reads in flight some may only be queued there."""
+        """The figures that the other mover sent last; some of the reads in flight may only be queued there."""
         self.fault: BaseException | None = None
         """Why the other mover can't be used any more, if it can't."""
         self.counters: Counter[str] = Counter()
@@ -146,7 +146,7 @@ class RemoteMover:
     # Called from any thread.
 
     def start(self) -> None:
-        """As `PartMover.start` says.
+        """Start the mover in the other process, as `PartMover.start` does.
 
         Raises ConfigError if the agent can't be made, or is not over the memory that it should be; StreamLost or
         EngineFault if the other process is gone or does not answer.

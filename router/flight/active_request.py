@@ -35,7 +35,7 @@ class ClientCall:
     takeover: int = 0
     """The number of the call, with which the router claims the request's attempts on nodes."""
     delivery: Delivery = "stream"
-    """As in GenerateRequest."""
+    """The delivery that GenerateRequest asks for."""
 
 
 class ActiveRequest:

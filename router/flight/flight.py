@@ -292,7 +292,7 @@ class Flight:
         self._number += 1
         place = Place(self._number, frozenset(self._budget.excluded), cause, self._origin_so_far())
         key = AttemptKey(self.request.request_id, self._number, self.flight_id)
-        # It has no legs yet, and keeps the nodes of the attempt before, whose last text may still end the flight.
+        # The new attempt has no legs yet. It keeps the nodes of the last one, whose last text may still end the flight.
         self._attempt = Attempt(self.request, key, before=self._attempt)
         return place
 

@@ -121,7 +121,7 @@ class RequestQueue:
 
     def last_in_turn(self, running: Iterable[Request]) -> Request | None:
         """The running request that is preempted first; None when there is none. `running`: in order of admission."""
-        # Of equals the newest: `max` would take the first.
+        # The newest of equals is preempted; `max` alone would take the first.
         return max(enumerate(running), key=lambda place: (*self._rank(place[1]), place[0]), default=(0, None))[1]
 
     def __len__(self) -> int:

@@ -149,7 +149,7 @@ def load_encoder(spec: TorchSpec, operations: Operations | None = None) -> Encod
         reason = settle(chosen, encoder.set_rows_per_call, partial(_why_not_bit_exact, encoder))
     info = replace(
         model_info(spec, loaded, chosen, encoder.layout, pooling.max_length, reason),
-        # It generates nothing that could end.
+        # An encoder generates nothing that could end.
         eos_token_ids=frozenset(),
         embedding_size=encoder.embedding_size,
         capabilities=pooling.capabilities,

@@ -280,7 +280,7 @@ async def test_a_bounded_number_of_readers_goes_on_per_turn_of_the_loop() -> Non
     for queue in queues:
         queue.end()
     await asyncio.gather(*tasks)
-    # Those who had to wait take what came meanwhile along.
+    # Readers that had to wait also take what came meanwhile.
     assert order[2:] == [(2, 2), (3, 2), (4, 2), (5, 2), (0, 1), (1, 1)]
 
 

@@ -143,7 +143,7 @@ class TensorOnFile:
 
     @property
     def dtype(self) -> str:
-        """As safetensors names it: F16, I32, F8_E4M3, …"""
+        """The dtype has the name that safetensors gives it: F16, I32, F8_E4M3, …"""
         return str(self._file.get_slice(self._name).get_dtype())
 
     def read(self) -> Tensor:

@@ -27,7 +27,7 @@ class CheckpointTensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """As safetensors names it: F16, I32, F8_E4M3, …"""
+        """The dtype has the name that safetensors gives it: F16, I32, F8_E4M3, …"""
         ...
 
     def read(self) -> torch.Tensor: ...

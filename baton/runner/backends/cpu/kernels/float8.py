@@ -66,7 +66,7 @@ class PackedFloat8Weight(PackedColumns):
         out: torch.Tensor | None,
         adapters: ProductAdapters | None,
     ) -> torch.Tensor:
-        """As `PackedWeight.multiply`, for x in float32 or bfloat16."""
+        """Multiply as `PackedWeight.multiply` does, for x in float32 or bfloat16."""
         require_input(x, self.k)
         if self.padded_k != self.k:
             x = functional.pad(x, (0, self.padded_k - self.k))

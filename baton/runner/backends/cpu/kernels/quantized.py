@@ -83,7 +83,7 @@ class PackedQuantizedWeight:
         out: torch.Tensor | None,
         adapters: ProductAdapters | None,
     ) -> torch.Tensor:
-        """As `PackedWeight.multiply`, for x in float32 or bfloat16, whose rows are quantised."""
+        """Multiply as `PackedWeight.multiply` does, for x in float32 or bfloat16, whose rows are quantised."""
         require_input(x, self.k)
         bias_address = None if bias is None else require_bias(bias, self.n, x.dtype)
         m = x.shape[0]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from baton.engine.request import Request, RequestStatus
@@ -121,6 +122,9 @@ class RequestQueue:
 
     def last_in_turn(self, running: Iterable[Request]) -> Request | None:
         """The running request that is preempted first; None when there is none. `running`: in order of admission."""
+        if self._ageing_s is None:
+            last = deque(running, maxlen=1)
+            return last.pop() if last else None
         # The newest of equals is preempted; `max` alone would take the first.
         return max(enumerate(running), key=lambda place: (*self._rank(place[1]), place[0]), default=(0, None))[1]
 

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from baton import errors
@@ -34,6 +35,8 @@ ABOUT_ERRORS = """
 How each error appears to a client of gRPC, to a client of HTTP and to a script ([cli.md](cli.md#errors) says more).
 
 """
+WIDTH = 120
+"""Columns of the page's prose."""
 Row = tuple[str, str]
 
 
@@ -92,7 +95,8 @@ def render() -> str:
 def section(name: str, command: Any, rows: Sequence[Row], shared: Sequence[Row]) -> str:
     """What `baton NAME -h` says: what the command does, how it is called, and its options."""
     words = " ".join(command.collect_usage_pieces(command.make_context("baton", [], resilient_parsing=True)))
-    text = f"\n## baton {name}\n\n{' '.join(command.help.split())}\n\nUsage: `baton {name} {words}`\n"
+    about = fill(" ".join(command.help.split()), WIDTH, break_on_hyphens=False, break_long_words=False)
+    text = f"\n## baton {name}\n\n{about}\n\nUsage: `baton {name} {words}`\n"
     if name in SETTINGS:
         text += "\nIts options are [settings](configuration.md), and these:\n"
     if own := [row for row in rows if row not in shared]:

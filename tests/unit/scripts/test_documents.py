@@ -1,4 +1,4 @@
-"""Files, headings, modules, commands and options that the documents refer to exist."""
+"""Files, headings, modules, functions, commands and options that the documents refer to exist."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ OUR_FOLDERS = (
     "tests/",
     "deploy/",
 )
+DEFINITION = re.compile(r"([\w/]+\.py):([\w.]+)")
 COMMAND = re.compile(r"^ *\$ (?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?baton (.*)$", re.MULTILINE)
 
 
@@ -85,6 +86,18 @@ def test_named_paths_exist(page: str) -> None:
     named = (found for found in CODE.findall(FENCE.sub("", text_of(page))) if found.startswith(OUR_FOLDERS))
     paths = {re.split(r"[ :#]", path)[0].rstrip("/") for path in named if not re.search(r"[*{]|[A-Z]{3}", path)}
     assert not paths - tracked()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_functions_exist(page: str) -> None:
+    """`file.py:Class.method` names a definition in that file."""
+    wrong = []
+    for named in filter(None, map(DEFINITION.fullmatch, CODE.findall(FENCE.sub("", text_of(page))))):
+        source, names = text_of(named[1]), named[2].split(".")
+        definitions = (rf"^\s*((async )?def|class) {name}\b|^{name}\b.*?=" for name in names)
+        if not all(re.search(definition, source, re.MULTILINE) for definition in definitions):
+            wrong.append(named[0])
+    assert not wrong
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -34,10 +34,10 @@ class AttemptKey(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> AttemptKey:
         """Read what `str()` wrote; raises ValueError for anything else."""
-        found = _ATTEMPT_KEY.match(text)
-        if found is None:
+        match = _ATTEMPT_KEY.match(text)
+        if match is None:
             raise ValueError(f"not an attempt key: {text!r}")
-        return cls(found[1], int(found[2]), int(found[3] or "0", 16))
+        return cls(match[1], int(match[2]), int(match[3] or "0", 16))
 
 
 def scoped(tenant: str, name: str) -> str:
@@ -58,7 +58,7 @@ def tenant_of(name: str) -> str:
 def random_token(rng: Random, length: int = 10) -> str:
     """Random lower-case letters and digits without look-alikes: 5 bits of chance in each."""
     bits = rng.getrandbits(5 * length)
-    return "".join(_ALPHABET[bits >> 5 * place & 31] for place in range(length))
+    return "".join(_ALPHABET[bits >> 5 * position & 31] for position in range(length))
 
 
 def new_request_id(rng: Random) -> str:

@@ -102,10 +102,10 @@ class Codec(Generic[T, M]):
 
     def to_pb(self, value: T) -> M:
         """The message with the value's fields."""
-        found = {name: getattr(value, name) for name in self._plain}
+        values = {name: getattr(value, name) for name in self._plain}
         for name, write in self._converted:
-            found[name] = write(getattr(value, name))
-        return self.message(**found)
+            values[name] = write(getattr(value, name))
+        return self.message(**values)
 
     def from_pb(self, pb: M) -> T:
         """The value with the message's fields. Raises InvalidRequest for an enum's number that this version lacks."""
@@ -116,8 +116,8 @@ class Codec(Generic[T, M]):
             if may_be_absent and not pb.HasField(name):
                 values.append(absent)
             else:
-                found = getattr(pb, name)
-                values.append(found if read is None else read(found))
+                field_value = getattr(pb, name)
+                values.append(field_value if read is None else read(field_value))
         return self.kind(*values)
 
 
@@ -159,11 +159,11 @@ def enum_numbers(members: Iterable[E], pb: _Descriptor) -> dict[E, Any]:
     Raises TypeError for a member that the protobuf enum lacks.
     """
     prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", pb.name).upper()
-    found = {member: pb.values_by_name.get(f"{prefix}_{member.name}") for member in members}
-    lacking = [member.name for member, value in found.items() if value is None]
+    numbers = {member: pb.values_by_name.get(f"{prefix}_{member.name}") for member in members}
+    lacking = [member.name for member, value in numbers.items() if value is None]
     if lacking:
         raise TypeError(f"the protobuf enum {pb.name} lacks {lacking}")
-    return {member: value.number for member, value in found.items() if value is not None}
+    return {member: value.number for member, value in numbers.items() if value is not None}
 
 
 def _derive_conversions(

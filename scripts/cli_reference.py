@@ -82,8 +82,8 @@ def error_rows() -> Iterator[tuple[str, ...]]:
 
 
 def render() -> str:
-    """The page: the options that many commands have, a section for each command, and the errors."""
-    found = dict(commands(command_tree()))
+    """The page: the options that many commands have, the commands by their names, and the errors."""
+    found = dict(sorted(commands(command_tree())))
     rows = {name: rows_of(command) for name, command in found.items()}
     count = Counter(row for name in found if name not in SETTINGS for row in rows[name])
     shared = [row for row, times in count.items() if times >= SHARED_BY and not row[0].startswith("-o")]

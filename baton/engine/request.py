@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from baton.engine.constraints import RepetitionDetector
 from baton.engine.encoder_cache import encoder_inputs
+from baton.errors import InvalidRequest
 from baton.machine import IllegalEvent
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import Leg, Outcome
@@ -152,7 +153,7 @@ class Request:
         `reader_block_size`: of a prefill leg, tokens in a block of the node that is to read its KV; 0: as many as here.
         `adapter`: digest of the adapter with which it is computed, which the runner has loaded; empty: none.
         `pooling`: of an embedding leg, the vector that is wanted; None: the last token's embedding.
-        `attempt`: what connectors call it towards other nodes, where there are any.
+        `attempt`: its name towards routers and other nodes, where there are any.
 
         Raises ValueError for arguments that contradict each other.
         """
@@ -202,7 +203,7 @@ class Request:
         self.outcome: Outcome | None = None
         """How it ended; None while it lives."""
         self.stop_reason: int | None = None
-        self.error: str | None = None
+        self.error: str | InvalidRequest | None = None
 
         # Admission and its queues.
         self.queue_position = 0

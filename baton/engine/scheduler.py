@@ -56,7 +56,7 @@ from baton.engine.kv_cache.host_tier import NO_COPIES
 from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request
 from baton.engine.scheduler_config import SchedulerConfig
-from baton.engine.scheduler_state import OutputsByClient, SchedulerState
+from baton.engine.scheduler_state import OutputsByClient, SchedulerState, failure_of
 from baton.engine.speculation.speculation import Speculation
 from baton.engine.stats import EngineCounters
 from baton.engine.step_plan import StepPlan
@@ -160,7 +160,7 @@ class Scheduler:
         self._admission.add(request, self._pending, awaits_adapter=awaits_adapter)
 
     def finish_requests(
-        self, request_ids: Collection[str], outcome: Outcome, error: str | None = None
+        self, request_ids: Collection[str], outcome: Outcome, error: str | InvalidRequest | None = None
     ) -> EngineCoreOutputs:
         """End requests with all their sequences, wherever they are. Returns their last outputs by client index."""
         outputs = OutputsByClient()
@@ -176,11 +176,15 @@ class Scheduler:
             self._finish_failed_groups(outputs)
         return outputs.seal()
 
+    def fail_request(self, request_id: str, error: Exception) -> EngineCoreOutputs:
+        """End a request that can't be computed; InvalidRequest: it is at fault. Returns its last outputs by client."""
+        return self.finish_requests([request_id], *failure_of(error))
+
     def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
         """Give a request in WAITING_FOR_GRAMMAR a matcher for each sequence that it will have here.
 
         The matchers have been given the request's output so far. A request whose grammar can't be compiled is ended
-        with `finish_requests` instead.
+        with `fail_request` instead.
         """
         self._waiting.grammar_compiled(request_id, matchers)
         self._stalled = False
@@ -217,9 +221,8 @@ class Scheduler:
         Their last outputs come with the next commit, or from `take_refusals`.
         """
         asked = self._state.encoder_cache.failed(digest)
-        outcome = Outcome.INVALID if isinstance(error, InvalidRequest) else Outcome.ERROR
         needing = [request for request_id, request in self._state.requests.items() if request_id in asked]
-        self._finish(needing, outcome, str(error), self._pending)
+        self._finish(needing, *failure_of(error), self._pending)
         self._finish_failed_groups(self._pending)
         self._stalled = False
 
@@ -315,7 +318,11 @@ class Scheduler:
         return known or request_id in state.kv_cache_manager.held
 
     def _finish(
-        self, requests: Sequence[Request], outcome: Outcome, error: str | None, outputs: OutputsByClient
+        self,
+        requests: Sequence[Request],
+        outcome: Outcome,
+        error: str | InvalidRequest | None,
+        outputs: OutputsByClient,
     ) -> None:
         if requests:
             self._waiting.remove(requests)
@@ -327,7 +334,8 @@ class Scheduler:
     def _finish_failed_groups(self, outputs: OutputsByClient) -> None:
         while self._state.failed_groups:
             group, first = self._state.failed_groups.pop()
-            outcome, error = Outcome.ERROR, "another sequence of the request failed"
+            outcome: Outcome = Outcome.ERROR
+            error: str | InvalidRequest = "another sequence of the request failed"
             if first.outcome in (Outcome.INVALID, Outcome.REPETITION):
                 # The node is not at fault, so the others don't end with ERROR, which routers count against the node.
                 outcome, error = first.outcome, first.error or error

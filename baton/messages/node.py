@@ -272,7 +272,7 @@ class Outcome(enum.Enum):
     UNKNOWN = "unknown"
     """The node does not know the attempt that a router wanted to adopt."""
     INVALID = "invalid"
-    """The request is invalid on every node. The error is the field's name, a colon, and the reason."""
+    """The request is invalid on every node; `RequestDelta.error_field` is the field at fault."""
     REPETITION = "repetition"
     """The output repeats itself, and the request wants an error in that case. Another node would repeat it too."""
     ADAPTER_UNAVAILABLE = "adapter_unavailable"
@@ -338,6 +338,8 @@ class RequestDelta:
     prompt_timings: StageTimings | None = None
     """With the timings of a decode leg: those of the node that computed the prompt, which came with its KV; None: no KV
     came, or from a version that does not say it."""
+    error_field: str = ""
+    """With the outcome INVALID: the field at fault, of which `error` is said."""
 
 
 @value(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class Engine:
                 for output in outputs:
                     tokens.setdefault(name_of(output), []).extend(output.new_token_ids)
                     if output.error is not None:
-                        self.errors[name_of(output)] = output.error
+                        self.errors[name_of(output)] = str(output.error)
         self.core.scheduler.kv_cache_manager.check_invariant()
         return tokens
 

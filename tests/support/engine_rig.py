@@ -32,7 +32,7 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
 
 def name_of(of_sequence: EngineCoreOutput | EngineCoreEvent) -> str:
     """What tests call a sequence: its request's name alone, or with its index behind a tilde."""
-    return sequence_id(of_sequence.request_id, of_sequence.sequence_index)
+    return sequence_id(of_sequence.attempt.request_id, of_sequence.sequence_index)
 
 
 def split_name(name: str) -> tuple[str, int]:
@@ -222,7 +222,7 @@ class EngineRig:
             name = name_of(output)
             self.tokens.setdefault(name, [])
             assert name not in self.ends, f"{output} after the end"
-            assert "ContradictoryStep" not in (output.error or ""), output.error
+            assert "ContradictoryStep" not in str(output.error), output.error
             if output.new_token_ids:
                 assert output.first_index == len(self.tokens[name])
             self.tokens[name] += output.new_token_ids

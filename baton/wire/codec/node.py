@@ -186,7 +186,9 @@ def report_to_pb(report: StepReport) -> node.StepReport:
             logprobs=logprobs_to_pb(delta.logprobs),
             outcome=_OUTCOMES[delta.outcome],
             stop_token_id=delta.stop_token_id,
-            error=delta.error,
+            # Routers of earlier versions read the field from the error.
+            error=f"{delta.error_field}: {delta.error}" if delta.error_field else delta.error,
+            error_field=delta.error_field,
             timings=_TIMINGS.to_pb(delta.timings) if delta.timings is not None else None,
             sequence_index=delta.sequence_index,
             transfer_cause=transfer_cause_to_pb(delta.transfer_cause),
@@ -223,6 +225,10 @@ def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
         delta.outcome = _OUTCOME_NAMES.get(pb.outcome, Outcome.ERROR)
         delta.stop_token_id = pb.stop_token_id if pb.HasField("stop_token_id") else None
         delta.error = pb.error
+        if delta.outcome is Outcome.INVALID:
+            # Nodes of earlier versions say the field in the error alone.
+            delta.error_field = pb.error_field or pb.error.partition(": ")[0]
+            delta.error = pb.error.removeprefix(f"{delta.error_field}: ")
         delta.transfer_cause = transfer_cause_from_pb(pb.transfer_cause)
         delta.embedding = pb.embedding
         delta.takeover = pb.takeover

@@ -443,7 +443,7 @@ def test_external_tokens_that_do_not_complete_the_prompt_fail_the_request() -> N
     rig.add("d", 10, leg=Leg.DECODE)
     (end,) = rig.step()
     assert end.outcome is Outcome.KV_LOST
-    assert "does not complete a prompt" in (end.error or "")
+    assert "does not complete a prompt" in str(end.error)
     assert rig.scheduler.make_stats().free_blocks == 64
 
 
@@ -463,7 +463,7 @@ def test_a_connector_that_raises_fails_its_request_and_not_the_engine(method: st
     rig.add("good", 6, max_tokens=3)
     rig.run()
     assert rig.reason("bad") is (Outcome.KV_LOST if leg is Leg.DECODE else Outcome.ERROR)
-    assert f"the test made {method} fail" in (rig.ends["bad"].error or "")
+    assert f"the test made {method} fail" in str(rig.ends["bad"].error)
     assert rig.tokens["good"] == rig.expected("good", 3)
     assert rig.scheduler.make_stats().quarantined_blocks == held, "a load may have begun before it raised"
     assert rig.scheduler.counters.num_connector_errors == 1

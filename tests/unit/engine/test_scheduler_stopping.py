@@ -86,7 +86,7 @@ def test_a_prompt_that_never_fits_is_refused_at_once(num_tokens: int, refused: b
         assert rig.reason("huge") is Outcome.IGNORED, "before any step"
     rig.step()
     if refused:
-        assert f"a prompt of {num_tokens} tokens leaves no room" in (rig.ends["huge"].error or "")
+        assert f"a prompt of {num_tokens} tokens leaves no room" in str(rig.ends["huge"].error)
         assert rig.reason("small") is Outcome.LENGTH, "nobody waits behind it"
     else:
         assert rig.tokens["huge"] == rig.expected("huge", 1)

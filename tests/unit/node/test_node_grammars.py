@@ -110,7 +110,7 @@ def test_a_schema_that_can_not_be_compiled_fails_its_request_alone(rig: Rig, sch
     rig.driver.submit(request("good", "schema"))
     end = rig.end("bad")
     assert end.outcome is {"bad": Outcome.INVALID, "worse": Outcome.ERROR}[schema]
-    assert (end.error or "").startswith("json_schema: ")
+    assert str(end.error).startswith("json_schema: ")
     assert rig.end("good").outcome is Outcome.LENGTH
 
 
@@ -209,7 +209,7 @@ def test_without_a_compiler_a_schema_is_an_error() -> None:
     driver.start()
     driver.submit(request("g", "schema"))
     end = rig.end("g")
-    assert (end.outcome, end.error) == (Outcome.INVALID, "json_schema: this node's model has no text")
+    assert (end.outcome, str(end.error)) == (Outcome.INVALID, "json_schema: this node's model has no text")
     driver.stop()
 
 

@@ -54,7 +54,7 @@ def test_an_unavailable_exporter_is_logged_and_the_process_continues(
 def clock_of(*events: tuple[EngineCoreEventType, float]) -> AttemptClock:
     clock = AttemptClock(1.0)
     for kind, time in events:
-        clock.note(EngineCoreEvent(kind, str(KEY), time))
+        clock.note(EngineCoreEvent(kind, KEY, time))
     return clock
 
 

@@ -236,7 +236,7 @@ def test_a_step_that_fails_fails_alone_with_the_one_behind_it(
 
     monkeypatch.setattr(runner, "_take", take_or_fail)
     monkeypatch.setattr(runner, "_rows_of", rows_or_fail)
-    ends: dict[str, str | None] = {}
+    ends: dict[str, object] = {}
 
     def run(requests: list[Request], late: Sequence[Request] = ()) -> None:
         for request in requests:

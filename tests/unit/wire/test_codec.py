@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.errors import BatonError, InvalidRequest, TransferCause
@@ -165,11 +167,19 @@ def test_an_unknown_router_message_is_refused_by_name() -> None:
         codec_node.router_message_from_pb(node_pb2.AttachRequest(submit=node_pb2.Submit()))
 
 
+def test_a_refusal_names_its_field_to_earlier_versions_and_of_them() -> None:
+    refusal = RequestDelta(KEY, outcome=Outcome.INVALID, error="is: too complex", error_field="json_schema")
+    pb = codec_node.report_to_pb(StepReport([refusal], LoadReport()))
+    assert pb.deltas[0].error == "json_schema: is: too complex"
+    pb.deltas[0].ClearField("error_field")
+    assert codec_node.report_from_pb(pb).deltas == [replace(refusal, token_ids=[], logprobs=())]
+
+
 def test_reports_are_decoded_with_every_field() -> None:
     deltas = [
         RequestDelta(KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6, 7, 8)),
         RequestDelta(KEY, outcome=Outcome.KV_LOST, error="peer gone"),
-        RequestDelta(KEY, outcome=Outcome.INVALID, error="json_schema: is too complex"),
+        RequestDelta(KEY, outcome=Outcome.INVALID, error="is: too complex", error_field="schemas: x"),
         RequestDelta(KEY, 0, [0]),
         RequestDelta(KEY, 1, [4], [], sequence_index=7),
         *(RequestDelta(KEY, outcome=Outcome.KV_LOST, error="why", transfer_cause=cause) for cause in TransferCause),
@@ -182,6 +192,7 @@ def test_reports_are_decoded_with_every_field() -> None:
     assert again.load == report.load
     assert [d.outcome for d in again.deltas[:5]] == [Outcome.STOP, Outcome.KV_LOST, Outcome.INVALID, None, None]
     assert [d.sequence_index for d in again.deltas[:5]] == [0, 0, 0, 0, 7]
+    assert (again.deltas[2].error_field, again.deltas[2].error) == ("schemas: x", "is: too complex")
     assert [d.transfer_cause for d in again.deltas[:-1]] == [None] * 5 + list(TransferCause)
     assert (again.deltas[0].embedding, again.deltas[-1].embedding) == (b"", b"\0\1\xff\2")
     assert again.deltas[0] == RequestDelta(

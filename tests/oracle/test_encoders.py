@@ -25,6 +25,7 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.encoder.encoder_runner import EncoderRunner, load_encoder
 from baton.runner.loading import load_runner
+from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.spec import TorchSpec
 from tests.doubles.fake_clock import FakeClock
 from tests.support.tiny_encoders import TINY_ENCODERS, write_encoder
@@ -169,6 +170,20 @@ def test_encoders_with_other_dtypes_and_kernels(tmp_path: Path, name: str, dtype
         for text, vector in vectors(exact, TEXTS, params).items():
             off = np.frombuffer(vector, "<f4") - np.frombuffer(together[text], "<f4")
             assert np.linalg.norm(off) < (1e-5 if plain else 0.05)
+
+
+def test_an_encoder_with_attention_sinks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.bert import modeling_bert
+
+    original = modeling_bert.BertSelfAttention.forward
+
+    def forward(self: Any, *rows: Any, **arguments: Any) -> Any:
+        return original(self, *rows, **arguments, s_aux=torch.zeros(self.num_attention_heads))
+
+    monkeypatch.setattr(modeling_bert.BertSelfAttention, "forward", forward)
+    write_encoder(tmp_path, "bert")
+    with pytest.raises(UnsupportedAttention, match="has attention sinks"):
+        load(tmp_path)
 
 
 def test_what_an_encoder_can_not_have_is_refused(tmp_path: Path) -> None:

@@ -150,14 +150,14 @@ class RouterAttempts:
             self._reject(port, submit.attempt, f"attempt: already runs here for {self._owner_name(running)}")
         elif problem is not None:
             self._reject(port, submit.attempt, problem)
-        elif submit.adapter and (why := self._adapters.why_not(submit.adapter)):
+        elif (adapter := submit.spec.adapter) and (why := self._adapters.why_not(adapter)):
             self._reject(port, submit.attempt, why, Outcome.ADAPTER_UNAVAILABLE)
         else:
             self._start_attempt(port, submit)
 
     def _start_attempt(self, port: Port, submit: Submit) -> None:
         # The time in the engine's inbox counts as time in the queue: the client waits during both.
-        num_sequences = 1 if submit.leg is Leg.PREFILL else submit.sampling_params.n
+        num_sequences = 1 if submit.leg is Leg.PREFILL else submit.spec.sampling_params.n
         clock = AttemptClock(self._clock.monotonic(), num_sequences=num_sequences)
         owner, router = port.client_index, port.router_incarnation
         attempt = Attempt(submit.attempt, owner, router, clock, submit.output_token_ids, submit.takeover)
@@ -169,7 +169,7 @@ class RouterAttempts:
         # This tells the router that the attempt has begun here. One that had not may be tried elsewhere at no cost.
         self._streams.tell(port, RequestDelta(submit.attempt))
         request = engine_request(submit, self._description.eos_token_ids, port.client_index)
-        self._driver.submit(request, self._adapters.directory_of(submit.adapter) if submit.adapter else "")
+        self._driver.submit(request, self._adapters.directory_of(request.adapter) if request.adapter else "")
 
     def _owner_name(self, attempt: Attempt) -> str:
         owner = self._streams.get(attempt.owner)

@@ -229,7 +229,7 @@ class OfflineEngine:
     def _send(self, messages: Sequence[Submit | Abort]) -> None:
         for message in messages:
             if isinstance(message, Submit):
-                directory = self._directories[message.adapter] if message.adapter else ""
+                directory = self._directories[message.spec.adapter] if message.spec.adapter else ""
                 self._driver.submit(engine_request(message, self.description.eos_token_ids), directory)
             elif message.sequence_index is None:
                 self._driver.abort([str(message.attempt)])

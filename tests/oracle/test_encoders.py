@@ -20,6 +20,7 @@ from baton.errors import ConfigError
 from baton.messages.capabilities import Capability
 from baton.messages.node import Leg, Outcome
 from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
@@ -55,7 +56,9 @@ def vectors(
     )
     engine = EngineCore(Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock()), runner)
     for name, text in texts.items():
-        engine.scheduler.add_request(Request(name, text, SamplingParams(), leg=Leg.EMBED, pooling=params[name]))
+        engine.scheduler.add_request(
+            Request(name, RequestSpec(text, SamplingParams(), pooling=params[name]), leg=Leg.EMBED)
+        )
     found: dict[str, bytes] = {}
     while len(found) < len(texts):
         for output in (output for outputs in engine.step().values() for output in outputs):

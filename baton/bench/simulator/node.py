@@ -46,6 +46,7 @@ from baton.messages.node import (
     StepReport,
     Submit,
 )
+from baton.messages.request_spec import RequestSpec
 from baton.node.reports.reports import kv_cache_updates, load_of
 
 _ONE_TOKEN = (TOKEN,)
@@ -153,13 +154,11 @@ class SimulatedNode:
             return
         self._interrupt()
         request_id = str(submit.attempt)
-        prompt = submit.prompt_token_ids
+        prompt = submit.spec.prompt_token_ids
         assert isinstance(prompt, SimulatedPrompt)
         request = Request(
             request_id,
-            _ONE_TOKEN,
-            submit.sampling_params,
-            priority=submit.priority,
+            RequestSpec(_ONE_TOKEN, submit.spec.sampling_params, submit.spec.priority),
             leg=submit.leg,
             kv_source=submit.kv_source,
             output_token_ids=submit.output_token_ids,

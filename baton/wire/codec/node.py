@@ -34,6 +34,7 @@ from baton.messages.node_report import (
     TraceEvent,
     TraceStep,
 )
+from baton.messages.request_spec import RequestSpec
 from baton.messages.spans import RowsRequest
 from baton.messages.speculation import DraftCounts
 from baton.model_formats.adapters import AdapterInfo
@@ -62,12 +63,14 @@ _TIMINGS = Codec(StageTimings, node.StageTimings)
 ADAPTER_INFO = Codec(AdapterInfo, node.InspectAdapterResponse)
 _ADAPTER_REPORT = Codec(AdapterReport, node.AdapterReport)
 _DRAFT_COUNTS = Codec(DraftCounts, node.DraftCounts)
-_SUBMIT = Codec(
-    Submit,
+_SPEC = Codec(
+    RequestSpec,
     node.Submit,
     FieldConversion("prompt_token_ids", read=list),
     nested=(SAMPLING_PARAMS,),
+    is_inlined=True,
 )
+_SUBMIT = Codec(Submit, node.Submit, inlined={"spec": _SPEC})
 _ROUTER_MESSAGES: OneOfCodec[RouterMessage, node.AttachRequest] = OneOfCodec(
     node.AttachRequest,
     _SUBMIT,

@@ -10,6 +10,7 @@ from baton.engine.connector import ArrivedKV, ExternalTokens, KVTransferOutput
 from baton.engine.request import Request, RequestStatus
 from baton.errors import DuplicateRequest, TransferCause
 from baton.messages.node import Leg, Outcome
+from baton.messages.request_spec import RequestSpec
 from tests.doubles.fake_connector import FakeConnector
 from tests.doubles.fake_runner import prompt_slots
 from tests.support.engine_rig import EngineRig, prompt_of
@@ -52,7 +53,7 @@ def test_leased_blocks_stay_until_released_and_can_be_found_meanwhile() -> None:
     stats = rig.scheduler.make_stats()
     assert (stats.leased_blocks, stats.free_blocks) == (5, 5)
     with pytest.raises(DuplicateRequest):
-        rig.scheduler.add_request(Request("p", [1], rig.requests["p"].sampling_params))
+        rig.scheduler.add_request(Request("p", RequestSpec([1], rig.requests["p"].sampling_params)))
     rig.add("other", 30, max_tokens=1)
     rig.step()
     assert rig.requests["other"].status is RequestStatus.WAITING, "leased blocks are not available"
@@ -325,7 +326,7 @@ def test_quarantined_blocks_are_not_allocated_until_released() -> None:
     rig.abort("d")
     assert rig.scheduler.make_stats().quarantined_blocks == 3
     with pytest.raises(DuplicateRequest):
-        rig.scheduler.add_request(Request("d", [1], rig.requests["d"].sampling_params))
+        rig.scheduler.add_request(Request("d", RequestSpec([1], rig.requests["d"].sampling_params)))
     rig.add("other", 15, max_tokens=2)
     rig.add("too big", 20, max_tokens=2)
     rig.step()

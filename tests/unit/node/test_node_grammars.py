@@ -24,6 +24,7 @@ from baton.text.bounded_workers import BoundedWorkers
 from baton.text.constraint_checker import ConstraintChecker
 from tests.doubles.fake_grammar import FakeMatcher
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
+from tests.support.requests import request_of
 from tests.support.schema_bombs import schema_bomb
 
 LONG_S = 30.0
@@ -91,7 +92,7 @@ def rig() -> Iterator[Rig]:
 def request(request_id: str, json_schema: str = "", **fields: object) -> Request:
     n = int(str(fields.pop("n", 1)))
     params = SamplingParams(max_tokens=3, json_schema=json_schema, n=n)
-    return Request(request_id, prompt_of(6), params, **fields)  # type: ignore[arg-type]
+    return request_of(request_id, prompt_of(6), params, **fields)
 
 
 def test_others_run_while_a_grammar_is_compiled(rig: Rig) -> None:

@@ -108,7 +108,7 @@ class Fleet:
         """Choose nodes for a new prompt of this length, or for this prompt."""
         self._number += 1
         prompt = tuple(tokens) if not isinstance(tokens, int) else tuple(range(self._number, self._number + tokens))
-        base = ValidRequest(f"r{self._number}", MODEL, prompt, SamplingParams(max_tokens=64))
+        base = ValidRequest(prompt, SamplingParams(max_tokens=64), request_id=f"r{self._number}", model=MODEL)
         request = replace(base, **fields)
         return self.placer.choose(self.view.candidates(), request, frozenset(), attempt, 0.0, self.now)
 

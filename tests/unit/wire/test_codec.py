@@ -50,6 +50,7 @@ from baton.messages.node_report import (
     TraceEvent,
 )
 from baton.messages.pooling import EmbedInput, EmbedRequest, EmbedTask, Pooling, PoolingParams
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import RepetitionDetection, SamplingParams, TokenLogprobs
 from baton.messages.spans import ContentKind, EncoderContent, Span
 from baton.messages.speculation import DraftCounts
@@ -100,35 +101,49 @@ def test_absent_log_probabilities_stay_absent() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Submit(KEY, Leg.WHOLE, [1, 2, 3], PARAMS),
-        Submit(KEY, Leg.DECODE, [1], PARAMS, -3, "salt", Peer("p0", "p0.abc", "127.0.0.1:1")),
+        Submit(KEY, Leg.WHOLE, RequestSpec([1, 2, 3], PARAMS)),
+        Submit(
+            KEY,
+            Leg.DECODE,
+            RequestSpec([1], PARAMS, priority=-3, cache_salt="salt"),
+            kv_source=Peer("p0", "p0.abc", "127.0.0.1:1"),
+        ),
         Abort(KEY, "client is gone"),
         Abort(KEY, "its text is over", 0),
         WatchKVCache(),
         Adopt(KEY),
         Adopt(KEY, 3, (5, 0, 7)),
-        Submit(KEY, Leg.WHOLE, [1], PARAMS, output_token_ids=(7, 8)),
-        Submit(KEY, Leg.EMBED, [1], PARAMS),
+        Submit(KEY, Leg.WHOLE, RequestSpec([1], PARAMS), output_token_ids=(7, 8)),
+        Submit(KEY, Leg.EMBED, RequestSpec([1], PARAMS)),
         Submit(
             KEY,
             Leg.WHOLE,
-            [0, 1],
-            PARAMS,
-            spans=(Span(0, 1, "ab", "float16", b"\0\1"), Span(1, 1, "cd", is_encoded=True, first_row=3, columns=2)),
-        ),
-        Submit(
-            KEY,
-            Leg.WHOLE,
-            [0],
-            PARAMS,
-            contents=(
-                EncoderContent.of(b"a"),
-                EncoderContent("cd", b"b", ContentKind.SPEECH, Peer("p1", "p1.abc", "127.0.0.1:2")),
+            RequestSpec(
+                [0, 1],
+                PARAMS,
+                spans=(Span(0, 1, "ab", "float16", b"\0\1"), Span(1, 1, "cd", is_encoded=True, first_row=3, columns=2)),
             ),
         ),
-        *(Submit(KEY, Leg.EMBED, [1], PARAMS, pooling=PoolingParams(kind)) for kind in Pooling),
-        Submit(KEY, Leg.EMBED, [1], PARAMS, pooling=PoolingParams(Pooling.CLASSIFY, False, 7, False, 3)),
-        Submit(KEY, Leg.WHOLE, [1], PARAMS, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+        Submit(
+            KEY,
+            Leg.WHOLE,
+            RequestSpec(
+                [0],
+                PARAMS,
+                contents=(
+                    EncoderContent.of(b"a"),
+                    EncoderContent("cd", b"b", ContentKind.SPEECH, Peer("p1", "p1.abc", "127.0.0.1:2")),
+                ),
+            ),
+        ),
+        *(Submit(KEY, Leg.EMBED, RequestSpec([1], PARAMS, pooling=PoolingParams(kind))) for kind in Pooling),
+        Submit(KEY, Leg.EMBED, RequestSpec([1], PARAMS, pooling=PoolingParams(Pooling.CLASSIFY, False, 7, False, 3))),
+        Submit(
+            KEY,
+            Leg.WHOLE,
+            RequestSpec([1], PARAMS),
+            traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        ),
     ],
 )
 def test_router_messages_are_decoded_with_every_field(message: RouterMessage) -> None:

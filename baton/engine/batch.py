@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from baton.engine.constraints import TokenMatcher
 from baton.engine.stats import EngineCounters, PrefixCacheStats, SpecDecodingStats
@@ -19,6 +19,9 @@ from baton.messages.spans import Span
 from baton.messages.speculation import DraftCounts
 from baton.metric import Metric
 from baton.values import value
+
+Failure: TypeAlias = str | InvalidRequest
+"""Why a request failed; InvalidRequest: it is itself at fault, and would fail on another node, too."""
 
 
 @value(frozen=True, slots=True)
@@ -138,9 +141,8 @@ class ModelRunnerOutput:
     sampled_token_ids: Mapping[str, Sequence[int]]
     """One token for each request that samples, and as many more as its leading drafts were right."""
     logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
-    failed: Mapping[str, str | InvalidRequest] = field(default_factory=dict)
-    """Requests that failed alone (non-finite logits), with the reason. InvalidRequest: the request itself is at fault,
-    and another node would fail it, too."""
+    failed: Mapping[str, Failure] = field(default_factory=dict)
+    """Requests that failed alone (non-finite logits), and why."""
     embeddings: Mapping[str, bytes] = field(default_factory=dict)
     """The vectors (embeddings, or the outputs of a classification head) of the requests that ask for one, once their
     prompt is computed; see `baton.runner.execution.pooling`."""
@@ -201,8 +203,7 @@ class EngineCoreOutput(NamedTuple):
     outcome: Outcome | None = None
     """How the request ended; None while it has not ended."""
     stop_reason: int | None = None
-    error: str | InvalidRequest | None = None
-    """Why it failed; InvalidRequest with the outcome INVALID."""
+    error: Failure | None = None
     transfer_cause: TransferCause | None = None
     """Why the prompt's KV did not arrive, also where this node computes it instead."""
     num_cached_tokens: int = 0

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from baton.engine.constraints import RepetitionDetector
 from baton.engine.encoder_cache import encoder_inputs
-from baton.errors import InvalidRequest
 from baton.machine import IllegalEvent
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import Leg, Outcome
@@ -20,6 +19,7 @@ from baton.messages.sampling import SamplingParams
 from baton.messages.speculation import NO_DRAFTS
 
 if TYPE_CHECKING:
+    from baton.engine.batch import Failure
     from baton.engine.constraints import TokenMatcher
     from baton.engine.sequences.beams import BeamGroup
     from baton.engine.sequences.sequence_group import SequenceGroup
@@ -197,7 +197,7 @@ class Request:
         self.outcome: Outcome | None = None
         """How it ended; None while it lives."""
         self.stop_reason: int | None = None
-        self.error: str | InvalidRequest | None = None
+        self.error: Failure | None = None
 
         # Admission and its queues.
         self.queue_position = 0

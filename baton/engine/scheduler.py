@@ -40,6 +40,7 @@ from baton.engine.batch import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutputs,
+    Failure,
     ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
@@ -65,7 +66,7 @@ from baton.engine.waiting.arrivals import Arrivals
 from baton.engine.waiting.preemption import Preemption
 from baton.engine.waiting.sequences import Sequences
 from baton.engine.waiting.waiting_requests import WaitingRequests
-from baton.errors import DuplicateRequest, InvalidRequest
+from baton.errors import DuplicateRequest
 from baton.messages.node import Outcome
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -160,7 +161,7 @@ class Scheduler:
         self._admission.add(request, self._pending, awaits_adapter=awaits_adapter)
 
     def finish_requests(
-        self, request_ids: Collection[str], outcome: Outcome, error: str | InvalidRequest | None = None
+        self, request_ids: Collection[str], outcome: Outcome, error: Failure | None = None
     ) -> EngineCoreOutputs:
         """End requests with all their sequences, wherever they are. Returns their last outputs by client index."""
         outputs = OutputsByClient()
@@ -176,15 +177,11 @@ class Scheduler:
             self._finish_failed_groups(outputs)
         return outputs.seal()
 
-    def fail_request(self, request_id: str, error: Exception) -> EngineCoreOutputs:
-        """End a request that can't be computed; InvalidRequest: it is at fault. Returns its last outputs by client."""
-        return self.finish_requests([request_id], *failure_of(error))
-
     def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
         """Give a request in WAITING_FOR_GRAMMAR a matcher for each sequence that it will have here.
 
         The matchers have been given the request's output so far. A request whose grammar can't be compiled is ended
-        with `fail_request` instead.
+        with `finish_requests` instead.
         """
         self._waiting.grammar_compiled(request_id, matchers)
         self._stalled = False
@@ -318,11 +315,7 @@ class Scheduler:
         return known or request_id in state.kv_cache_manager.held
 
     def _finish(
-        self,
-        requests: Sequence[Request],
-        outcome: Outcome,
-        error: str | InvalidRequest | None,
-        outputs: OutputsByClient,
+        self, requests: Sequence[Request], outcome: Outcome, error: Failure | None, outputs: OutputsByClient
     ) -> None:
         if requests:
             self._waiting.remove(requests)
@@ -335,7 +328,7 @@ class Scheduler:
         while self._state.failed_groups:
             group, first = self._state.failed_groups.pop()
             outcome: Outcome = Outcome.ERROR
-            error: str | InvalidRequest = "another sequence of the request failed"
+            error: Failure = "another sequence of the request failed"
             if first.outcome in (Outcome.INVALID, Outcome.REPETITION):
                 # The node is not at fault, so the others don't end with ERROR, which routers count against the node.
                 outcome, error = first.outcome, first.error or error

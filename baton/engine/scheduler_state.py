@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from baton.clock import Clock
-from baton.engine.batch import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from baton.engine.batch import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, Failure
 from baton.engine.connector import BlockFate, KVConnector, LostKV
 from baton.engine.decode_set import DecodeSet
 from baton.engine.encoder_cache import EncoderCache
@@ -29,7 +29,7 @@ from baton.messages.sampling import TokenLogprobs
 from baton.messages.spans import rows_key
 
 
-def failure_of(error: Exception) -> tuple[Outcome, str | InvalidRequest]:
+def failure_of(error: Exception) -> tuple[Outcome, Failure]:
     """How a request ends that failed with this error, and what is told of it."""
     if isinstance(error, InvalidRequest):
         return Outcome.INVALID, error.not_raised()
@@ -148,7 +148,7 @@ class SchedulerState:
         outputs: OutputsByClient,
         *,
         stop_reason: int | None = None,
-        error: str | InvalidRequest | None = None,
+        error: Failure | None = None,
         transfer_cause: TransferCause | None = None,
         first_index: int | None = None,
         logprobs: Sequence[TokenLogprobs] = (),
@@ -194,7 +194,7 @@ class SchedulerState:
             embedding=embedding,
         )
 
-    def fail(self, request: Request, error: str | InvalidRequest, outputs: OutputsByClient) -> None:
+    def fail(self, request: Request, error: Failure, outputs: OutputsByClient) -> None:
         """End a request that failed: INVALID where the request is at fault, and would fail on every node."""
         self.end(request, Outcome.INVALID if isinstance(error, InvalidRequest) else Outcome.ERROR, outputs, error=error)
 
@@ -363,7 +363,7 @@ class SchedulerState:
         outputs: OutputsByClient,
         *,
         outcome: Outcome | None = None,
-        error: str | InvalidRequest | None = None,
+        error: Failure | None = None,
         transfer_cause: TransferCause | None = None,
         embedding: bytes = b"",
     ) -> None:

@@ -30,6 +30,7 @@ from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.request import Request
 from baton.engine.runner import ModelRunner, StepExecutor
 from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_state import failure_of
 from baton.errors import BatonError, CacheInUse
 from baton.messages.node import Outcome
 from baton.node.adapters.adapter_cache import (
@@ -145,7 +146,7 @@ class EngineDriver:
             self._grammars.compile(
                 request,
                 lambda matchers: inbox.put(lambda: scheduler.grammar_compiled(request_id, matchers)),
-                lambda error: inbox.put(lambda: scheduler.fail_request(request_id, error)),
+                lambda error: inbox.put(lambda: scheduler.finish_requests([request_id], *failure_of(error))),
             )
 
     def abort(self, request_ids: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from baton.engine.constraints import TokenMatcher
 from baton.engine.stats import EngineCounters, PrefixCacheStats, SpecDecodingStats
 from baton.errors import InvalidRequest, TransferCause
 from baton.messages.ids import AttemptKey
-from baton.messages.node import Outcome
+from baton.messages.node import Outcome, StepFigures
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.spans import Span
@@ -294,24 +294,14 @@ class SchedulerStats:
 
 @value(frozen=True, slots=True)
 class ComputedStep:
-    """The size and duration of a step that was computed."""
+    """A step that was computed."""
 
-    seconds: float
-    """From the step's decision, or from the end of the step before it if that was later, to the step's commit."""
-    num_prefill_tokens: int
-    num_decodes: int
-    """Sequences that decoded."""
-    num_decode_context_tokens: int
+    figures: StepFigures
+    """Its time is from its decision, or from the end of the step before it if that was later, to its commit."""
     ended_at: float
     """On the engine's clock, in seconds."""
     goes_on: bool
     """Whether there was more to compute when the step ended."""
-    num_drafts: int = 0
-    """How many of the sequences had drafts."""
-    num_draft_tokens: int = 0
-    """Tokens of these drafts; the step computed them beside one token of each sequence."""
-    num_accepted_tokens: int = 0
-    """How many of them were right, those behind the end of an output included, which `DraftCounts` leaves out."""
 
 
 class StepTimes(NamedTuple):

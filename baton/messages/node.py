@@ -371,7 +371,7 @@ class StepFigures:
     draft_tokens: int = 0
     """Tokens of these drafts, which the step computed beside one token of each sequence."""
     accepted_tokens: int = 0
-    """How many of them were right."""
+    """How many of them were right, those behind the end of an output included, which `DraftCounts` leaves out."""
 
     @property
     def decode_rows(self) -> int:

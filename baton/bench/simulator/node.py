@@ -159,6 +159,7 @@ class SimulatedNode:
         request = Request(
             request_id,
             RequestSpec(_ONE_TOKEN, submit.spec.sampling_params, submit.spec.priority),
+            attempt=submit.attempt,
             leg=submit.leg,
             kv_source=submit.kv_source,
             output_token_ids=submit.output_token_ids,

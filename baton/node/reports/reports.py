@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from baton import __version__
 from baton.config import NodeConfig
-from baton.engine.batch import ComputedStep, EngineCoreOutput, SchedulerStats
+from baton.engine.batch import EngineCoreOutput, SchedulerStats
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.runner import ModelRunner
@@ -16,7 +16,7 @@ from baton.engine.scheduler import Scheduler
 from baton.errors import InvalidRequest
 from baton.messages.capabilities import Capability
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
-from baton.messages.node import LoadReport, NodeDescription, RequestDelta, Role, StageTimings, StepFigures
+from baton.messages.node import LoadReport, NodeDescription, RequestDelta, Role, StageTimings
 from baton.messages.node_report import KV_PROBE_FAILED, FailedProbe, RefusedLink
 from baton.registry import NodeRecord
 
@@ -71,19 +71,6 @@ def describe(
 
 _REFUSAL_SHOWN_S = 300.0
 """How long routers are told of a refused link."""
-
-
-def step_figures(step: ComputedStep) -> StepFigures:
-    """The figures of a step, from which routers learn the node's rates."""
-    return StepFigures(
-        step_ms=step.seconds * 1e3,
-        prefill_tokens=step.num_prefill_tokens,
-        decode_sequences=step.num_decodes,
-        decode_context_tokens=step.num_decode_context_tokens,
-        drafts=step.num_drafts,
-        draft_tokens=step.num_draft_tokens,
-        accepted_tokens=step.num_accepted_tokens,
-    )
 
 
 def load_report(stats: SchedulerStats, *, draining: bool = False) -> LoadReport:

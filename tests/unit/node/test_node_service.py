@@ -268,7 +268,7 @@ async def test_embeddings_too_large_for_one_report_come_in_several() -> None:
     assert len(await queued_reports(port)) == len(await queued_reports(other)) == 1
     keys = [AttemptKey(f"e{number}", 1) for number in range(12)]
     ends = [EngineCoreOutput(key, (), 0, outcome=Outcome.STOP, embedding=bytes(3 << 19)) for key in keys]
-    step = ComputedStep(0.5, 12, 0, 0, 1.0, goes_on=False)
+    step = ComputedStep(StepFigures(500.0, 12, 0, 0), 1.0, goes_on=False)
     stats = rig.scheduler.make_stats()
     rig.service.on_step(StepNews({port.client_index: ends}, (), stats, StepTimes(), step=step))
     reports = await queued_reports(port)

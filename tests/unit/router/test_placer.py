@@ -403,7 +403,7 @@ def test_a_decision_is_explained_and_compared_with_its_outcome() -> None:
     choice = fleet.place(1024)
     (before,) = fleet.placer.explain(choice.request.request_id, fleet.now)
     assert (before.decision.decision, before.decision.attempt, before.best) == ("pair", 1, None)
-    ways = {(way.prefill, way.decode) for way in before.ways}
+    ways = {(way.prefill_node, way.decode_node) for way in before.ways}
     assert names(choice) in ways
     assert {("", "d1"), ("", "d2")} < ways
     assert [way.total_ms for way in before.ways] == sorted(way.total_ms for way in before.ways)
@@ -415,7 +415,7 @@ def test_a_decision_is_explained_and_compared_with_its_outcome() -> None:
     fleet.placer.finished(choice.request.request_id, slow, 1010.0, fleet.now)
     (after,) = fleet.placer.explain(choice.request.request_id, fleet.now)
     assert after.best is not None
-    assert after.best.prefill not in (taken, "")
+    assert after.best.prefill_node not in (taken, "")
     assert 600 < after.regret_ms < 1000
     told = explained(after, fleet.now + 2)
     assert PLACEMENT_DECISION.from_pb(PLACEMENT_DECISION.to_pb(told)) == told

@@ -49,7 +49,7 @@ def tenant_of(name: str) -> str:
 def random_token(rng: Random, length: int = 10) -> str:
     """Random lower-case letters and digits without look-alikes: 5 bits of chance in each."""
     bits = rng.getrandbits(5 * length)
-    return "".join(_ALPHABET[bits >> 5 * place & 31] for place in range(length))
+    return "".join(_ALPHABET[bits >> 5 * position & 31] for position in range(length))
 
 
 def new_request_id(rng: Random) -> str:

@@ -120,9 +120,9 @@ class NodeService:
         DeadlineExceeded when a step takes too long.
         """
         self._require_incarnation(incarnation)
-        found = await self._forget_cached_blocks()
-        _log.info("the prefix cache was reset, as an operator asked", extra={"blocks": found})
-        return found
+        outcome = await self._forget_cached_blocks()
+        _log.info("the prefix cache was reset, as an operator asked", extra={"blocks": outcome})
+        return outcome
 
     async def inspect_adapter(self, incarnation: str, directory: str) -> AdapterInfo:
         """Read the adapter in a directory and compare it with the model.
@@ -194,22 +194,22 @@ class NodeService:
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[int | CacheInUse] = loop.create_future()
 
-        def answer(found: int | CacheInUse) -> None:
+        def answer(outcome: int | CacheInUse) -> None:
             # This runs on the engine's thread, which may outlive the event loop by its last step.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_resolve, answered, found)
+                loop.call_soon_threadsafe(_resolve, answered, outcome)
 
         self._driver.reset_prefix_cache(answer)
         try:
-            found = await asyncio.wait_for(answered, _RESET_S)
+            outcome = await asyncio.wait_for(answered, _RESET_S)
         except TimeoutError:
             raise DeadlineExceeded(f"the engine was busy for {_RESET_S:g} s: try again") from None
-        if isinstance(found, CacheInUse):
-            raise found
-        return found
+        if isinstance(outcome, CacheInUse):
+            raise outcome
+        return outcome
 
 
-def _resolve(answered: asyncio.Future[int | CacheInUse], found: int | CacheInUse) -> None:
+def _resolve(answered: asyncio.Future[int | CacheInUse], outcome: int | CacheInUse) -> None:
     # The caller may have given up.
     if not answered.done():
-        answered.set_result(found)
+        answered.set_result(outcome)

@@ -122,8 +122,8 @@ class RunningRequest:
                     self.prompt_logprobs = positions
                 case EmitTokens() as tokens:
                     self._collect(self._answer.push(tokens))
-                    if (found := self._answer.stop_string_found(tokens.sequence_index)) is not None:
-                        pending.extend(self._flight.handle(StopStringFound(found, tokens.sequence_index)))
+                    if (stop_string := self._answer.stop_string_found(tokens.sequence_index)) is not None:
+                        pending.extend(self._flight.handle(StopStringFound(stop_string, tokens.sequence_index)))
                 case SequenceEnded() as ended:
                     self._collect(self._answer.end_sequence(ended))
                 case Finish() as finish:
@@ -194,7 +194,7 @@ class OfflineEngine:
         """
         if self._crash is not None:
             raise EngineFault(f"the engine died: {self._crash!r}") from self._crash
-        first = [self._checked(place, request) for place, request in enumerate(requests)]
+        first = [self._checked(index, request) for index, request in enumerate(requests)]
         live = {request.key: request for request in requests}
         num_tokens = 0
         try:
@@ -214,7 +214,7 @@ class OfflineEngine:
         self._threads.end()
         self._runner.close()
 
-    def _checked(self, place: int, request: RunningRequest) -> Sequence[Submit | Abort]:
+    def _checked(self, index: int, request: RunningRequest) -> Sequence[Submit | Abort]:
         """The request's first messages; raises InvalidRequest that names the prompt by its place."""
         try:
             messages = request.start()
@@ -224,7 +224,7 @@ class OfflineEngine:
                     raise InvalidRequest(*why.split(": ", 1))
             return messages
         except InvalidRequest as error:
-            raise at_prompt(place, error) from None
+            raise at_prompt(index, error) from None
 
     def _send(self, messages: Sequence[Submit | Abort]) -> None:
         for message in messages:
@@ -263,7 +263,7 @@ def _checked_adapters(config: NodeConfig, runner: ModelRunner) -> Mapping[str, A
     }
 
 
-def at_prompt(place: int, error: InvalidRequest) -> InvalidRequest:
+def at_prompt(index: int, error: InvalidRequest) -> InvalidRequest:
     """The error of one prompt of a list, with the place of the prompt in its field."""
     reason = error.reason if error.field == "prompt" else str(error)
-    return InvalidRequest(f"prompts[{place}]", reason)
+    return InvalidRequest(f"prompts[{index}]", reason)

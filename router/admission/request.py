@@ -69,7 +69,7 @@ class ValidRequest(RequestSpec):
         """Bytes of the rows, and of what encoders make rows of, that it has in place of tokens."""
         if not self.spans:
             return 0
-        return sum([len(span.rows) for span in self.spans]) + sum([len(each.data) for each in self.contents])
+        return sum([len(span.rows) for span in self.spans]) + sum([len(content.data) for content in self.contents])
 
     @property
     def needs(self) -> frozenset[Capability]:

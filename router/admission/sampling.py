@@ -200,9 +200,9 @@ def with_constraint(
     if sampling.n > MAX_GRAMMAR_SEQUENCES:
         raise InvalidRequest("n", f"must be at most {MAX_GRAMMAR_SEQUENCES} with {field}, not {sampling.n}")
     # Where the constraint allows only the end, these parameters would forbid it.
-    for other in ("ignore_eos", "min_tokens"):
-        if getattr(sampling, other):
-            raise InvalidRequest(other, f"does not go with {field}")
+    for option in ("ignore_eos", "min_tokens"):
+        if getattr(sampling, option):
+            raise InvalidRequest(option, f"does not go with {field}")
     match kind:
         case "json_schema":
             return replace(sampling, json_schema=_schema(field, raw.json_schema or "", card))
@@ -304,4 +304,4 @@ def _bad_words(
         raise InvalidRequest("bad_words", "this model is served without a tokenizer; use logit_bias")
     spellings = [tuple(encode(before + word.lstrip())) for word in words for before in ("", " ")]
     # A token beyond the model's vocabulary is never sampled.
-    return tuple(dict.fromkeys(one for one in spellings if one and max(one) < card.vocab_size))
+    return tuple(dict.fromkeys(spelling for spelling in spellings if spelling and max(spelling) < card.vocab_size))

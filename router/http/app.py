@@ -271,8 +271,8 @@ def use_instead(path: str) -> str:
     """What to use instead of PATH; empty if neither it nor a path above it is in the table."""
     segments = path.split("/", _MAX_SEGMENTS + 1)[1 : _MAX_SEGMENTS + 1]
     for count in range(len(segments), 0, -1):
-        if found := INSTEAD.get("/" + "/".join(segments[:count])):
-            return found.format(path=path[:200])
+        if advice := INSTEAD.get("/" + "/".join(segments[:count])):
+            return advice.format(path=path[:200])
     return ""
 
 

@@ -162,10 +162,10 @@ class BodyEndpoint:
     ) -> HttpCall:
         content = await read_body(scope, receive, self.max_body_bytes, place, is_json=self.takes_json)
         if is_small(content):
-            found = parse(content)
+            body = parse(content)
         else:
-            found = await self._handler.in_thread(copy_context().run, parse, content)
-        return HttpCall(self._handler, self._model.card, scope, place, content, found)
+            body = await self._handler.in_thread(copy_context().run, parse, content)
+        return HttpCall(self._handler, self._model.card, scope, place, content, body)
 
     async def _answer(self, client: Client, call: HttpCall) -> None:
         """Answer one request; raises BatonErrors."""
@@ -174,10 +174,10 @@ class BodyEndpoint:
 
 def request_id_of(scope: Scope, rng: Random) -> str:
     """The client's x-request-id, or a new id; raises InvalidRequest for an id that is not valid."""
-    found = dict(scope["headers"]).get(b"x-request-id")
-    if found is None:
+    header = dict(scope["headers"]).get(b"x-request-id")
+    if header is None:
         return new_request_id(rng)
-    text = found.decode("latin-1")
+    text = header.decode("latin-1")
     if not REQUEST_ID_PATTERN.match(text):
         raise InvalidRequest("x-request-id", "must be 1 to 64 letters, digits or _ . : -")
     return str(text)

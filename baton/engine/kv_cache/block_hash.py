@@ -111,8 +111,8 @@ class BlockHasher:
         width = self._block_size * _TOKEN_BYTES
         packed = struct.pack(f"<{num_blocks * size}I", *token_ids[: num_blocks * size])
         sha256, head, middle = hashlib.sha256, self._parent_head, self._tokens_head
-        for place in range(0, num_blocks * width, width):
-            parent = sha256(head + parent + middle + packed[place : place + width]).digest()
+        for offset in range(0, num_blocks * width, width):
+            parent = sha256(head + parent + middle + packed[offset : offset + width]).digest()
             keys.append(parent)
 
     def _root_of(self, request: Request) -> bytes:

@@ -136,8 +136,10 @@ class AdapterBook:
     def report_for(self, port: int) -> AdapterReport:
         """What a router is told of its adapters."""
         refusals = self._refusals
-        found = [AdapterStatus(digest, refusals[digest]) for digest in self._lists.get(port, ()) if digest in refusals]
-        return AdapterReport(found)
+        statuses = [
+            AdapterStatus(digest, refusals[digest]) for digest in self._lists.get(port, ()) if digest in refusals
+        ]
+        return AdapterReport(statuses)
 
     def ports_with(self, digest: str) -> list[int]:
         """The routers that want this adapter."""

@@ -65,15 +65,15 @@ class ClassificationHead:
         if getattr(base, "pooler", None) is not None:  # Bert
 
             def of_bert(rows: torch.Tensor) -> torch.Tensor:
-                found: torch.Tensor = module.classifier(base.pooler(rows[:, None]))
-                return found
+                logits: torch.Tensor = module.classifier(base.pooler(rows[:, None]))
+                return logits
 
             return cls(Pooling.CLS, classifier, of_bert)
         if isinstance(getattr(module, "pre_classifier", None), nn.Linear):  # DistilBert
 
             def of_distilbert(rows: torch.Tensor) -> torch.Tensor:
-                found: torch.Tensor = module.classifier(torch.relu(module.pre_classifier(rows)))
-                return found
+                logits: torch.Tensor = module.classifier(torch.relu(module.pre_classifier(rows)))
+                return logits
 
             return cls(Pooling.CLS, classifier, of_distilbert)
         kinds = {"cls": Pooling.CLS, "mean": Pooling.MEAN}

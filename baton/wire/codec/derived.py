@@ -115,12 +115,12 @@ class Codec(Generic[T, M]):
 
     def _written(self, value: T) -> dict[str, Any]:
         """The value's fields as the message takes them."""
-        found = {name: getattr(value, name) for name in self._plain}
+        values = {name: getattr(value, name) for name in self._plain}
         for name, write in self._converted:
-            found[name] = write(getattr(value, name))
+            values[name] = write(getattr(value, name))
         for name, codec in self._inlined.items():
-            found |= codec._written(getattr(value, name))
-        return found
+            values |= codec._written(getattr(value, name))
+        return values
 
     def from_pb(self, pb: M) -> T:
         """The value with the message's fields. Raises InvalidRequest for an enum's number that this version lacks."""
@@ -131,10 +131,10 @@ class Codec(Generic[T, M]):
             if may_be_absent and not pb.HasField(name):
                 values.append(absent)
             else:
-                found = getattr(pb, name)
-                values.append(found if read is None else read(found))
-        for place, codec in self._inlined_at:
-            values.insert(place, codec.from_pb(pb))
+                field_value = getattr(pb, name)
+                values.append(field_value if read is None else read(field_value))
+        for index, codec in self._inlined_at:
+            values.insert(index, codec.from_pb(pb))
         return self.kind(*values)
 
 
@@ -176,11 +176,11 @@ def enum_numbers(members: Iterable[E], pb: _Descriptor) -> dict[E, Any]:
     Raises TypeError for a member that the protobuf enum lacks.
     """
     prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", pb.name).upper()
-    found = {member: pb.values_by_name.get(f"{prefix}_{member.name}") for member in members}
-    lacking = [member.name for member, value in found.items() if value is None]
+    numbers = {member: pb.values_by_name.get(f"{prefix}_{member.name}") for member in members}
+    lacking = [member.name for member, value in numbers.items() if value is None]
     if lacking:
         raise TypeError(f"the protobuf enum {pb.name} lacks {lacking}")
-    return {member: value.number for member, value in found.items() if value is not None}
+    return {member: value.number for member, value in numbers.items() if value is not None}
 
 
 def _derive_conversions(

@@ -222,8 +222,8 @@ class ServerLink(asyncio.BufferedProtocol):
 
     @property
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        found = self._transport.get_extra_info("peercert") if self._transport is not None else None
-        names = [value.encode() for kind, value in (found or {}).get("subjectAltName", ()) if kind == "DNS"]
+        certificate = self._transport.get_extra_info("peercert") if self._transport is not None else None
+        names = [value.encode() for kind, value in (certificate or {}).get("subjectAltName", ()) if kind == "DNS"]
         return {"peer_dns": names} if names else {}
 
     # Called by the server.

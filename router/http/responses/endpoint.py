@@ -94,7 +94,7 @@ class ResponsesEndpoint(GeneratingEndpoint[ResponsesRequest]):
             raise _no_previous(body.previous_response_id)
         check_model(body.model or "", card)
         earlier = previous.items if previous is not None else ()
-        added = [replace(item, id=f"{item.prefix}_{name}_{place}") for place, item in enumerate(body.input)]
+        added = [replace(item, id=f"{item.prefix}_{name}_{index}") for index, item in enumerate(body.input)]
         items = (*earlier, *added)
         _check_size(items)
         messages = template_messages(body.instructions, items)
@@ -275,7 +275,7 @@ def _listed(items: Sequence[Item], query: Mapping[str, str]) -> Sequence[Item]:
     ordered = list(items) if order == "asc" else list(reversed(items))
     if (after := query.get("after")) is None:
         return ordered
-    places = [place for place, item in enumerate(ordered) if item.id == after]
+    places = [index for index, item in enumerate(ordered) if item.id == after]
     if not places:
         raise InvalidRequest("after", "is no item of this response")
     return ordered[places[0] + 1 :]

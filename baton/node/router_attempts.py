@@ -150,7 +150,7 @@ class RouterAttempts:
             self._reject(port, submit.attempt, f"attempt: already runs here for {self._owner_name(running)}")
         elif problem is not None:
             self._reject(port, submit.attempt, problem)
-        elif (adapter := submit.spec.adapter) and (why := self._adapters.why_not(adapter)):
+        elif (adapter := submit.spec.adapter) and (why := self._adapters.book.why_not(adapter)):
             self._reject(port, submit.attempt, why, Outcome.ADAPTER_UNAVAILABLE)
         else:
             self._start_attempt(port, submit)
@@ -169,7 +169,7 @@ class RouterAttempts:
         # This tells the router that the attempt has begun here. One that had not may be tried elsewhere at no cost.
         self._streams.tell(port, RequestDelta(submit.attempt))
         request = engine_request(submit, self._description.eos_token_ids, port.client_index)
-        self._driver.submit(request, self._adapters.directory_of(request.adapter) if request.adapter else "")
+        self._driver.submit(request, self._adapters.book.directory_of(request.adapter) if request.adapter else "")
 
     def _owner_name(self, attempt: Attempt) -> str:
         owner = self._streams.get(attempt.owner)
@@ -270,7 +270,7 @@ class RouterAttempts:
         self._reject(port, attempt, error)
 
     def _port_closed(self, port: Port) -> None:
-        self._adapters.forget_port(port.client_index)
+        self._adapters.book.forget_port(port.client_index)
         now = self._clock.monotonic()
         self.book.detached(port.client_index, now)
         self._abort_unwanted(self.book.expire(now))

@@ -86,7 +86,7 @@ class NodeService:
             self._description,
             self._streams.load,
             self._waiting_by_reason,
-            self._role.handoff_report(),
+            self._role.handoff.report(),
             self._compute_paths,
             self._ranks(),
             self._adapters.rows(),
@@ -148,7 +148,7 @@ class NodeService:
         """Send a report to every router that got none for a while, as a sign of life. Runs until cancelled."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            notice = handoff_notice(self._role.refused_links(), self._role.failed_probes())
+            notice = handoff_notice(self._role.handoff.refused_links(), self._role.handoff.failed_probes())
             self._streams.tell_notice(self.draining.gave_up or notice)
             self._streams.beat()
 

@@ -14,20 +14,21 @@ import asyncio
 import hashlib
 import math
 import struct
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from baton.background import gather_all
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.generation import Finished, GenerateRequest, ModelCard
 from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_INPUTS, MAX_POOLED_TOKENS, MAX_PROMPT_BYTES, MAX_VECTOR_NUMBERS
 from baton.text.detokenizer import TextCodec
 from router.admission.checks import check_dimensions, check_model, check_pooling, check_text, too_long
+from router.handler import Handler
 
 _LEAST_AT_ONCE, _MOST_AT_ONCE, _TOKENS_AT_ONCE = 32, 128, 4096
 """How many inputs of one call are sent to the core at once: so many that nodes have the tokens of a step, within these
@@ -47,18 +48,6 @@ SMALL_VECTORS = 16 << 10
 """Vectors that are together no longer than so many bytes are computed with and written on the event loop."""
 
 T = TypeVar("T")
-
-
-class PoolingHandler(Protocol):
-    """The router's core as these calls use it."""
-
-    def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]: ...
-
-    def most_at_once(self) -> int | None: ...
-
-    def embedding_size(self) -> int: ...
-
-    async def in_thread(self, work: Callable[..., T], *args: object) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +97,7 @@ class PooledInput:
 
 async def pool_all(
     call: PoolingCall,
-    handler: PoolingHandler,
+    handler: Handler,
     vocabulary: TextCodec | None,
     card: ModelCard,
     timeout_s: float | None,
@@ -162,7 +151,7 @@ def check_call(call: PoolingCall, card: ModelCard) -> None:
         raise InvalidRequest(call.inputs[0].field, count)
 
 
-async def _vector(handler: PoolingHandler, request: GenerateRequest, timeout_s: float | None) -> Finished:
+async def _vector(handler: Handler, request: GenerateRequest, timeout_s: float | None) -> Finished:
     async with aclosing(handler.generate(request, timeout_s)) as events:
         async for event in events:
             if isinstance(event, Finished) and event.embedding:
@@ -192,7 +181,7 @@ def _check_numbers(call: PoolingCall, card: ModelCard, size: int) -> None:
 
 
 async def _tokenized(
-    call: PoolingCall, handler: PoolingHandler, vocabulary: TextCodec | None, card: ModelCard
+    call: PoolingCall, handler: Handler, vocabulary: TextCodec | None, card: ModelCard
 ) -> Sequence[PooledInput]:
     """The tokens of all inputs, on the event loop if they are few; raises InvalidRequest."""
     num_chars = sum(len(item.first) + len(item.second or "") for item in call.inputs if isinstance(item.first, str))
@@ -330,7 +319,7 @@ class Scores(NamedTuple):
 async def score_pairs(
     pairs: Sequence[TextPair],
     call: PoolingCall,
-    handler: PoolingHandler,
+    handler: Handler,
     vocabulary: TextCodec | None,
     card: ModelCard,
     timeout_s: float | None,

@@ -21,6 +21,7 @@ from baton.engine.encoder_cache import EncoderInput, EncoderWork
 from baton.engine.runner import LazyExecutor, ModelRunner, RunnerLost, StepExecutor
 from baton.engine.scheduler import Scheduler
 from baton.errors import ConfigError
+from baton.messages.node import StepFigures
 
 
 class InputEncoder(Protocol):
@@ -209,17 +210,16 @@ def _computed_step(
         num_draft_tokens += len(token_ids)
         num_accepted_tokens += max(0, len(computed.sampled_token_ids.get(request_id, ())) - 1)
     num_prefill_tokens = decided.num_prefill_tokens
-    return ComputedStep(
-        ended - began,
+    figures = StepFigures(
+        (ended - began) * 1e3,
         num_prefill_tokens,
         decided.total_num_scheduled_tokens - num_prefill_tokens - num_draft_tokens,
         decided.num_decode_context_tokens,
-        ended,
-        goes_on,
         len(drafts),
         num_draft_tokens,
         num_accepted_tokens,
     )
+    return ComputedStep(figures, ended, goes_on)
 
 
 _NOTHING_COMPUTED = ModelRunnerOutput({})

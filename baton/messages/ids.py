@@ -14,7 +14,6 @@ from typing import NamedTuple
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 SCOPED_ID_PATTERN = re.compile(r"(?:[a-z0-9-]{1,32}/)?[A-Za-z0-9_.:-]{1,64}\Z")
 """A request id inside the cluster: the client's request id, preceded by `TENANT/` if there are tenants."""
-_ATTEMPT_KEY = re.compile(r"(.*)#([0-9]+)(?:@([0-9a-f]+))?\Z", re.DOTALL)
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _REQUEST_ID_CHARS = 26
 
@@ -30,14 +29,6 @@ class AttemptKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.request_id}#{self.attempt}" + (f"@{self.flight:x}" if self.flight else "")
-
-    @classmethod
-    def parse(cls, text: str) -> AttemptKey:
-        """Read what `str()` wrote; raises ValueError for anything else."""
-        match = _ATTEMPT_KEY.match(text)
-        if match is None:
-            raise ValueError(f"not an attempt key: {text!r}")
-        return cls(match[1], int(match[2]), int(match[3] or "0", 16))
 
 
 def scoped(tenant: str, name: str) -> str:

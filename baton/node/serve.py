@@ -179,7 +179,7 @@ class Node:
         def on_step(news: StepNews) -> None:
             self._latest = news
             if news.step is not None:
-                self._computed.note(news.step)
+                self._computed.note(news.step.figures)
             service.on_step(news)
 
         def publish(news: StepNews) -> None:

@@ -195,7 +195,7 @@ class OfflineEngine:
         if self._crash is not None:
             raise EngineFault(f"the engine died: {self._crash!r}") from self._crash
         first = [self._checked(index, request) for index, request in enumerate(requests)]
-        live = {str(request.key): request for request in requests}
+        live = {request.key: request for request in requests}
         num_tokens = 0
         try:
             for messages in first:
@@ -206,7 +206,7 @@ class OfflineEngine:
                     self._take(live, output)
                 on_progress(len(requests) - len(live), num_tokens)
         finally:
-            self._driver.abort(list(live))
+            self._driver.abort([str(key) for key in live])
 
     def close(self) -> None:
         """End the engine's thread after the current step and the runner, and free what they hold."""
@@ -229,7 +229,7 @@ class OfflineEngine:
     def _send(self, messages: Sequence[Submit | Abort]) -> None:
         for message in messages:
             if isinstance(message, Submit):
-                directory = self._directories[message.adapter] if message.adapter else ""
+                directory = self._directories[message.spec.adapter] if message.spec.adapter else ""
                 self._driver.submit(engine_request(message, self.description.eos_token_ids), directory)
             elif message.sequence_index is None:
                 self._driver.abort([str(message.attempt)])
@@ -244,15 +244,15 @@ class OfflineEngine:
             raise EngineFault(f"the engine died: {news!r}") from news
         return [output for outputs in news.outputs.values() for output in outputs]
 
-    def _take(self, live: dict[str, RunningRequest], output: EngineCoreOutput) -> None:
+    def _take(self, live: dict[AttemptKey, RunningRequest], output: EngineCoreOutput) -> None:
         """Give an output to its request; one of a request that has ended is dropped."""
-        request = live.get(output.request_id)
+        request = live.get(output.attempt)
         if request is None:
             return
         timings = StageTimings(cached_tokens=output.num_cached_tokens) if output.sequence_index == 0 else None
-        self._send(request.take(request_delta(request.key, output, timings)))
+        self._send(request.take(request_delta(output, timings)))
         if request.is_over:
-            del live[output.request_id]
+            del live[output.attempt]
 
 
 def _checked_adapters(config: NodeConfig, runner: ModelRunner) -> Mapping[str, AdapterSource]:

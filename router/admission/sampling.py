@@ -42,7 +42,9 @@ _WITH_BEAMS = frozenset(
 )
 _NO_DEFAULTS = SamplingDefaults()
 _NOT_WITH_BEAMS = (
-    *("best_of", "stop", "bad_words"),
+    "best_of",
+    "stop",
+    "bad_words",
     *(one.name for one in fields(SamplingParams) if one.name not in _WITH_BEAMS | {"bad_words_token_ids"}),
 )
 _HARMLESS_WITH_BEAMS = {"temperature": 0.0, "speculation": False}

@@ -14,7 +14,6 @@ from baton.messages.operator import (
     NodeStatus,
     PlacementDecision,
     PlacementOutcome,
-    PlacementWay,
     RequestRow,
     Timeline,
 )
@@ -23,7 +22,6 @@ from router.dispatcher import Dispatcher
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import FlightState
 from router.flight.timeline import EndedRequest, timeline
-from router.placement.cost_model import CostTerms
 from router.placement.decisions import Explanation
 from router.placement.placement import may_serve, note_of_left_out
 from router.placement.view import ClusterView
@@ -105,7 +103,7 @@ def explained(explanation: Explanation, now: float) -> PlacementDecision:
         prompt_tokens=decision.prompt_tokens,
         prefill_node=decision.prefill,
         decode_node=decision.decode,
-        ways=tuple([_way(terms) for terms in explanation.ways]),
+        ways=tuple(explanation.ways),
         outcome=_outcome(explanation),
         bits=decision.bits,
         continues_only_at=decision.continues_only_at,
@@ -123,25 +121,8 @@ def _outcome(explanation: Explanation) -> PlacementOutcome | None:
         cached_tokens=measured.timings.cached_tokens,
         kv_bytes=measured.timings.kv_bytes,
         first_token_ms=measured.first_token_ms,
-        best=None if explanation.best is None else _way(explanation.best),
+        best=explanation.best,
         regret_ms=explanation.regret_ms,
-    )
-
-
-def _way(terms: CostTerms) -> PlacementWay:
-    return PlacementWay(
-        prefill_node=terms.prefill,
-        decode_node=terms.decode,
-        queue_ms=terms.queue_ms,
-        cached_tokens=terms.cached_tokens,
-        prefill_ms=terms.prefill_ms,
-        decode_cached_tokens=terms.decode_cached_tokens,
-        handoff_ms=terms.handoff_ms,
-        decode_ms=terms.decode_ms,
-        stall_ms=terms.stall_ms,
-        token_ms=terms.token_ms,
-        total_ms=terms.total_ms,
-        tokens_per_step=terms.tokens_per_step,
     )
 
 

@@ -116,7 +116,7 @@ class BlockHasher:
             keys.append(parent)
 
     def _root_of(self, request: Request) -> bytes:
-        return self.root(cache_salt=request.cache_salt, lora_id=request.adapter, is_long=request.is_long)
+        return self.root(cache_salt=request.spec.cache_salt, lora_id=request.adapter, is_long=request.is_long)
 
     def extend_request(self, request: Request, num_tokens: int) -> None:
         """Bring `request.block_hashes` up to all full blocks of its first `num_tokens` tokens (prompt and output)."""

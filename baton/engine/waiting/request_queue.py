@@ -139,7 +139,7 @@ class RequestQueue:
             return ()
         # All requests age at the same rate, so the order of two never changes while they wait: no clock is needed.
         arrived = request.arrival_time
-        return (arrived + self._ageing_s * request.priority if self._ageing_s else request.priority), arrived
+        return (arrived + self._ageing_s * request.spec.priority if self._ageing_s else request.spec.priority), arrived
 
 
 class AdapterQueues:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from baton.engine.batch import ComputedStep, SchedulerStats, StepTimes
+from baton.engine.batch import SchedulerStats, StepTimes
 from baton.engine.runner import ModelInfo
+from baton.messages.node import StepFigures
 from baton.messages.node_report import RankReport
 from baton.observe.metrics import Distribution, Figure, Histogram, by_label, declared_figures
 
@@ -24,10 +25,10 @@ class ComputedTotals:
         """Prompt tokens, those that were computed again after a preemption included."""
         self._tokens = Histogram(_ITERATION_TOKENS)
 
-    def note(self, step: ComputedStep) -> None:
+    def note(self, step: StepFigures) -> None:
         """Count one more step."""
-        self.prompt_tokens += step.num_prefill_tokens
-        self._tokens.observe(step.num_prefill_tokens + step.num_decodes + step.num_draft_tokens)
+        self.prompt_tokens += step.prefill_tokens
+        self._tokens.observe(step.prefill_tokens + step.decode_rows)
 
     def figures(self, stats: SchedulerStats) -> list[Figure | Distribution]:
         """The metrics; `stats` has where the tokens of prompts came from that no step computed."""

@@ -21,7 +21,8 @@ from baton.observe.listener import Listener, listening_socket
 from baton.observe.log_limit import LimitedLog
 from baton.security.connection_limit import ConnectionLimit
 from baton.wire.authenticator import Authenticator
-from baton.wire.http2.call import STALL_S, Call, CallDetails, UnreadBytes
+from baton.wire.http2.call import STALL_S, Call, UnreadBytes
+from baton.wire.http2.call_headers import CallDetails
 from baton.wire.http2.server_link import ServerLink, too_many_keyless
 from baton.wire.turn_budget import TurnBudget
 

@@ -17,13 +17,14 @@ from baton.model_formats.audio import AudioLimits, Recording, UnusableAudio, dec
 from baton.model_formats.limits import AUDIO_RATE
 from baton.text.prompts import SpeechPrompts
 from router.admission.checks import check_can, check_model
+from router.handler import Handler
 from router.http.answers import ending_with_errors, path_headers
 from router.http.audio.formats import SEGMENTS, Segment, Transcript, event, token_usage, words_of, written
 from router.http.audio.forms import MORE_BYTES, SpeechBody, boundary_of, check_origin, read_form
 from router.http.audio.transcription import PartEnd, SpeechCall, Transcription
 from router.http.bodies.fields import read_as
 from router.http.client import Client
-from router.http.endpoint import BodyEndpoint, Handler, HttpCall
+from router.http.endpoint import BodyEndpoint, HttpCall
 from router.http.errors import Headers, error_event
 from router.http.json_body import LargeBodies
 from router.http.model import ServedModel

@@ -24,7 +24,7 @@ from baton.model_formats.audio import Recording, pcm_of
 from baton.model_formats.limits import AUDIO_RATE
 from baton.text.prompts import SAMPLES_PER_ROW, SpeechPrompts
 from router.admission.sampling import longest_answer
-from router.http.endpoint import Handler
+from router.handler import Handler
 from router.pooling import numbers_of, part_ids
 
 AT_ONCE = 4

@@ -10,10 +10,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from baton.clock import Clock
 from baton.messages.generation import Finished
 from baton.messages.request_limits import MAX_POOLING_BODY_BYTES
+from router.handler import Handler
 from router.http.answers import path_headers
 from router.http.bodies.fields import read_as
 from router.http.client import Client
-from router.http.endpoint import JSON, BodyEndpoint, Handler, HttpCall
+from router.http.endpoint import JSON, BodyEndpoint, HttpCall
 from router.http.model import ServedModel
 from router.http.pooling.bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody, ScoringBody
 from router.pooling import SMALL_VECTORS, PoolingCall, Scores, TextPair, numbers_of, pool_all, score_pairs

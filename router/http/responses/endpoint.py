@@ -20,12 +20,13 @@ from baton.messages.request_limits import MAX_MESSAGES, MAX_REQUEST_BYTES
 from baton.security.matrix import current_caller
 from router.admission.checks import check_model
 from router.admission.sampling import longest_answer
+from router.handler import Handler
 from router.http.answers import Collected, in_turns, runs_of
 from router.http.bodies.fields import read_as
 from router.http.chat_plan import plan_offer, reasoning_variables
 from router.http.client import Client
 from router.http.completions.logprobs import ChatLogprobs
-from router.http.endpoint import JSON, Handler, HttpCall
+from router.http.endpoint import JSON, HttpCall
 from router.http.errors import HttpError, Kind
 from router.http.generating import EndpointRequest, GeneratingEndpoint
 from router.http.json_body import MAX_BODY_BYTES

@@ -109,14 +109,14 @@ async def test_both_legs_go_to_nodes_that_acknowledge_the_adapter_and_have_its_d
         for _ in range(3):
             reader = rig.ask(model="one")
             legs = [await rig.next_submit("p1"), await rig.next_submit("d2")]
-            assert [(leg.leg, leg.adapter) for leg in legs] == [(Leg.PREFILL, A), (Leg.DECODE, A)]
+            assert [(leg.leg, leg.spec.adapter) for leg in legs] == [(Leg.PREFILL, A), (Leg.DECODE, A)]
             rig.report("p1", legs[0].attempt, 0, "a", Outcome.HANDED_OFF)
             rig.report("d2", legs[0].attempt, 1, "b", Outcome.STOP, stop_token_id=98)
             await reader.finished()
         assert rig.nodes["d1"].inbox.empty()
         base = rig.ask()
         submit = await rig.next_submit("p1")
-        assert submit.adapter == ""
+        assert submit.spec.adapter == ""
         base.task.cancel()
         await asyncio.gather(base.task, return_exceptions=True)
 
@@ -139,7 +139,7 @@ async def test_unknown_and_unloaded_names_are_refused_and_running_requests_keep_
         rig.nodes[here].die()
         other = "d2" if here == "d1" else "d1"
         again = await rig.next_submit(other)
-        assert (again.adapter, list(again.output_token_ids)) == (A, [97, 98])
+        assert (again.spec.adapter, list(again.output_token_ids)) == (A, [97, 98])
         rig.report(other, again.attempt, 2, "c", Outcome.STOP, stop_token_id=99)
         await reader.finished()
         assert rig.nodes[other].inbox.empty(), "its adapter was on the list as long as it ran"
@@ -169,7 +169,7 @@ async def test_a_node_that_lost_an_adapter_hurts_nobody_and_another_one_takes_th
         gone = RequestDelta(submit.attempt, outcome=Outcome.ADAPTER_UNAVAILABLE, error="its files have changed")
         rig.nodes[node].report(gone)
         again = await rig.next_submit(other)
-        assert again.adapter == A
+        assert again.spec.adapter == A
         rig.report(other, again.attempt, 0, "a", Outcome.STOP, stop_token_id=97)
         await reader.finished()
         assert not rig.dispatcher.requests.placer.open_breakers(rig.timers.monotonic())
@@ -219,7 +219,7 @@ async def test_a_node_that_was_started_again_learns_of_adapters_and_serves_those
         adapters.acknowledge("d1", A)
         for _ in range(2):
             leg = await rig.next_submit("d1")
-            assert leg.adapter == A
+            assert leg.spec.adapter == A
             start = len(leg.output_token_ids)
             rig.report("d1", leg.attempt, start, "b", Outcome.STOP, stop_token_id=98)
         await asyncio.gather(reader.finished(), newcomer.finished())
@@ -232,12 +232,12 @@ async def test_requests_without_the_adapter_do_not_wait_behind_one_whose_nodes_a
         waiting = rig.ask(model="one")
         base = rig.ask()
         submit = await rig.next_submit("d1")
-        assert submit.adapter == ""
+        assert submit.spec.adapter == ""
         rig.report("d1", submit.attempt, 0, "a", Outcome.STOP, stop_token_id=97)
         await base.finished()
         adapters.acknowledge("d1", A)
         submit = await rig.next_submit("d1")
-        assert submit.adapter == A
+        assert submit.spec.adapter == A
         rig.report("d1", submit.attempt, 0, "a", Outcome.STOP, stop_token_id=97)
         await waiting.finished()
 

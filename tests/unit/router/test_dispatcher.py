@@ -295,8 +295,8 @@ async def test_a_request_that_a_node_finds_invalid_fails_without_blaming_the_nod
                 rig.report("p1", attempt, 0, text[0], Outcome.HANDED_OFF)
                 rig.report("d1", attempt, 1, text[1:])
                 await reader.wait_for_tokens(2)
-            why = "json_schema: is too complex: 2001 items"
-            rig.nodes["d1"].report(RequestDelta(attempt, outcome=Outcome.INVALID, error=why))
+            why = "is too complex: 2001 items"
+            rig.nodes["d1"].report(RequestDelta(attempt, outcome=Outcome.INVALID, error=why, error_field="json_schema"))
             with pytest.raises(InvalidRequest) as caught:
                 await reader.finished()
             found = caught.value.field, caught.value.reason

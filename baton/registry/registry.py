@@ -40,9 +40,10 @@ from baton.background import OnFault, start_background
 from baton.clock import Clock, SystemClock
 from baton.errors import Unreachable
 from baton.messages.ids import random_token
-from baton.registry.base import Feed, require
+from baton.registry.base import require
 from baton.registry.connection import connect_redis
 from baton.registry.desired import DESIRED_SETS, DesiredChange, DesiredMemory, DesiredState
+from baton.registry.feed import Feed
 from baton.registry.records import (
     NodeRecord,
     OutageGrace,

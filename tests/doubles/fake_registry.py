@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from baton.clock import Clock, SystemClock
 from baton.errors import Unreachable
-from baton.registry.base import Feed
 from baton.registry.desired import DesiredChange, DesiredMemory, DesiredState
+from baton.registry.feed import Feed
 from baton.registry.records import NodeRecord, OutageGrace, Snapshot, incarnations_of, number_of_start, read_records
 
 

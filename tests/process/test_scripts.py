@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.cluster import bundled_model_dir
 from tests.process.shell import ROOT, Shell
 
 
@@ -283,23 +282,6 @@ def test_a_demo_whose_cluster_does_not_start_fails_as_up_does(shell: Shell) -> N
     assert done.returncode == 78
     assert done.stderr.startswith(f"baton: model directory {nowhere} does not exist")
     assert done.stderr.count("\n") == 1
-    shell.assert_nothing_left()
-
-
-def test_the_logs_of_a_demo_stay_after_a_failure(shell: Shell, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(bundled_model_dir(), model)
-    replace(model / "config.json", '"hidden_size": ', '"hidden_size": 1')
-    places = tmp_path / "temporary"
-    places.mkdir()
-    command = [sys.executable, "-m", "baton.cli.main", "demo", "--model", str(model)]
-    done = shell.run(command, {"TMPDIR": str(places)})
-    assert done.returncode != 0
-    assert done.stderr.count("\n") == 1
-    place, log = done.stderr.rstrip(")\n").rpartition("(log: ")[::2]
-    assert " did not start: " in place
-    assert Path(log).is_relative_to(places)
-    assert "config.json" in Path(log).read_text()
     shell.assert_nothing_left()
 
 

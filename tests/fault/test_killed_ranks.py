@@ -17,13 +17,13 @@ from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from baton.processes.fork_server import own_fork_server
 from baton.runner.backends.cpu.kernels.errors import RankLost
+from baton.runner.backends.ranks.host_ranks import SharedFiles
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.ranks.group_files import GroupFiles
 from baton.runner.ranks.rank_group import RankGroup
-from baton.runner.ranks.rank_spec import RankSpec
 from baton.runner.spec import TorchSpec
+from baton.runner.stage_spec import StageSpec
 from tests.support.idle_leader import ranks_of_killed_leader
 from tests.support.process_counts import shared_memory_segments
 from tests.support.rank_processes import wait_until_gone
@@ -58,18 +58,18 @@ def step(request_id: str) -> SchedulerOutput:
 
 
 @pytest.mark.parametrize(
-    ("kind", "number", "reason", "start"),
+    ("number", "reason", "start"),
     [
-        ("tensor_parallel", signal.SIGKILL, "was ended by SIGKILL", "ranks_as_programs"),
-        ("pipeline_parallel", signal.SIGSTOP, "sends no heartbeats", "forked_ranks"),
+        (signal.SIGKILL, "was ended by SIGKILL", "ranks_as_programs"),
+        (signal.SIGSTOP, "sends no heartbeats", "forked_ranks"),
     ],
 )
 def test_a_killed_or_stopped_rank_ends_the_group(
-    model: Path, kind: str, number: signal.Signals, reason: str, start: str, request: pytest.FixtureRequest
+    model: Path, number: signal.Signals, reason: str, start: str, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(start)
     shared, told = shared_memory_segments(), queue.SimpleQueue[str]()
-    with closing(load_runner(TorchSpec(model, dtype="float32", num_blocks=16, **{kind: 2}))) as runner:  # type: ignore[arg-type]
+    with closing(load_runner(TorchSpec(model, dtype="float32", num_blocks=16, tensor_parallel=2))) as runner:
         (pid,) = pids_of(runner)
         runner.on_lost(told.put)
         # Whoever ends a group of processes with these lets the first rank finish its work.
@@ -86,14 +86,14 @@ def test_a_killed_or_stopped_rank_ends_the_group(
 
 
 def test_ranks_end_with_the_process_that_started_them(model: Path) -> None:
-    pids = ranks_of_killed_leader("ranks", model)
+    pids = ranks_of_killed_leader(2, 1, model)
     assert len(pids) == 1
     wait_until_gone(pids)
 
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_can_not_load_the_model_says_why(model: Path) -> None:
-    def start(spec: RankSpec, files: GroupFiles, abort: Callable[[], None]) -> RankGroup:
+    def start(spec: StageSpec, files: SharedFiles, abort: Callable[[], None]) -> RankGroup:
         return RankGroup(replace(spec, model_dir="/nowhere"), files, abort)
 
     with pytest.raises(ConfigError, match=r"can't be divided among ranks: rank 1 .* exit code 1: .*/nowhere"):

@@ -23,6 +23,7 @@ from baton.runner.model.stored.quantize import quantized
 from baton.runner.model.stored.weight import StoredWeight
 from baton.runner.spec import TorchSpec
 from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_stages import FakeStages
 from tests.support.load_with import load_with
 from tests.support.tiny_models import TINY_MODELS
 
@@ -169,7 +170,11 @@ def test_a_step_that_fails_with_weights_that_transformers_computes_with_is_the_a
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=1)
     _attention_wrapped(_scores_needed)(monkeypatch)
     with pytest.raises(UnsupportedAttention, match="transformers computes with its weights, but its architecture"):
-        load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=16, **divided), start_ranks=FakeRankGroup)
+        load_runner(
+            TorchSpec(tmp_path, dtype="float32", num_blocks=16, **divided),
+            start_ranks=FakeRankGroup,
+            start_stages=FakeStages.start,
+        )
 
 
 def test_an_embedding_reads_a_weight_once_where_some_rows_take_as_long_as_all() -> None:
@@ -204,7 +209,12 @@ def test_a_model_that_is_computed_rightly_is_verified(
 @pytest.mark.parametrize("divided", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
 def test_a_divided_model_with_quantised_experts_is_verified(divided: dict[str, Any], tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["gpt_oss"], seed=1)
-    settings: dict[str, Any] = {"dtype": "float32", "quantization": "int4", "start_ranks": FakeRankGroup}
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "quantization": "int4",
+        "start_ranks": FakeRankGroup,
+        "start_stages": FakeStages.start,
+    }
     runner = load_with(tmp_path, num_blocks=16, **settings, **divided)
     try:
         assert runner.model.is_verified

@@ -30,6 +30,7 @@ from baton.runner.model.weights import load_model, resolve_dtype
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.spec import CacheSpec, WeightSpec
 from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_stages import FakeStages
 from tests.support.gguf_models import random_module, write_module
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
@@ -452,6 +453,7 @@ def test_ranks_have_their_parts_of_the_weights_while_they_are_loaded(
                 tmp_path / name, dtype="float32", num_blocks=16, num_threads=4, tensor_parallel=2, pipeline_parallel=2
             ),
             start_ranks=start,
+            start_stages=FakeStages.start,
         )
 
     shape = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512}

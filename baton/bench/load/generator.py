@@ -231,7 +231,7 @@ class _OpenRequest:
         self.timer: asyncio.TimerHandle | None = None
         self.cancel: Cancel | None = None
 
-    def on_tokens(self, count: int) -> None:
+    def on_tokens(self, count: int, text: str = "") -> None:
         now = self._generator.now()
         if self.latest_s is None:
             self.first_s = now

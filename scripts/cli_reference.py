@@ -36,7 +36,7 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
 def rows(command: Any) -> list[Row]:
     """Arguments and options of a command as its help shows them, without `--help` and settings."""
     context = command.make_context("baton", [], resilient_parsing=True)
-    shown = [each for each in command.params if getattr(each, "rich_help_panel", None) is None]
+    shown = [parameter for parameter in command.params if getattr(parameter, "rich_help_panel", None) is None]
     records = (parameter.get_help_record(context) for parameter in shown)
     return [(names, " ".join(text.split())) for names, text in filter(None, records)]
 
@@ -68,7 +68,7 @@ def error_rows() -> Iterator[tuple[str, ...]]:
 def reference(found: Mapping[str, Any]) -> dict[str, str]:
     """The generated part of each command, and one named `shared` for the options that many commands have."""
     all_rows = {name: rows(command) for name, command in found.items()}
-    count = Counter(row for name, each in all_rows.items() if name not in SETTINGS for row in each)
+    count = Counter(row for name, command_rows in all_rows.items() if name not in SETTINGS for row in command_rows)
     shared = [row for row, times in count.items() if times >= SHARED_BY and not row[0].startswith("-o")]
     texts = {"shared": table(HEAD_OF_OPTIONS, shared)}
     for name, command in found.items():

@@ -63,13 +63,13 @@ FIGURES = (
 def main(argv: Sequence[str]) -> int:
     """Measures and writes the page; returns 1 if a command failed, whose figure then stays as it was."""
     options = _options(argv)
-    chosen = [one for one in FIGURES if not options.only or one.name in options.only]
+    chosen = [figure for figure in FIGURES if not options.only or figure.name in options.only]
     if options.list:
-        for one in chosen:
-            print(f"{one.name:12} about {one.minutes:2} min   {_shown(one)}")
+        for figure in chosen:
+            print(f"{figure.name:12} about {figure.minutes:2} min   {_shown(figure)}")
         return 0
-    failed = [] if options.render else [one.name for one in chosen if not _measure(one)]
-    texts = {one.name: path.read_text() for one in FIGURES if (path := _kept(one)).exists()}
+    failed = [] if options.render else [figure.name for figure in chosen if not _measure(figure)]
+    texts = {figure.name: path.read_text() for figure in FIGURES if (path := _kept(figure)).exists()}
     PAGE.write_text(rendered(PAGE.read_text(), "figure", texts))
     for name in failed:
         print(f"scripts/performance: {name} failed; the page keeps its earlier figure", file=sys.stderr)
@@ -121,7 +121,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/performance", description="Regenerate docs/performance.md's figures."
     )
-    names = [one.name for one in FIGURES]
+    names = [figure.name for figure in FIGURES]
     parser.add_argument("only", nargs="*", metavar="FIGURE", help=f"measure only these of: {', '.join(names)}")
     parser.add_argument("--list", action="store_true", help="list the commands without running them")
     parser.add_argument("--render", action="store_true", help="write the kept figures into the page without measuring")

@@ -183,14 +183,14 @@ class Soak:
         self.samples += several[-1]
         keys = {cluster.name: await asyncio.to_thread(cluster.keys) for cluster in self._clusters}
         for sample in several[-1]:
-            place = sample.cluster, sample.process
-            same = [one for samples in several for one in samples if (one.cluster, one.process) == place]
-            counts = minimum_counts([_counts(one) for one in same])
+            key = sample.cluster, sample.process
+            same = [sample for samples in several for sample in samples if (sample.cluster, sample.process) == key]
+            counts = minimum_counts([_counts(sample) for sample in same])
             if sample.process == "redis":
                 counts |= keys[sample.cluster]
-            memory = sorted(one.resident for one in same)[len(same) // 2]
+            memory = sorted(sample.resident for sample in same)[len(same) // 2]
             reading = Reading(sample.at_s, sample.pid, memory, counts)
-            self.readings.setdefault(place, []).append(reading)
+            self.readings.setdefault(key, []).append(reading)
 
     def _print_progress(self) -> None:
         line = "; ".join(summary(self.results))
@@ -199,19 +199,19 @@ class Soak:
     def lines(self) -> list[Line]:
         """The judged figures of processes, then of answers and restarts."""
         options = self._options
-        found = []
+        report = []
         for (cluster, process), readings in self.readings.items():
-            found += judge(f"{cluster} {process}", readings, options.warm_up_s, options.growth, RESTARTED_GROWTH)
+            report += judge(f"{cluster} {process}", readings, options.warm_up_s, options.growth, RESTARTED_GROWTH)
         for name, load in self._loads.items():
             results = load.results
             for what, many in (("lost answers", results.lost), ("wrong answers", results.wrong)):
-                found.append(Line(f"{name} clients", what, 0, len(many), 0.0, f"of {results.ended.total()}"))
+                report.append(Line(f"{name} clients", what, 0, len(many), 0.0, f"of {results.ended.total()}"))
         num_missing = sum(map(math.isinf, self.recoveries))
         back = [seconds for seconds in self.recoveries if seconds < math.inf]
         usually, longest = median(back or [0]), max(back, default=0)
         basis = f"of {len(self.recoveries)} kills; the others were back after {usually:.0f} s, {longest:.0f} s at most"
-        found.append(Line("killed processes", "not back", 0, num_missing, 0.0, basis))
-        return found
+        report.append(Line("killed processes", "not back", 0, num_missing, 0.0, basis))
+        return report
 
 
 def _counts(sample: Sample) -> dict[str, int]:
@@ -301,7 +301,7 @@ def _write(soak: Soak, options: Options, lines: Sequence[Line], tracebacks: Sequ
         "kills": soak.kills,
         "lines": [{**asdict(line), "growth": line.growth, "verdict": line.verdict} for line in lines],
         "clients": {name: results.to_json() for name, results in soak.results.items()},
-        "readings": {" ".join(place): [asdict(one) for one in many] for place, many in soak.readings.items()},
+        "readings": {" ".join(key): [asdict(reading) for reading in many] for key, many in soak.readings.items()},
         "complaints": list(tracebacks),
     }
     (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -342,12 +342,12 @@ def _options(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "--cluster", choices=CLUSTERS, action="append", help="run only the cluster of this model (default: both)"
     )
-    found = parser.parse_args(argv)
-    if found.minutes * 60 < 2 * SHORT_CYCLE_S:
+    options = parser.parse_args(argv)
+    if options.minutes * 60 < 2 * SHORT_CYCLE_S:
         parser.error(f"--minutes must be at least {2 * SHORT_CYCLE_S / 60:.2g}: a cycle takes {SHORT_CYCLE_S:g} s")
     return replace(
-        Options(found.minutes, found.out.resolve(), found.seed, found.metrics_port, ()),
-        clusters=tuple(found.cluster or CLUSTERS),
+        Options(options.minutes, options.out.resolve(), options.seed, options.metrics_port, ()),
+        clusters=tuple(options.cluster or CLUSTERS),
     )
 
 

@@ -54,9 +54,9 @@ def _tell_systemd(address: str) -> None:
 
 def parse_announcement(line: bytes) -> Ready | Failed:
     """Parse a line that `announce` wrote; raises ValueError for any other."""
-    found = json.loads(line)
+    fields = json.loads(line)
     try:
-        return Failed(**found) if "error" in found else Ready(**found)
+        return Failed(**fields) if "error" in fields else Ready(**fields)
     except TypeError as error:
         raise ValueError(str(error)) from None
 

@@ -139,13 +139,13 @@ def read_records(stored: Iterable[tuple[str, bytes]]) -> Reading:
 
 def incarnations_of(name: str, stored: Iterable[tuple[str, bytes]]) -> list[NodeRecord]:
     """All records of a name, the earliest first, without bad ones."""
-    found = []
+    records = []
     for key, value in stored:
         with suppress(BadRecord):
             record = NodeRecord.from_json(value)
             if (record.name, record.incarnation) == (name, key):
-                found.append(record)
-    return sorted(found, key=_order)
+                records.append(record)
+    return sorted(records, key=_order)
 
 
 def number_of_start(counted: int, namesakes: Iterable[NodeRecord]) -> int:

@@ -49,7 +49,7 @@ class Contender:
     def broken_rate(self, repeat: int) -> float:
         """The lowest rate above the goodput of a repetition at which it broke the SLO; infinity if there is none."""
         goodput = self.goodputs[repeat]
-        broken = (each.rate for each in self.trials if each.repeat == repeat and not each.is_met)
+        broken = (trial.rate for trial in self.trials if trial.repeat == repeat and not trial.is_met)
         return min((rate for rate in broken if rate > goodput), default=math.inf)
 
 
@@ -84,7 +84,9 @@ def decide(one: Contender, other: Contender) -> Verdict:
     leads = sum(_leads(leader, follower, repeat) for repeat in range(num_repeats))
     if leads < num_repeats:
         never_broke = [
-            each.name for each in (leader, follower) if math.isinf(max(map(each.broken_rate, range(num_repeats))))
+            contender.name
+            for contender in (leader, follower)
+            if math.isinf(max(map(contender.broken_rate, range(num_repeats))))
         ]
         if follower.name in never_broke:
             return unsettled(f"{' and '.join(never_broke)} kept the SLO at every rate that was tried", _HIGHER_RATES)
@@ -99,7 +101,7 @@ def decide(one: Contender, other: Contender) -> Verdict:
         )
     chance = _chance(leader, follower)
     if chance >= _CHANCE:
-        num_requests = median([trial.offered for each in (leader, follower) for trial in each.trials])
+        num_requests = median([trial.offered for contender in (leader, follower) for trial in contender.trials])
         return unsettled(
             f"runs of {num_requests:g} requests differ as much by chance (probability {chance:.2g})",
             "more requests at each rate (--run-s)",

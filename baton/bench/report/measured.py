@@ -120,6 +120,20 @@ class MeasuredResult:
     largest gap."""
 
     @property
+    def measurements(self) -> list[tuple[Arrangement, Measurement]]:
+        """All measurements, each with its arrangement."""
+        return [(arrangement, measured) for arrangement in self.arrangements for measured in arrangement.measurements]
+
+    @property
+    def num_offered(self) -> int:
+        """Requests of all measurements."""
+        return sum(measured.offered for _, measured in self.measurements)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(measured.failed for _, measured in self.measurements)
+
+    @property
     def subject(self) -> str:
         """The model and the load, as far as the result says them."""
         load = "any number of requests at once" if self.is_open_loop else ""
@@ -133,8 +147,11 @@ def parse_result(result: Mapping[str, Any]) -> MeasuredResult:
     if not isinstance(result, Mapping) or result.get("schema") != SCHEMA:
         raise InvalidRequest("schema", f"not a result of `baton bench` ({SCHEMA})")
     listed = _sequence(result, "arrangements")
-    arrangements = [_arrangement(one, f"arrangements[{index}]") for index, one in enumerate(listed)]
-    targets = [_number(result.get("attainment")), *(_number(_mapping(one, "goodput").get("target")) for one in listed)]
+    arrangements = [_arrangement(arrangement, f"arrangements[{index}]") for index, arrangement in enumerate(listed)]
+    targets = [
+        _number(result.get("attainment")),
+        *(_number(_mapping(arrangement, "goodput").get("target")) for arrangement in listed),
+    ]
     target = next((target for target in targets if target), TARGET)
     most = _number(result.get("max_concurrency"))
     return MeasuredResult(
@@ -163,19 +180,21 @@ def _unsettled(verdict: Mapping[str, Any]) -> str:
 def _arrangement(raw: Any, where: str) -> Arrangement:
     _require(isinstance(raw, Mapping), where, "not an object")
     gpus, cores = _number(raw.get("gpus")), _number(raw.get("cores"))
-    measurements = [_measurement(one, f"{where}.rates[{i}]") for i, one in enumerate(_sequence(raw, "rates", where))]
+    measurements = [_measurement(rate, f"{where}.rates[{i}]") for i, rate in enumerate(_sequence(raw, "rates", where))]
     return Arrangement(
         name=str(raw.get("name", "")) or "unnamed",
         engines=gpus or cores or None,
         unit="GPU" if gpus else "core",
-        measurements=sorted(measurements, key=lambda one: math.inf if one.rate is None else one.rate),
+        measurements=sorted(
+            measurements, key=lambda measurement: math.inf if measurement.rate is None else measurement.rate
+        ),
         goodput=_goodput(_mapping(raw, "goodput", where), where),
     )
 
 
 def _goodput(raw: Mapping[str, Any], where: str) -> Spread | None:
     """The goodput of one search or of several."""
-    rates = [rate for one in _sequence(raw, "rates", f"{where}.goodput") if (rate := _number(one)) is not None]
+    rates = [rate for number in _sequence(raw, "rates", f"{where}.goodput") if (rate := _number(number)) is not None]
     if (rate := _number(raw.get("rate"))) is not None:
         rates.append(rate)
     return Spread.of(rates) if rates else None
@@ -252,7 +271,7 @@ def _distribution(raw: Mapping[str, Any], name: str, where: str) -> Distribution
 
 def _intervals(rows: Any, where: str) -> list[Interval]:
     _require(isinstance(rows, list), where, "not a list")
-    return sorted((_interval(row, where) for row in rows), key=lambda one: one.start_s)
+    return sorted((_interval(row, where) for row in rows), key=lambda interval: interval.start_s)
 
 
 def _interval(row: Any, where: str) -> Interval:
@@ -268,8 +287,8 @@ def _slo(result: Mapping[str, Any]) -> Slo:
     if slo := _limits(_mapping(result, "slo")):
         return slo
     for arrangement in _sequence(result, "arrangements"):
-        for one in _sequence(arrangement, "rates"):
-            if slo := _limits(_mapping(_mapping(one, "summary"), "goodput_slo")):
+        for rate in _sequence(arrangement, "rates"):
+            if slo := _limits(_mapping(_mapping(rate, "summary"), "goodput_slo")):
                 return slo
     return Slo()
 
@@ -281,7 +300,7 @@ def _limits(raw: Mapping[str, Any]) -> Slo:
 def _model(result: Mapping[str, Any]) -> str:
     named = [result.get("model_id"), result.get("model")]
     if not any(named):
-        named = [one.get("model") for one in _sequence(result, "models") if isinstance(one, Mapping)]
+        named = [model.get("model") for model in _sequence(result, "models") if isinstance(model, Mapping)]
     return ", ".join(dict.fromkeys(name for name in named if name and isinstance(name, str)))
 
 
@@ -299,7 +318,7 @@ def _words(raw: Any, name: str) -> str:
         texts = {str(key): _words(value, str(key)) for key, value in raw.items()}
         return ", ".join(f"{_label(key)} {text}" for key, text in texts.items() if text)
     if isinstance(raw, list | tuple):
-        return " ".join(_words(one, name) for one in raw)
+        return " ".join(_words(value, name) for value in raw)
     if name.endswith("_bytes") and (number := _number(raw)):
         return f"{number / 2**30:.1f} GiB"
     return str(raw)
@@ -312,7 +331,7 @@ def _label(key: str) -> str:
 def _pairs(raw: Mapping[str, Any], name: str, where: str) -> list[tuple[float, float]]:
     pairs = []
     for row in _sequence(raw, name, where):
-        numbers = [_number(one) for one in row] if isinstance(row, list) else []
+        numbers = [_number(number) for number in row] if isinstance(row, list) else []
         if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
             raise InvalidRequest(f"{where}.{name}", f"{row!r} is not a pair of numbers")
         pairs.append((numbers[0], numbers[1]))

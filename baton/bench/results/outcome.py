@@ -108,8 +108,8 @@ class Outcomes:
         for mine, theirs in zip(self._plain(), other._plain(), strict=True):
             mine.extend(theirs)
         number = {theirs: self._name(name) for name, theirs in other._names.items()}
-        self._error.extend(number[one] for one in other._error)
-        self._nodes.extend(number[one] for one in other._nodes)
+        self._error.extend(number[name] for name in other._error)
+        self._nodes.extend(number[name] for name in other._nodes)
         self.gaps.merge(other.gaps)
         for error, count in other.errors.items():
             self.errors[error] = self.errors.get(error, 0) + count

@@ -91,17 +91,17 @@ def events(
     if watch:
         _watch(address, run_dir, after, output, headers=not no_headers)
         return
-    found, problems = events_of_all_routers(address, run_dir, after, ANSWER_TIMEOUT_S)
+    listed, problems = events_of_all_routers(address, run_dir, after, ANSWER_TIMEOUT_S)
     if output is ListFormat.JSON:
-        print_json({"version": VERSION, "events": [asdict(event) for event in found]})
+        print_json({"version": VERSION, "events": [asdict(event) for event in listed]})
     elif output is ListFormat.YAML:
-        print_yaml({"version": VERSION, "events": [asdict(event) for event in found]})
+        print_yaml({"version": VERSION, "events": [asdict(event) for event in listed]})
     elif output is ListFormat.NAME:
-        for event in found:
+        for event in listed:
             print_text(event.reason)
     else:
         wide, now = output is ListFormat.WIDE, time.time()
-        rows = [event_row(event, fine_duration(now - event.time), wide=wide) for event in found]
+        rows = [event_row(event, fine_duration(now - event.time), wide=wide) for event in listed]
         print_table(_COLUMNS + (_WIDE if wide else []), rows, headers=not no_headers)
     for problem in problems:
         print_note(f"baton: {problem}")

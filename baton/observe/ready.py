@@ -54,9 +54,9 @@ def _tell_systemd(address: str) -> None:
 
 def parse_announcement(line: bytes) -> Ready | Failed:
     """Parse a line that `announce` wrote; raises ValueError for any other."""
-    fields = json.loads(line)
+    announcement = json.loads(line)
     try:
-        return Failed(**fields) if "error" in fields else Ready(**fields)
+        return Failed(**announcement) if "error" in announcement else Ready(**announcement)
     except TypeError as error:
         raise ValueError(str(error)) from None
 

@@ -87,9 +87,9 @@ def _fork(parent: int, tell: Callable[[int], object]) -> bool:
         for descriptor in (pid_read, pid_write, go_write):
             os.close(descriptor)
         # The kernel kills this process with its parent, so the parent has to be the right one by now.
-        told = os.read(go_read, 1)
+        signal_byte = os.read(go_read, 1)
         die_with_parent()
-        if not told or os.getppid() != parent:
+        if not signal_byte or os.getppid() != parent:
             os._exit(1)
         os.close(go_read)
         os.setsid()

@@ -62,15 +62,15 @@ def named_adapters(texts: Iterable[str]) -> Mapping[str, NamedAdapter]:
 
     Routers give no more than MAX_ADAPTERS names. Two that give one at the same time may exceed that: these are served.
     """
-    adapters: dict[str, NamedAdapter] = {}
+    by_name: dict[str, NamedAdapter] = {}
     for text in texts:
         named = NamedAdapter.parse(text)
         if named is None:
             continue
-        other = adapters.get(named.source.name)
-        if other is None or (named.number, named.text) > (other.number, other.text):
-            adapters[named.source.name] = named
-    return {name: adapters[name] for name in sorted(adapters)[:MAX_LISTED]}
+        known = by_name.get(named.source.name)
+        if known is None or (named.number, named.text) > (known.number, known.text):
+            by_name[named.source.name] = named
+    return {name: by_name[name] for name in sorted(by_name)[:MAX_LISTED]}
 
 
 def texts_of(name: str, texts: Iterable[str]) -> Sequence[str]:
@@ -90,8 +90,8 @@ class DesiredState:
     @classmethod
     def of(cls, stored: Mapping[str, Iterable[str]]) -> DesiredState:
         """Make the state from the registry's sets, without entries that are no valid node names or adapters."""
-        sets = {kind: frozenset(filter(_is_valid(kind), stored.get(kind, ()))) for kind in DESIRED_SETS}
-        return cls(**sets)
+        names = {kind: frozenset(filter(_is_valid(kind), stored.get(kind, ()))) for kind in DESIRED_SETS}
+        return cls(**names)
 
     @property
     def named_adapters(self) -> Mapping[str, NamedAdapter]:
@@ -100,8 +100,8 @@ class DesiredState:
 
     def names(self, kind: DesiredSet) -> frozenset[str]:
         """The texts in one of the sets."""
-        stored: frozenset[str] = getattr(self, kind)
-        return stored
+        names: frozenset[str] = getattr(self, kind)
+        return names
 
     def role_of(self, name: str) -> Literal["prefill", "decode"] | None:
         """The role that the node is to have. None: the role that it was started with."""
@@ -142,8 +142,8 @@ def uncordon(names: Iterable[str]) -> DesiredChange:
 
 def set_role(name: str, role: Literal["prefill", "decode"]) -> DesiredChange:
     """The change after which the node has this role, now and after each start."""
-    other: DesiredSet = "decode" if role == "prefill" else "prefill"
-    return DesiredChange({role: frozenset({name})}, {other: frozenset({name})})
+    opposite: DesiredSet = "decode" if role == "prefill" else "prefill"
+    return DesiredChange({role: frozenset({name})}, {opposite: frozenset({name})})
 
 
 def name_adapter(source: AdapterSource, state: DesiredState) -> DesiredChange:

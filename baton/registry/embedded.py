@@ -94,8 +94,8 @@ def find_redis_server() -> Path:
                 if os.access(server, os.X_OK):
                     return server
     for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
+        if path := shutil.which(name):
+            return Path(path)
     raise ConfigError(f"{NO_SERVER}: {INSTALL_SERVER}")
 
 

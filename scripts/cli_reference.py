@@ -83,11 +83,11 @@ def error_rows() -> Iterator[tuple[str, ...]]:
 
 def render() -> str:
     """The page: the options that many commands have, the commands by their names, and the errors."""
-    found = dict(sorted(commands(command_tree())))
-    rows = {name: rows_of(command) for name, command in found.items()}
-    count = Counter(row for name in found if name not in SETTINGS for row in rows[name])
+    by_name = dict(sorted(commands(command_tree())))
+    rows = {name: rows_of(command) for name, command in by_name.items()}
+    count = Counter(row for name in by_name if name not in SETTINGS for row in rows[name])
     shared = [row for row, times in count.items() if times >= SHARED_BY and not row[0].startswith("-o")]
-    sections = (section(name, command, rows[name], shared) for name, command in found.items())
+    sections = (section(name, command, rows[name], shared) for name, command in by_name.items())
     heads = ("error", "gRPC status", "HTTP status, code or type", "exit code", "retryable", "meaning")
     return HEAD + table(HEAD_OF_OPTIONS, shared) + "".join(sections) + ABOUT_ERRORS + table(heads, error_rows())
 

@@ -24,5 +24,5 @@ def rendered(page: str, kind: str, texts: Mapping[str, str]) -> str:
     """The page with each text between the markers of its name; a text must end with a newline."""
     for name, text in texts.items():
         marked = re.compile(rf"(<!-- {re.escape(kind)}: {re.escape(name)} -->\n).*?({END})", re.DOTALL)
-        page = marked.sub(lambda found, text=text: f"{found[1]}{text}{found[2]}", page)  # type: ignore[misc]
+        page = marked.sub(lambda match, text=text: f"{match[1]}{text}{match[2]}", page)  # type: ignore[misc]
     return page

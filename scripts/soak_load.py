@@ -189,7 +189,7 @@ class SoakLoad:
         """Sends several requests at once; with a quota some of them are refused, and the others served."""
         several = [replace(request, request_id=new_request_id(rng)) for _ in range(AT_ONCE)]
         outcomes = await asyncio.gather(
-            *(self._whole(tenant, one, expected, rng) for one in several), return_exceptions=True
+            *(self._whole(tenant, request, expected, rng) for request in several), return_exceptions=True
         )
         for error in outcomes:
             if isinstance(error, BaseException):

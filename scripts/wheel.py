@@ -102,8 +102,8 @@ def problems_of(wheel: Path) -> Iterator[str]:
 def try_with(version: str, wheel: Path) -> str:
     """Install the wheel for this version of Python, run its commands, and say how that went."""
     python = shutil.which(f"python{version}")
-    found = subprocess.run([python, "--version"], capture_output=True, check=False) if python else None
-    if python is None or found is None or found.returncode:
+    asked = subprocess.run([python, "--version"], capture_output=True, check=False) if python else None
+    if python is None or asked is None or asked.returncode:
         return "skipped: it is not installed here"
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="baton-try-") as temporary:

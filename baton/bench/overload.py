@@ -219,7 +219,7 @@ def _overloaded(config: OverloadConfig, targets: Mapping[str, Target], capacity:
         plans.append(LoadPlan(targets[name], workload, delay_s=delay_s))
     runs = dict(zip(rates, asyncio.run(run_concurrently(plans)), strict=True))
     start_s = runs[GREEDY].began_s
-    return evaluate(config, capacity, offered, {name: _shifted(one, start_s) for name, one in runs.items()})
+    return evaluate(config, capacity, offered, {name: _shifted(load, start_s) for name, load in runs.items()})
 
 
 @dataclass(frozen=True, slots=True)

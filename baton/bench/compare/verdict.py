@@ -67,9 +67,9 @@ class Verdict:
     """What would settle it; empty if it is settled."""
 
 
-def decide(one: Contender, other: Contender) -> Verdict:
+def decide(first: Contender, other: Contender) -> Verdict:
     """Compares two arrangements that were measured in turn."""
-    leader, follower = (one, other) if one.goodput >= other.goodput else (other, one)
+    leader, follower = (first, other) if first.goodput >= other.goodput else (other, first)
 
     def unsettled(finding: str, remedy: str) -> Verdict:
         return Verdict(leader.name, follower.name, False, finding, remedy)

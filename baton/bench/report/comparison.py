@@ -67,8 +67,8 @@ def capacity(arrangement: Arrangement, target: float) -> Capacity | None:
 
 def capacities(measured: MeasuredResult) -> list[Capacity]:
     """The capacities of all arrangements that have one, the best first."""
-    found = [one for arrangement in measured.arrangements if (one := capacity(arrangement, measured.target))]
-    return sorted(found, key=lambda reached: -(reached.goodput_per_engine() or reached.goodput))
+    all_reached = [one for arrangement in measured.arrangements if (one := capacity(arrangement, measured.target))]
+    return sorted(all_reached, key=lambda reached: -(reached.goodput_per_engine() or reached.goodput))
 
 
 def compared(measured: MeasuredResult) -> list[Compared]:

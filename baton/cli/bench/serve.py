@@ -204,10 +204,10 @@ def _locate_endpoint(
             raise UsageError(f"--base-url has the path {url.path!r}; give the path with --endpoint")
         is_tls = url.scheme == "https"
         try:
-            found = f"{url.hostname or '127.0.0.1'}:{url.port or (443 if is_tls else 80)}"
+            host_and_port = f"{url.hostname or '127.0.0.1'}:{url.port or (443 if is_tls else 80)}"
         except ValueError as error:
             raise UsageError(f"--base-url: {error}") from None
-        return found, endpoint or default_path, is_tls
+        return host_and_port, endpoint or default_path, is_tls
     if host or port:
         default_port = 50051 if backend is Backend.BATON else 8000
         is_tls = default_access.get().tls_ca is not None

@@ -118,9 +118,9 @@ def drain(
             left = f", but {remaining_work(last)} are left, because reads of them do not end"
             suffix = left if last.quarantined_blocks else ""
             print_text(f"{name} {'stopped' if last.stopped else 'drained'} after {fine_duration(seconds)}{suffix}")
-    found: dict[str, Any] = {"nodes": done}
+    document: dict[str, Any] = {"nodes": done}
     if output is not Format.TEXT:
-        print_document(output, found)
+        print_document(output, document)
 
 
 def _drain(

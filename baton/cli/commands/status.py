@@ -153,9 +153,9 @@ def status(
 
     The cluster is ok, degraded or unavailable. The exit code is 1 if it is unavailable.
     """
-    found = _overview(address, run_dir, timeout)
-    print_result(output, found.to_json(), status_lines(found, time.time()))
-    if found.view.health == "unavailable":
+    seen = _overview(address, run_dir, timeout)
+    print_result(output, seen.to_json(), status_lines(seen, time.time()))
+    if seen.view.health == "unavailable":
         raise typer.Exit(int(ExitCode.FAILED))
 
 

@@ -83,18 +83,18 @@ def overview(
     return Overview(view, load, _degraded(view, reports, problems), failures)
 
 
-def status_lines(found: Overview, now: float) -> list[str]:
+def status_lines(seen: Overview, now: float) -> list[str]:
     """The page as lines of text. `now` is in seconds since the epoch."""
-    view = found.view
+    view = seen.view
     lines = [
         f"{view.cluster}: {view.health}{f' ({view.detail})' if view.detail else ''}",
-        ", ".join(f"{load.ready}/{load.total} {load.role} ready" for load in found.load),
+        ", ".join(f"{load.ready}/{load.total} {load.role} ready" for load in seen.load),
     ]
     columns = ["ROLE", "RUNNING", "WAITING", "KV IN USE", "LEASES", "TRANSFERS"]
-    load_rows = [_load_row(load) for load in found.load]
+    load_rows = [_load_row(load) for load in seen.load]
     if any(node.shape.num_ranks > 1 for node in view.nodes):
         columns.append("SHAPE")
-        load_rows = [[*row, _shapes(load)] for row, load in zip(load_rows, found.load, strict=True)]
+        load_rows = [[*row, _shapes(load)] for row, load in zip(load_rows, seen.load, strict=True)]
     lines += ["", *table_lines(columns, load_rows)]
     if view.supervisor is not None:
         rows = [
@@ -102,12 +102,12 @@ def status_lines(found: Overview, now: float) -> list[str]:
             for process in view.supervisor.processes
         ]
         lines += ["", *table_lines(["PROCESS", "STATUS", "RESTARTS", "PID", "LAST-EXIT"], rows)]
-    if found.degraded:
-        lines += ["", *table_lines(["DEGRADED", "WHY"], [[reason.subject, reason.why] for reason in found.degraded])]
-    if found.failures:
+    if seen.degraded:
+        lines += ["", *table_lines(["DEGRADED", "WHY"], [[reason.subject, reason.why] for reason in seen.degraded])]
+    if seen.failures:
         rows = [
             [f"{fine_duration(now - event.time)} ago", event.reason, event.subject or "-", event.detail or "-"]
-            for event in found.failures
+            for event in seen.failures
         ]
         lines += ["", *table_lines(["LAST FAILURES", "REASON", "SUBJECT", "DETAIL"], rows)]
     return lines

@@ -167,7 +167,7 @@ class InterleavedRuns:
         running: Sequence[RunningArrangement],
         experiment: Experiment,
     ) -> None:
-        """`measured`: what is measured of the arrangement that runs at the same place in `running`."""
+        """`measured`: what is measured of the arrangement that has the same position in `running`."""
         self._config = config
         self._measured = measured
         self._running = running

@@ -5,7 +5,7 @@ longer, with large ones running streams pause longer; a comparison at one fixed 
 colocated nodes pause their streams for a whole step of prompt tokens, disaggregated ones don't. So each arrangement is
 first measured with several sizes.
 
-Then all clusters run the whole time. A cluster without requests sleeps, so the measured one has the cores to itself,
+Then all clusters run the whole time. A cluster without requests sleeps, so the measured cluster has the cores to itself,
 and switching between clusters costs nothing. Disturbances of the machine affect all of them alike.
 """
 
@@ -111,7 +111,7 @@ class Tuned:
     best: TriedSize
     """The default, with a goodput of 0, if no size could be measured."""
     slo: Slo | None
-    """None: nothing was measured from which one follows."""
+    """None: nothing was measured from which an SLO follows."""
 
 
 def tune(

@@ -136,7 +136,7 @@ def measure(config: EngineBenchConfig, num_adapters: int, rank: int) -> list[Ada
             drive.prefill(prompt)
         for different in sorted({1, count}):
             own = [digests[index % different] for index in range(count)]
-            # The first one's prompt is in the cache already if it has had its adapter before.
+            # The first prompt is in the cache already if its request has had its adapter before.
             known = 1 if different > 1 else 0
             for prompt, adapter in list(zip(prompts, own, strict=True))[known:]:
                 drive.prefill(prompt, adapters=[adapter])

@@ -72,7 +72,7 @@ def bare_sender(
 ) -> Iterator[Sender]:
     """Starts a sender for reads of up to `num_blocks` blocks, over the transports that `UCX_TLS` allows.
 
-    `reader`: the layout of its readers, and `block_size` its own block size, if they have another one.
+    `reader`: the layout of its readers, and `block_size` its own block size, if the two differ.
     """
     num_blocks *= max(2, _COLD_BYTES // (num_blocks * block_bytes))
     context = multiprocessing.get_context("spawn")

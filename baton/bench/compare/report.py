@@ -161,7 +161,7 @@ def _rate(run: RateRun, *, is_common: bool) -> dict[str, Any]:
         "is_common": is_common,
         "generator": run.watched.run.load.to_json(),
         "busy": run.watched.busy_shares(),
-        "outcomes": outcomes.columns(0.0),
+        "outcomes": outcomes.columns(),
     }
     if is_common:
         more["timeline"] = run.watched.timeline_rows()

@@ -5,8 +5,8 @@ longer, with large ones running streams pause longer; a comparison at one fixed 
 colocated nodes pause their streams for a whole step of prompt tokens, disaggregated ones don't. So each arrangement is
 first measured with several sizes.
 
-Then all clusters run the whole time. A cluster without requests sleeps, so the measured cluster has the cores to itself,
-and switching between clusters costs nothing. Disturbances of the machine affect all of them alike.
+Then all clusters run the whole time. A cluster without requests sleeps, so the measured cluster has the cores to
+itself, and switching between clusters costs nothing. Disturbances of the machine affect all of them alike.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decides which of two arrangements has the higher goodput, or that the measurements do not settle it. Does no I/O.
 
 1. An arrangement leads a repetition if it kept the SLO at a rate that is not below one at which the other broke it.
-2. The arrangement that leads every repetition has the higher goodput, if two of its runs show more than chance does: a run of
-   the leader that kept the SLO, and a run of the follower that broke it at no higher rate (Fisher's exact test of the
-   requests that kept it, one-sided, times the number of such pairs, below 5%).
+2. The arrangement that leads every repetition has the higher goodput, if two of its runs show more than chance does: a
+   run of the leader that kept the SLO, and a run of the follower that broke it at no higher rate (Fisher's exact test
+   of the requests that kept it, one-sided, times the number of such pairs, below 5%).
 3. Otherwise it is not settled, and the verdict says what would settle it.
 """
 

@@ -304,7 +304,7 @@ class _Answer:
                 self._listener.on_tokens(self._num_new_tokens(choice), text)
 
     def _num_new_tokens(self, choice: dict[str, Any]) -> int:
-        """How many tokens an event brings: a router of Baton numbers them in ids of events, other servers send a token an event."""
+        """How many tokens an event brings: Baton numbers them in the events' ids, others send one each."""
         if self._position is None:
             return 1
         if choice.get("finish_reason") is not None:

@@ -105,7 +105,7 @@ def _rate(
     summary = summarize(done.outcomes, done.duration_s, plan.slo, plan.percentiles)
     more = {"ttft_parts": done.parts.means_ms(), "simulator": _simulator(done, took_s, config.cells)}
     if plan.keeps_outcomes:
-        more["outcomes"] = done.outcomes.columns(0.0)
+        more["outcomes"] = done.outcomes.columns()
     if done.timeline is not None:
         more["timeline"] = timeline_rows(done)
     return measurement(None if rate == float("inf") else rate, done.outcomes, summary, more)

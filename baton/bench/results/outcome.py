@@ -66,7 +66,7 @@ class _Numbers(Generic[N]):
 
     def __init__(self, typecode: str, dtype: type[N]) -> None:
         self.typecode = typecode
-        self._dtype = dtype
+        self._dtype: type[N] = dtype
         self._name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:

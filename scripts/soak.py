@@ -34,8 +34,8 @@ from statistics import median
 from soak_cluster import CLUSTERS, START_S, Cluster, Sample, started_cluster
 from soak_judge import COUNTS, Line, Reading, judge, lives_of, minimum_counts
 from soak_load import ClientResults, SoakLoad, Tenant, summary
-from soak_plot import Panel, render_svg
 
+from baton.bench.report.panels import Panel, TimeAxis, draw_panels
 from baton.bench.results.host import processor, usable_cores
 from baton.security.keys import new_key, write_keys
 from baton.security.matrix import CallerRole
@@ -46,6 +46,8 @@ CYCLES = 6
 """Smallest number of cycles in a short run, if they are not shorter than SHORT_CYCLE_S then."""
 KILL_AT = (0.1, 0.4)
 """A process is killed at a random time between these shares of a cycle."""
+_LEAST_SPAN = 0.1
+"""The axis of a plot covers at least this share of the largest value."""
 QUIET_S = 22.0
 """Length of the quiet phase at the end of a cycle: enough for orphans' grace and two runs of the collectors."""
 READINGS = 3
@@ -312,20 +314,26 @@ def _write(soak: Soak, options: Options, lines: Sequence[Line], tracebacks: Sequ
         title = f"{process}: {line.growth:+.2%}" if line.is_judged else process
         columns.setdefault(f"{cluster} model", []).append(_panel(soak, cluster, process, title, readings))
     title = f"Memory of every process over {options.minutes:g} minutes, {len(soak.kills)} kills"
-    svg = render_svg(title, columns, max(1.0, soak.duration_s), options.warm_up_s)
-    (options.out / "memory.svg").write_text(svg)
+    end_s = max(1.0, soak.duration_s)
+    labels = {end_s * share: f"{end_s * share / 60:.2g}" for share in (0.0, 0.25, 0.5, 0.75, 1.0)}
+    time_axis = TimeAxis(0.0, end_s, labels, (0.0, options.warm_up_s), width=460, height=120)
+    legend = "resident MiB over minutes; dots: readings in quiet moments; red: the process was killed; grey: warm-up"
+    (options.out / "memory.svg").write_text(draw_panels(title, columns, time_axis, legend))
 
 
 def _panel(soak: Soak, cluster: str, process: str, title: str, readings: Sequence[Reading]) -> Panel:
     own = [sample for sample in soak.samples if (sample.cluster, sample.process) == (cluster, process)]
     own.sort(key=lambda sample: sample.at_s)
     runs = lives_of([Reading(sample.at_s, sample.pid, sample.resident) for sample in own])
-    return Panel(
-        title,
-        [[(reading.at_s, float(reading.memory)) for reading in run] for run in runs],
-        [(reading.at_s, float(reading.memory)) for reading in readings],
-        [at_s for at_s, of, name in soak.kills if (of, name) == (cluster, process)],
-    )
+    lines = [[(reading.at_s, float(reading.memory)) for reading in run] for run in runs]
+    dots = [(reading.at_s, float(reading.memory)) for reading in readings]
+    highest = max((memory for line in lines for _, memory in line), default=1.0)
+    # The axis contains all quiet readings, and so much that noise does not look like growth; the steep rise of a start
+    # is clipped.
+    low = min([highest * (1 - _LEAST_SPAN), *(memory for _, memory in dots)])
+    kills = [at_s for at_s, of, name in soak.kills if (of, name) == (cluster, process)]
+    high = highest + (highest - low) * 0.08
+    return Panel(title, low, high, lambda value: f"{value / (1 << 20):.1f}", lines, dots, moments=kills)
 
 
 def _options(argv: Sequence[str]) -> Options:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from markers import keep
 
 from baton.cli.cluster.emit.helm import FLAGS_OF_THE_CHART
 from baton.config import MODELS
@@ -54,14 +55,7 @@ def main() -> int:
     """Writes both files; with `--check` compares them and returns 1 if one is out of date."""
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     rendered = {"values.schema.json": with_flags(schema), "README.md": README + values_table()}
-    for name, text in rendered.items():
-        file = CHART / name
-        if "--check" not in sys.argv[1:]:
-            file.write_text(text, encoding="utf-8")
-        elif not file.exists() or file.read_text(encoding="utf-8") != text:
-            print(f"scripts/chart: deploy/helm/baton/{name} is out of date; run scripts/chart", file=sys.stderr)
-            return 1
-    return 0
+    return max(keep(CHART / name, text, only_compare="--check" in sys.argv[1:]) for name, text in rendered.items())
 
 
 def with_flags(schema: dict[str, Any]) -> str:

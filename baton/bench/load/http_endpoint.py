@@ -310,7 +310,7 @@ class _Answer:
         if choice.get("finish_reason") is not None:
             return 0  # the event has text that was kept back
         before, self._counted = self._counted, self._position
-        return self._position - before
+        return max(1, self._position - before)  # at least one, whatever other servers mean by an id
 
 
 def _error_detail(status: int, body: bytes) -> str:

@@ -75,9 +75,7 @@ def test_stages_with_caches_of_their_own_give_the_bits_of_one_process(tmp_path: 
         assert (divided.model.numerics, divided.model.fingerprint) == (info.numerics, info.fingerprint)
         assert divided.model.bit_exact
         caches = caches_of(divided)
-        assert [len(each.own_layers) for each in caches] == [
-            each.memory.own_layout.num_layers for each in caches if each.memory.own_layout is not None
-        ]
+        assert [each.own_layers for each in caches] == [each.memory.layers for each in caches]
         if len(layout.groups) == 1:
             # Each stage has its layers of every block, and nothing else.
             assert np.array_equal(np.concatenate([bytes_of_blocks(each) for each in caches], axis=1), blocks)

@@ -13,6 +13,8 @@ from baton.messages.adapters import AdapterList, AdapterReport
 from baton.messages.capabilities import GENERATES, GENERATES_AND_EMBEDS, Capability
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.kv_cache import KVCacheUpdate
+from baton.messages.node_shape import ONE_RANK as ONE_RANK
+from baton.messages.node_shape import NodeShape as NodeShape
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import TokenLogprobs
 from baton.messages.spans import DECIDE_ROWS
@@ -23,33 +25,6 @@ ENDED_WELL = "finished"
 """`Abort.reason` of an abort that is sent because the request has ended without an error."""
 HEARTBEAT_S = 1.0
 """The longest time between two reports of a node, in seconds. A node that is silent for three times as long is lost."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class NodeShape:
-    """A node's numbers of ranks and of stages; as text `tp2` or `tp2 pp2`."""
-
-    tp: int = 1
-    """Ranks that compute each layer together, each its own columns and attention heads."""
-    pp: int = 1
-    """Stages, each of which has consecutive layers and `tp` ranks."""
-
-    @classmethod
-    def of(cls, tp: int, pp: int) -> NodeShape:
-        """The shape that a message says; 0 is that of a version that does not say it."""
-        return cls(max(1, tp), max(1, pp))
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of processes that compute the model."""
-        return self.tp * self.pp
-
-    def __str__(self) -> str:
-        return f"tp{self.tp}" if self.pp == 1 else f"tp{self.tp} pp{self.pp}"
-
-
-ONE_RANK = NodeShape()
-"""The shape of a node whose model is computed by its own process alone."""
 
 
 class Role(enum.Enum):

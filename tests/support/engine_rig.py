@@ -134,6 +134,13 @@ class EngineRig:
             self.step()
         raise AssertionError(f"still busy after {limit} steps: {list(self.scheduler.requests.values())}")
 
+    def run_right(self, *names: str) -> None:
+        """Run steps until the engine has no work. Then these requests or sequences have all tokens that are right."""
+        self.run()
+        for name in names:
+            max_tokens = self.requests[split_name(name)[0]].sampling_params.max_tokens
+            assert self.tokens[name] == self.expected(name, max_tokens), name
+
     def abort(self, *request_ids: str, outcome: Outcome = Outcome.ABORTED) -> list[EngineCoreOutput]:
         return self._note(self.scheduler.finish_requests(request_ids, outcome))
 

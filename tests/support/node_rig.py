@@ -79,6 +79,11 @@ class NodeRig:
         """Write the right KV of a prompt into these blocks."""
         self.runner.write_slots(block_ids, prompt_slots(prompt))
 
+    async def check_idle(self, port: Port) -> None:
+        """Check that nothing runs for this router, and wait until nothing is left of anybody's requests."""
+        assert not self.service.running_for(port)
+        await self.service.draining.wait_idle()
+
     def _drain(self) -> None:
         self.drained += 1
 

@@ -36,8 +36,7 @@ def test_every_waiting_request_has_exactly_one_reason() -> None:
     assert waiting(rig) == {}
 
 
-def test_a_deferred_request_whose_prompt_has_begun_waits_for_another_reason() -> None:
-    rig = EngineRig()
+def test_a_deferred_request_whose_prompt_has_begun_waits_for_another_reason(rig: EngineRig) -> None:
     rig.connector.unknown.add("unsure")
     rig.add("unsure", 8, leg=Leg.DECODE, max_tokens=3)
     rig.step()
@@ -66,8 +65,7 @@ def test_preempted_and_swapped_requests_have_different_reasons() -> None:
         assert waiting(rig) == {}
 
 
-def test_hits_are_counted_by_source() -> None:
-    rig = EngineRig()
+def test_hits_are_counted_by_source(rig: EngineRig) -> None:
     prompt = prompt_of(16)
     rig.add("pulled", prompt, leg=Leg.DECODE, max_tokens=2)
     rig.step()
@@ -121,8 +119,7 @@ def computed_step(rig: EngineRig, seconds: float) -> ComputedStep | None:
     return rig.core.take_computed_step()
 
 
-def test_a_computed_step_has_its_size_and_duration() -> None:
-    rig = EngineRig()
+def test_a_computed_step_has_its_size_and_duration(rig: EngineRig) -> None:
     began = rig.clock.monotonic()
     rig.add("a", 10, max_tokens=5)
     assert computed_step(rig, 0.25) == ComputedStep(StepFigures(250.0, 10, 0, 0), began + 0.25, True)
@@ -138,8 +135,7 @@ def test_a_computed_step_has_its_size_and_duration() -> None:
     assert rig.core.take_computed_step() is None
 
 
-def test_a_computed_step_counts_sequences_and_their_drafts_apart() -> None:
-    rig = EngineRig()
+def test_a_computed_step_counts_sequences_and_their_drafts_apart(rig: EngineRig) -> None:
     for name in ("right", "wrong", "alone"):
         rig.add(name, 10, max_tokens=9)
     rig.step()
@@ -154,8 +150,7 @@ def test_a_computed_step_counts_sequences_and_their_drafts_apart() -> None:
     assert (computed.figures.decode_sequences, computed.figures.drafts, computed.figures.draft_tokens) == (3, 0, 0)
 
 
-def test_a_lost_step_is_not_reported_as_computed() -> None:
-    rig = EngineRig()
+def test_a_lost_step_is_not_reported_as_computed(rig: EngineRig) -> None:
     rig.add("r", 10, max_tokens=5)
     rig.runner.raise_next = RuntimeError("broken")
     assert computed_step(rig, 0.25) is None
@@ -178,8 +173,7 @@ def test_token_counts_are_available_without_statistics() -> None:
     assert load_of(rig.core.scheduler, draining=True).draining
 
 
-def test_stopped_events_are_not_recorded() -> None:
-    rig = EngineRig()
+def test_stopped_events_are_not_recorded(rig: EngineRig) -> None:
     rig.scheduler.stop_events()
     rig.add("runs", 8, max_tokens=2)
     rig.run()

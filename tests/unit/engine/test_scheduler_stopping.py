@@ -50,9 +50,8 @@ def test_the_scripted_tokens_do_not_repeat() -> None:
     ],
 )
 def test_each_stop_condition_ends_a_request(
-    params: dict[str, Any], eos: tuple[int, ...], reason: Outcome, stop_reason: int | None, length: int
+    rig: EngineRig, params: dict[str, Any], eos: tuple[int, ...], reason: Outcome, stop_reason: int | None, length: int
 ) -> None:
-    rig = EngineRig()
     rig.add("r", PROMPT, eos=frozenset(eos), **{"max_tokens": 10, **params})
     rig.run()
     assert rig.tokens["r"] == TOKENS[:length], "the token that stops is part of the output"
@@ -102,8 +101,7 @@ def test_a_refusal_that_was_not_taken_comes_with_the_next_step() -> None:
     assert not rig.core.has_work()
 
 
-def test_a_failed_request_ends_alone() -> None:
-    rig = EngineRig()
+def test_a_failed_request_ends_alone(rig: EngineRig) -> None:
     rig.add("bad", 8, max_tokens=5)
     rig.add("good", PROMPT, max_tokens=10)
     rig.step()
@@ -114,8 +112,7 @@ def test_a_failed_request_ends_alone() -> None:
     assert rig.tokens["good"] == TOKENS
 
 
-def test_kv_of_a_failed_chunk_is_never_found() -> None:
-    rig = EngineRig()
+def test_kv_of_a_failed_chunk_is_never_found(rig: EngineRig) -> None:
     rig.add("bad", PROMPT, max_tokens=5)
     rig.runner.failures["bad"] = "non-finite logits"
     rig.step()
@@ -139,16 +136,14 @@ def test_a_runner_that_raises_fails_the_step_and_not_the_engine() -> None:
     assert rig.tokens["waits"] == TOKENS
 
 
-def test_a_request_without_a_sampled_token_fails() -> None:
-    rig = EngineRig()
+def test_a_request_without_a_sampled_token_fails(rig: EngineRig) -> None:
     rig.add("r", 4, max_tokens=5)
     output = rig.scheduler.schedule()
     rig.commit(output, ModelRunnerOutput({}))
     assert (rig.reason("r"), rig.ends["r"].error) == (Outcome.ERROR, "the runner returned no token")
 
 
-def test_tokens_behind_a_stop_are_cut_with_their_logprobs() -> None:
-    rig = EngineRig()
+def test_tokens_behind_a_stop_are_cut_with_their_logprobs(rig: EngineRig) -> None:
     rig.add("r", PROMPT, max_tokens=10, stop_token_ids=frozenset({2}))
     output = rig.scheduler.schedule()
     logprobs = [TokenLogprobs(token, -0.5, 1, ()) for token in (1, 2, 3)]

@@ -114,8 +114,7 @@ def test_a_swapped_request_is_resumed_before_new_requests() -> None:
     while rig.requests["new"].status is RequestStatus.SWAPPED:
         assert rig.requests["tiny"].status is RequestStatus.WAITING, "though there is a block for it"
         rig.step()
-    rig.run()
-    assert rig.tokens["new"] == rig.expected("new", 8)
+    rig.run_right("new")
     assert rig.reason("tiny") is Outcome.LENGTH
 
 
@@ -130,8 +129,7 @@ def test_nothing_is_loaded_into_blocks_that_are_still_to_be_copied_out() -> None
     while "pulled" not in rig.connector.loads:
         rig.step()
     rig.complete_transfer("pulled")
-    rig.run()
-    assert rig.tokens["pulled"] == rig.expected("pulled", 3)
+    rig.run_right("pulled")
 
 
 @pytest.mark.parametrize("committed", [False, True], ids=["before its copies", "after them"])
@@ -150,8 +148,7 @@ def test_an_abort_of_a_swapped_request_frees_its_host_blocks(committed: bool) ->
     stats = rig.scheduler.make_stats()
     assert stats.num_requests_waiting_by_reason["swapped"] == 0
     assert stats.free_host_blocks == 15
-    rig.run()
-    assert rig.tokens["old"] == rig.expected("old", 8)
+    rig.run_right("old")
 
 
 def test_a_request_whose_swap_out_was_lost_is_recomputed() -> None:
@@ -167,8 +164,7 @@ def test_a_request_whose_swap_out_was_lost_is_recomputed() -> None:
     assert rig.reason("old") is Outcome.ERROR
     assert rig.requests["new"].status is RequestStatus.PREEMPTED
     assert rig.scheduler.make_stats().free_host_blocks == 15
-    rig.run()
-    assert rig.tokens["new"] == rig.expected("new", 8)
+    rig.run_right("new")
 
 
 def test_a_lost_swap_in_fails_its_request() -> None:

@@ -69,20 +69,16 @@ from tests.support.requests import changed
 from tests.support.virtual_time import LoopClock, run_virtually
 
 
-async def test_a_request_ends_once_and_leaves_nothing() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_a_request_ends_once_and_leaves_nothing(rig: NodeRig, port: Port) -> None:
     rig.submit(port)
     rig.driver.run()
     got = await deltas(port)
     assert tokens(got) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB)
     assert [delta.outcome for delta in got] == [None, None, None, Outcome.LENGTH]
-    assert not rig.service.running_for(port)
-    await rig.service.draining.wait_idle()
+    await rig.check_idle(port)
 
 
-async def test_each_router_is_told_of_its_own_requests_only() -> None:
-    rig = NodeRig()
+async def test_each_router_is_told_of_its_own_requests_only(rig: NodeRig) -> None:
     first, second = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     other = AttemptKey("req", 1, 8)
     rig.submit(first)
@@ -92,8 +88,9 @@ async def test_each_router_is_told_of_its_own_requests_only() -> None:
     assert {delta.attempt for delta in await deltas(second)} == {other}
 
 
-async def test_a_router_without_requests_is_told_of_the_load_a_few_times_a_second_and_when_work_ends() -> None:
-    rig = NodeRig()
+async def test_a_router_without_requests_is_told_of_the_load_a_few_times_a_second_and_when_work_ends(
+    rig: NodeRig,
+) -> None:
     asking, watching = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     await queued_reports(watching)
     rig.submit(asking, sampling_params=SamplingParams(temperature=0.0, seed=3, max_tokens=9))
@@ -108,9 +105,7 @@ async def test_a_router_without_requests_is_told_of_the_load_a_few_times_a_secon
     assert len(await deltas(asking)) == 9, "who asked hears of every step"
 
 
-async def test_steps_are_kept_for_a_timeline_and_returned_once() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_steps_are_kept_for_a_timeline_and_returned_once(rig: NodeRig, port: Port) -> None:
     rig.submit(port)
     rig.driver.turn()
     first = rig.service.steps(0)
@@ -142,9 +137,7 @@ def test_a_full_step_log_returns_the_steps_that_it_still_has() -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
-async def test_an_abort_ends_it_and_tells_the_role(turns: int) -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_an_abort_ends_it_and_tells_the_role(rig: NodeRig, port: Port, turns: int) -> None:
     rig.submit(port)
     for _ in range(turns):
         rig.driver.turn()
@@ -152,8 +145,7 @@ async def test_an_abort_ends_it_and_tells_the_role(turns: int) -> None:
     rig.driver.run()
     assert (await deltas(port))[-1].outcome is Outcome.ABORTED
     assert rig.role.aborted == [KEY]
-    assert not rig.service.running_for(port)
-    await rig.service.draining.wait_idle()
+    await rig.check_idle(port)
 
 
 def several(n: int, **fields: Any) -> Submit:
@@ -190,13 +182,10 @@ async def test_an_attempt_of_several_sequences_ends_with_the_last_of_them() -> N
     others = [delta for delta in got if delta.sequence_index]
     assert len(others) == 8
     assert all((delta.timings is None) == (delta.outcome is None) for delta in others)
-    assert not rig.service.running_for(port)
-    await rig.service.draining.wait_idle()
+    await rig.check_idle(port)
 
 
-async def test_one_sequence_or_all_are_aborted() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_one_sequence_or_all_are_aborted(rig: NodeRig, port: Port) -> None:
     port.receive(several(3))
     for _ in range(3):
         rig.driver.turn()
@@ -215,9 +204,7 @@ async def test_one_sequence_or_all_are_aborted() -> None:
     await rig.service.draining.wait_idle()
 
 
-async def test_a_beam_search_is_reported_as_its_best_sequences() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_a_beam_search_is_reported_as_its_best_sequences(rig: NodeRig, port: Port) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=5, n=2, beam_width=3)
     port.receive(submit(sampling_params=params))
     rig.driver.run()
@@ -229,13 +216,10 @@ async def test_a_beam_search_is_reported_as_its_best_sequences() -> None:
     ]
     assert {delta.outcome for delta in got} == {Outcome.LENGTH}
     assert {event.attempt for event in rig.log.after(0)} == {KEY}
-    assert not rig.service.running_for(port)
-    await rig.service.draining.wait_idle()
+    await rig.check_idle(port)
 
 
-async def test_an_aborted_beam_search_is_over() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_an_aborted_beam_search_is_over(rig: NodeRig, port: Port) -> None:
     port.receive(submit(sampling_params=SamplingParams(temperature=0.0, max_tokens=50, n=2, beam_width=3)))
     for _ in range(4):
         rig.driver.turn()
@@ -243,8 +227,7 @@ async def test_an_aborted_beam_search_is_over() -> None:
     rig.driver.run()
     assert [delta.outcome for delta in await deltas(port)] == [Outcome.ABORTED]
     assert not rig.scheduler.requests
-    assert not rig.service.running_for(port)
-    await rig.service.draining.wait_idle()
+    await rig.check_idle(port)
 
 
 async def test_an_embedding_comes_with_the_end_and_is_replayed_when_adopted() -> None:
@@ -262,8 +245,7 @@ async def test_an_embedding_comes_with_the_end_and_is_replayed_when_adopted() ->
     rig.service.close()
 
 
-async def test_embeddings_too_large_for_one_report_come_in_several() -> None:
-    rig = NodeRig()
+async def test_embeddings_too_large_for_one_report_come_in_several(rig: NodeRig) -> None:
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     assert len(await queued_reports(port)) == len(await queued_reports(other)) == 1
     keys = [AttemptKey(f"e{number}", 1) for number in range(12)]
@@ -456,7 +438,7 @@ async def test_a_node_is_idle_only_when_no_block_is_leased() -> None:
     await idle
 
 
-def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left() -> None:
+def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left(rig: NodeRig, port: Port) -> None:
     """It does so when nothing else was left for a while; a lease whose reader is queued is waited for without bound."""
 
     async def main() -> None:
@@ -713,10 +695,8 @@ async def test_a_message_that_can_t_be_read_ends_its_own_attempt_alone() -> None
     assert (await deltas(port))[-1].outcome is Outcome.LENGTH
 
 
-async def test_the_wait_in_the_engines_inbox_counts_as_queueing() -> None:
+async def test_the_wait_in_the_engines_inbox_counts_as_queueing(rig: NodeRig, port: Port) -> None:
     """A step of half a second delays the inbox that long; for the client that is time in the queue."""
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
     rig.submit(port)
     rig.manual_clock.advance(0.5)
     rig.driver.turn()
@@ -725,9 +705,7 @@ async def test_the_wait_in_the_engines_inbox_counts_as_queueing() -> None:
     assert timings.queue_ms == pytest.approx(500.0)
 
 
-async def test_a_load_report_counts_each_request_once() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_a_load_report_counts_each_request_once(rig: NodeRig, port: Port) -> None:
     for number in range(6):
         rig.submit(port, AttemptKey(f"r{number}", 1))
     rig.submit(port, leg=Leg.DECODE, kv_source=SOURCE)
@@ -741,8 +719,7 @@ async def test_a_load_report_counts_each_request_once() -> None:
     assert (load.running, load.waiting, load.waiting_for_remote_kvs) == (4, 0, 1)
 
 
-async def test_reports_have_the_figures_of_a_step_and_the_work_that_is_left() -> None:
-    rig = NodeRig()
+async def test_reports_have_the_figures_of_a_step_and_the_work_that_is_left(rig: NodeRig) -> None:
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.submit(port)
     rig.driver.turn()
@@ -761,9 +738,7 @@ async def test_reports_have_the_figures_of_a_step_and_the_work_that_is_left() ->
     assert [report.step for report in await queued_reports(other)] == [None], "nothing was computed"
 
 
-async def test_a_decode_legs_timings_come_with_its_first_tokens() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_a_decode_legs_timings_come_with_its_first_tokens(rig: NodeRig, port: Port) -> None:
     rig.submit(port, leg=Leg.DECODE, kv_source=SOURCE)
     rig.driver.turn()
     of_prompt = StageTimings(queue_ms=4.0, cached_tokens=16)
@@ -782,9 +757,7 @@ async def test_a_decode_legs_timings_come_with_its_first_tokens() -> None:
     await rig.service.draining.wait_idle()
 
 
-async def test_drain_asks_the_process_and_trace_returns_the_events() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_drain_asks_the_process_and_trace_returns_the_events(rig: NodeRig, port: Port) -> None:
     rig.service.drain()
     assert rig.drained == 1
     rig.submit(port)

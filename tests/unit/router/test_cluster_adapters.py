@@ -117,21 +117,18 @@ async def test_both_legs_go_to_nodes_that_acknowledge_the_adapter_and_have_its_d
         base = rig.ask()
         submit = await rig.next_submit("p1")
         assert submit.spec.adapter == ""
-        base.task.cancel()
-        await asyncio.gather(base.task, return_exceptions=True)
+        await base.leaves()
 
 
 async def test_unknown_and_unloaded_names_are_refused_and_running_requests_keep_their_adapter() -> None:
     async with adapters_of(D1, D2) as adapters:
         rig = adapters.rig
-        with pytest.raises(UnknownModel):
-            await rig.ask(model="one").finished()
+        await rig.ask(model="one").raises(UnknownModel)
         await adapters.load("one", A, "d1", "d2")
         reader = rig.ask(model="one", request_id="r")
         first = await _taken(rig)
         await adapters.cluster.unload_adapter("one")
-        with pytest.raises(UnknownModel):
-            await rig.ask(model="one").finished()
+        await rig.ask(model="one").raises(UnknownModel)
         # The node dies: the request goes on elsewhere with the adapter that has no name any more.
         here, there = first
         rig.report(here, there.attempt, 0, "ab")
@@ -172,7 +169,7 @@ async def test_a_node_that_lost_an_adapter_hurts_nobody_and_another_one_takes_th
         assert again.spec.adapter == A
         rig.report(other, again.attempt, 0, "a", Outcome.STOP, stop_token_id=97)
         await reader.finished()
-        assert not rig.dispatcher.requests.placer.open_breakers(rig.timers.monotonic())
+        assert not rig.requests.placer.open_breakers(rig.timers.monotonic())
         (row,) = adapters.cluster.list_adapters()
         assert (row.nodes, row.refusals) == ([other], [AdapterRefusal(node, "its files have changed")])
         assert adapters.reasons() == ["AdapterLoaded", "AdapterRefused"]
@@ -181,10 +178,8 @@ async def test_a_node_that_lost_an_adapter_hurts_nobody_and_another_one_takes_th
         submit = await rig.next_submit(other)
         rig.nodes[other].report(adapters={A: "gone"})
         rig.nodes[other].report(RequestDelta(submit.attempt, outcome=Outcome.ADAPTER_UNAVAILABLE, error="gone"))
-        with pytest.raises(NoCapacity, match="acknowledges the adapter of one"):
-            await reader.finished()
-        with pytest.raises(NoCapacity, match="acknowledges the adapter of one"):
-            await rig.ask(model="one").finished()
+        await reader.raises(NoCapacity, "acknowledges the adapter of one")
+        await rig.ask(model="one").raises(NoCapacity, "acknowledges the adapter of one")
 
 
 async def test_nodes_that_only_say_that_they_lack_it_are_not_asked_for_ever() -> None:
@@ -195,8 +190,7 @@ async def test_nodes_that_only_say_that_they_lack_it_are_not_asked_for_ever() ->
         for _ in range(MAX_REFUSALS + 1):
             submit = await rig.next_submit("d1")
             rig.nodes["d1"].report(RequestDelta(submit.attempt, outcome=Outcome.ADAPTER_UNAVAILABLE, error="not here"))
-        with pytest.raises(AttemptsExhausted, match="d1 refused: not here"):
-            await reader.finished()
+        await reader.raises(AttemptsExhausted, "d1 refused: not here")
 
 
 async def test_a_node_that_was_started_again_learns_of_adapters_and_serves_those_that_waited() -> None:

@@ -82,8 +82,7 @@ async def test_a_request_that_comes_again_after_its_routers_death_has_the_spans_
         gone = Placement(prefill("p1"), decode("d1"), "because")
         rig.journal("router-0.a").write(recorded, AttemptKey("r", 2, 99), gone, takeover=1)
         others = {**ASKED, "prompt_embeds": (PromptEmbeds(safetensors_of(random_rows(3, 8, seed=2))),)}
-        with pytest.raises(InvalidRequest, match="prompt: has other prompt_embeds, images"):
-            await rig.resume("r", 1, **others).finished()
+        await rig.resume("r", 1, **others).raises(InvalidRequest, "prompt: has other prompt_embeds, images")
         reader = rig.resume("r", 1, **ASKED)
         submits: list[Submit] = [await rig.next_submit("p2"), await rig.next_submit("d2")]
         assert [submit.spec.spans for submit in submits] == [(SPAN,)] * 2
@@ -100,13 +99,11 @@ async def test_all_rows_of_live_requests_have_a_bound_together() -> None:
         readers = [rig.ask(request_id=f"r{number}", **ASKED) for number in range(room)]
         for reader in readers:
             await reader.wait_until_accepted()
-        with pytest.raises(QueueFull, match="too many bytes of images or prompt_embeds"):
-            await rig.ask(request_id="more", **ASKED).finished()
+        await rig.ask(request_id="more", **ASKED).raises(QueueFull, "too many bytes of images or prompt_embeds")
         text = rig.ask(request_id="text")
         await text.wait_until_accepted()
         rig.dispatcher.cancel("r0")
-        with pytest.raises(Cancelled):
-            await readers[0].finished()
+        await readers[0].raises(Cancelled)
         await asyncio.sleep(0)
         again = rig.ask(request_id="more", **ASKED)
         await again.wait_until_accepted()
@@ -115,5 +112,4 @@ async def test_all_rows_of_live_requests_have_a_bound_together() -> None:
         for name in ("more", "text"):
             rig.dispatcher.cancel(name)
         for reader in (*readers[1:], text, again):
-            with pytest.raises(Cancelled):
-                await reader.finished()
+            await reader.raises(Cancelled)

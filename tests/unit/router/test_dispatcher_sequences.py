@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from baton.errors import EngineFault
 from baton.messages.generation import SequenceFinished
 from baton.messages.ids import AttemptKey
@@ -54,8 +52,7 @@ async def test_sequences_are_streamed_side_by_side() -> None:
 async def test_placement_counts_sequences_instead_of_requests() -> None:
     async with router_rig(prefill(), decode()) as rig:
         rig.ask(n=3)
-        attempt = (await rig.next_submit("d1")).attempt
-        await rig.next_submit("p1")
+        attempt = await rig.next_attempt("d1", "p1")
         loads = {candidate.node.node_id: candidate.load for candidate in rig.view.candidates()}
         assert loads == {"p1": 1, "d1": 3}
         rig.report("p1", attempt, 0, "a", Outcome.ERROR)
@@ -65,7 +62,7 @@ async def test_placement_counts_sequences_instead_of_requests() -> None:
 async def test_placement_counts_the_sequences_that_a_node_runs_at_once() -> None:
     async with router_rig(replace(decode(), max_num_seqs=8)) as rig:
         readers = [rig.ask(n=128)]
-        large = (await rig.next_submit("d1")).attempt
+        large = await rig.next_attempt("d1")
         (candidate,) = rig.view.candidates()
         assert (candidate.load, candidate.is_full) == (4, False), "the others are held back on the node"
         readers.append(rig.ask())
@@ -73,8 +70,7 @@ async def test_placement_counts_the_sequences_that_a_node_runs_at_once() -> None
         assert small.spec.sampling_params.n == 1
         for attempt, reader in zip((large, small.attempt), readers, strict=True):
             rig.report("d1", attempt, 0, "a", Outcome.ERROR)
-            with pytest.raises(EngineFault):
-                await reader.finished()
+            await reader.raises(EngineFault)
 
 
 async def test_a_stop_string_ends_its_own_sequence() -> None:

@@ -20,10 +20,10 @@ from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, load
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.simulated import expected_tokens
 from baton.runner.spec import TorchSpec
 from tests.doubles.fake_clock import FakeClock
 from tests.support.engine_rig import EngineRig, prompt_of
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.tiny_models import TINY_MODELS
 
 

@@ -513,7 +513,7 @@ class ReportingRole(FakeRole):
         super().__init__()
         self._node = node
 
-    def handoff_report(self) -> HandoffReport:
+    def report(self) -> HandoffReport:
         return self._node.reported
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from baton.errors import Cancelled
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
@@ -59,8 +60,7 @@ class Reader:
 
     async def leaves(self) -> None:
         """Close the connection in mid-stream."""
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
+        await all_leave(self)
 
     async def wait_for_tokens(self, count: int) -> None:
         """Return once the client has `count` tokens."""
@@ -91,6 +91,13 @@ class Reader:
         first = self.events[0]
         assert isinstance(first, Accepted)
         return first
+
+
+async def all_leave(*readers: Reader) -> None:
+    """Close the connections of these clients at once."""
+    for reader in readers:
+        reader.task.cancel()
+    await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
 
 
 class RouterRig:
@@ -145,12 +152,42 @@ class RouterRig:
     def ask(self, prompt: str | Sequence[int] = "hello", timeout_s: float | None = None, **fields: object) -> Reader:
         return Reader(self.dispatcher.generate(GenerateRequest(prompt, **fields), timeout_s))  # type: ignore[arg-type]
 
+    async def accepted(self, prompt: str | Sequence[int] = "hello", **fields: Any) -> Reader:
+        """Send a request, and return its reader once it has Accepted."""
+        reader = self.ask(prompt, **fields)
+        await reader.wait_until_accepted()
+        return reader
+
+    async def start(self, prompt: str | Sequence[int] = "hello", **fields: Any) -> tuple[Reader, AttemptKey]:
+        """Send a request, whose legs the nodes p1 and d1 get."""
+        reader = self.ask(prompt, **fields)
+        return reader, await self.next_attempt("p1", "d1")
+
+    async def streaming(self, text: str, **fields: Any) -> tuple[Reader, AttemptKey]:
+        """Send a request to p1 and d1; p1 hands off the first letter of the text, and d1 generates the others."""
+        reader, attempt = await self.start(**fields)
+        self.report("p1", attempt, 0, text[0], Outcome.HANDED_OFF)
+        self.report("d1", attempt, 1, text[1:])
+        await reader.wait_for_tokens(len(text))
+        return reader, attempt
+
+    async def cancel(self, *readers: Reader) -> None:
+        """Cancel requests by their ids."""
+        for reader in readers:
+            self.dispatcher.cancel(reader.accepted.request_id)
+            await reader.raises(Cancelled)
+
     def resume(
         self, request_id: str, *positions: int, timeout_s: float | None = None, call: int = 0, **fields: object
     ) -> Reader:
         """Resume a request as a client that comes back; with `fields` it sends its request again."""
         repeat = GenerateRequest(**fields) if fields else None  # type: ignore[arg-type]
         return Reader(self.dispatcher.resume(request_id, positions, timeout_s, call=call, repeat=repeat))
+
+    async def next_adopts(self, *names: str) -> AttemptKey:
+        """Return the attempt whose Adopts are the next messages to these nodes."""
+        (attempt,) = {await self.next_adopt(name) for name in names}
+        return attempt
 
     async def next_adopt(self, name: str) -> AttemptKey:
         """Return the attempt of the next message to a node, which must be an Adopt."""
@@ -223,13 +260,17 @@ class RouterRig:
         for name in names:
             self.report(name, await self.next_attempt(name), 0, text, Outcome.LENGTH)
 
+    async def end(self, reader: Reader, name: str, attempt: AttemptKey, first_index: int, text: str) -> Finished:
+        """Let a node generate the last tokens of a request, and wait for the end."""
+        self.report(name, attempt, first_index, text, Outcome.LENGTH)
+        return await reader.finished()
+
     async def finish(
         self, reader: Reader, attempt: AttemptKey, text: str, *, prefill: str = "p1", decode: str = "d1"
     ) -> Finished:
         """Let the prefill node hand off the first token and the decode node generate the rest; wait for the end."""
         self.report(prefill, attempt, 0, text[0], Outcome.HANDED_OFF)
-        self.report(decode, attempt, 1, text[1:], Outcome.LENGTH)
-        return await reader.finished()
+        return await self.end(reader, decode, attempt, 1, text[1:])
 
     @property
     def requests(self) -> LiveRequests:

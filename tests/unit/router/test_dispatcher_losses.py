@@ -17,7 +17,7 @@ from router.losses import FLIGHTS_PER_TURN
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.view import SIZE_REMEMBERED_S
 from tests.support.router_parts import decode, prefill
-from tests.support.router_rig import Reader, RouterRig, router_rig
+from tests.support.router_rig import Reader, RouterRig, all_leave, router_rig
 
 POLICIES = [Policy.COST, Policy.LEAST_LOADED]
 
@@ -58,9 +58,7 @@ async def streaming(rig: RouterRig, number: int) -> Sequence[Reader]:
 
 
 async def cancelled(readers: Sequence[Reader]) -> None:
-    for reader in readers:
-        reader.task.cancel()
-    await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
+    await all_leave(*readers)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -143,8 +141,7 @@ async def test_a_stream_waits_for_the_only_node_large_enough_and_delays_no_other
         rig.timers.advance(10)
         submit = await rig.next_submit("d1")
         assert list(submit.output_token_ids) == [97, 98, 99]
-        rig.report("d1", submit.attempt, 3, "d" * 37, Outcome.LENGTH)
-        assert (await reader.finished()).completion_tokens == 40
+        assert (await rig.end(reader, "d1", submit.attempt, 3, "d" * 37)).completion_tokens == 40
 
 
 async def test_a_stream_waits_for_a_large_enough_node_only_up_to_a_limit() -> None:

@@ -115,8 +115,7 @@ async def test_another_router_continues_a_stream_at_its_version_if_its_client_ha
             await come(rig, NEW[0], OLD[1])
         name = "d2" if position else "d3"
         submit = await rig.next_submit(name)
-        rig.report(name, submit.attempt, 0, "abcdef", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, name, submit.attempt, 0, "abcdef")
         assert reader.text == "abcdef"[position:]
 
 

@@ -366,15 +366,6 @@ async def test_a_router_without_a_store_refuses_to_store() -> None:
     await rig.refused(RESPONSES, HELLO | {"store": True}, "store")
 
 
-async def test_a_stored_response_expires() -> None:
-    rig = HttpRig(bounds=replace(BOUNDS, stored_response_s=10.0))
-    made = (await answered(rig, {})).json["id"]
-    rig.clock.advance(9.0)
-    assert (await rig.get(f"{RESPONSES}/{made}").end()).status == 200
-    rig.clock.advance(2.0)
-    assert (await rig.get(f"{RESPONSES}/{made}").end()).status == 404
-
-
 async def test_a_tenants_responses_are_not_there_for_others(tmp_path: Path) -> None:
     checks_keys, keys = authenticator(tmp_path, "acme", "evil")
     acme, evil = ({"authorization": f"Bearer {key}"} for key in keys)

@@ -473,13 +473,6 @@ def test_a_router_is_ready_if_its_nodes_can_serve_as_required() -> None:
     assert why(prefill(capabilities=frozenset((Capability.SCORE,)))) == "", "vectors need no decode node"
 
 
-def test_a_gap_in_cache_updates_requests_a_snapshot() -> None:
-    fleet = Fleet(*prefills("p1"), *decodes("d1"))
-    fleet.has_cached("p1", range(64))
-    assert fleet.report("p1", StepReport((), LoadReport(), KVCacheUpdate(3, 4, ())))
-    assert not fleet.report("p1", StepReport((), LoadReport(), KVCacheUpdate(4, 5, ())))
-
-
 def test_nothing_is_kept_of_ended_requests() -> None:
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"))
     for number in range(20):

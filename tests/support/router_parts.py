@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
+from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.messages.ids import AttemptKey
 from baton.messages.node import NodeDescription, Role
 from baton.messages.sampling import SamplingParams
@@ -48,6 +49,15 @@ def prefill(name: str = "p1", **changes: object) -> NodeDescription:
 
 def decode(name: str = "d1", **changes: object) -> NodeDescription:
     return description(name, Role.DECODE, **changes)  # type: ignore[arg-type]
+
+
+def block_keys(prompt: Sequence[int], size: int, node: NodeDescription | None = None, salt: str = "") -> list[bytes]:
+    """The keys of a prompt's blocks, as the engine of a node computes them. None: a node whose layout is "layout"."""
+    node = node or decode(kv_layout="layout")
+    hasher = BlockHasher(CacheKeyFields(node.model_fingerprint, node.dtype, node.kv_layout), size)
+    keys: list[bytes] = []
+    hasher.extend(keys, hasher.root(cache_salt=salt), prompt)
+    return keys
 
 
 def record_of(node: NodeDescription, *, started_at: float = 1.0) -> NodeRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any, TypeVar
@@ -15,12 +15,14 @@ from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, 
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
 from baton.messages.sampling import TokenLogprobs
+from router.admission.request import ValidRequest
 from router.dispatcher import Dispatcher
 from router.flight.flight_record import FlightJournal
 from router.flight.timeline import RequestSpans
 from router.limits import DispatchLimits
 from router.live_requests import LiveRequests
 from router.node_links import NodeLinks
+from router.placement.placement import Placement
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
 from tests.doubles.fake_flight_records import FakeFlightRecords, FakeFlightStore
@@ -133,6 +135,27 @@ class RouterRig:
     def journal(self, router: str) -> FlightJournal:
         """Return the journal of a router of this cluster."""
         return FlightJournal(FakeFlightRecords(self.store, "c"), router, self.timers.monotonic)
+
+    def left_behind(
+        self,
+        request: ValidRequest,
+        attempt: AttemptKey,
+        prefill: NodeDescription | None,
+        decode: NodeDescription,
+        *,
+        router: str = "router-0.a",
+        takeover: int = 1,
+    ) -> None:
+        """Write the record that another router left of its attempt on these nodes."""
+        self.journal(router).write(request, attempt, Placement(prefill, decode, "because"), takeover=takeover)
+
+    async def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Give the event loop its turns until something is so; at most a thousand."""
+        for _ in range(1000):
+            if is_so():
+                return
+            await asyncio.sleep(0)
+        raise AssertionError("it never was")
 
     def register(self, *descriptions: NodeDescription) -> None:
         """Put exactly these nodes into the registry."""

@@ -16,7 +16,6 @@ from baton.messages.node import NodeDescription, Outcome, Submit
 from baton.messages.sampling import SamplingParams
 from router.admission.request import ValidRequest
 from router.limits import DispatchLimits
-from router.placement.placement import Placement
 from tests.support.given_spans import random_rows, safetensors_of, span_of
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
@@ -75,8 +74,7 @@ async def test_a_request_that_comes_again_after_its_routers_death_has_the_spans_
     recorded = ValidRequest("r", MODEL, (0, 0, 0, 9), SamplingParams(seed=5, max_tokens=6), spans=(SPAN,))
     async with router_rig(able(prefill("p2")), able(decode("d2")), limits=LIMITS) as rig:
         knows_rows(rig)
-        gone = Placement(prefill("p1"), decode("d1"), "because")
-        rig.journal("router-0.a").write(recorded, AttemptKey("r", 2, 99), gone, takeover=1)
+        rig.left_behind(recorded, AttemptKey("r", 2, 99), prefill("p1"), decode("d1"))
         others = {**ASKED, "prompt_embeds": (PromptEmbeds(safetensors_of(random_rows(3, 8, seed=2))),)}
         await rig.resume("r", 1, **others).raises(InvalidRequest, "prompt: has other prompt_embeds, images")
         reader = rig.resume("r", 1, **ASKED)

@@ -26,7 +26,6 @@ from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.registry.base import ENDED_S
 from router.admission.request import ValidRequest
 from router.flight.flight_record import READS_PER_TURN
-from router.placement.placement import Placement
 from tests.doubles.fake_flight_records import LIFETIME_S
 from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.router_parts import MODEL, decode, prefill
@@ -41,15 +40,10 @@ AGAIN: dict[str, Any] = {"prompt": (5, 6, 7)}
 
 
 def record_lost_router(
-    rig: RouterRig,
-    first: NodeDescription | None,
-    second: NodeDescription,
-    request: ValidRequest = REQUEST,
-    router: str = "router-0.a",
-    takeover: int = 1,
+    rig: RouterRig, first: NodeDescription | None, second: NodeDescription, model: str = MODEL, takeover: int = 1
 ) -> None:
     """Write the record that another router left of its second attempt on these nodes."""
-    rig.journal(router).write(request, THEIRS, Placement(first, second, "because"), takeover=takeover)
+    rig.left_behind(replace(REQUEST, model=model), THEIRS, first, second, takeover=takeover)
 
 
 # The live run.
@@ -312,8 +306,7 @@ async def test_the_nodes_of_a_dead_router_are_asked_once_for_each_of_its_request
     async with router_rig(prefill(), decode()) as rig:
         keys = [AttemptKey(f"r{number}", 1, 7) for number in range(count)]
         for key in keys:
-            request = replace(REQUEST, request_id=key.request_id)
-            rig.journal("router-0.a").write(request, key, Placement(prefill(), decode(), "because"))
+            rig.left_behind(replace(REQUEST, request_id=key.request_id), key, prefill(), decode())
         readers = [rig.resume(key.request_id) for key in keys]
         for _ in keys:
             await rig.next_adopt("p1")
@@ -340,8 +333,7 @@ async def test_clients_of_a_dead_router_are_resumed_a_few_per_turn_of_the_loop()
     async with router_rig(decode()) as rig:
         keys = [AttemptKey(f"r{number}", 1, 7) for number in range(count)]
         for key in keys:
-            request = replace(REQUEST, request_id=key.request_id)
-            rig.journal("router-0.a").write(request, key, Placement(None, decode(), "because"))
+            rig.left_behind(replace(REQUEST, request_id=key.request_id), key, None, decode())
         readers = [rig.resume(key.request_id) for key in keys]
         steps, counters = [0], rig.requests.counters
         while counters.adopted < count:
@@ -449,7 +441,7 @@ async def test_an_unknown_request_can_not_be_resumed() -> None:
     async with router_rig(prefill(), decode()) as rig:
         for request_id in ("r", "", "no id \n at all", "x" * 65):
             await rig.resume(request_id).raises(RequestNotFound)
-        record_lost_router(rig, prefill(), decode(), replace(REQUEST, model="another"))
+        record_lost_router(rig, prefill(), decode(), "another")
         await rig.resume("r").raises(RequestNotFound)
         rig.store.up = False
         record_lost_router(rig, prefill(), decode())

@@ -20,6 +20,7 @@ from openai.types.audio import TranscriptionVerbose
 from baton.errors import EngineFault, VersionGone
 from baton.messages.capabilities import Capability
 from baton.messages.generation import Chunk
+from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.sampling import TokenLogprobs
 from baton.model_formats.audio import AudioLimits, UnusableAudio, decode_audio, pcm_of, windows
 from baton.model_formats.limits import AUDIO_RATE
@@ -46,7 +47,7 @@ TRANSLATE = "/v1/audio/translations"
 SPEECH = encoded(tone(1))
 LONG = encoded(tone(80, 8_000), 8_000)
 """Three parts."""
-WORDS = {"language": "en", "response_format": "verbose_json", "timestamp_granularities__": "word"}
+WORDS: dict[str, Any] = {"language": "en", "response_format": "verbose_json", "timestamp_granularities__": "word"}
 
 
 async def test_a_short_recording_is_one_request() -> None:
@@ -282,9 +283,10 @@ async def test_words_have_times_by_a_second_request_for_each_part() -> None:
     ]
     assert "segments" not in exchange.json
     TranscriptionVerbose.model_validate(exchange.json)
-    written, asked = calls[0].request, of_first.request
-    assert (asked.audio, asked.prompt) == (written.audio, (*written.prompt, *b" A b"))
-    assert (asked.pooling.second_start, asked.pooling.num_rows) == (4, len(written.audio) // 2 // 320)
+    first, asked = calls[0].request, of_first.request
+    assert first.prompt is not None
+    assert (asked.audio, asked.prompt) == (first.audio, (*first.prompt, *b" A b"))
+    assert asked.pooling == PoolingRequest(Pooling.ALIGN, second_start=4, num_rows=len(first.audio) // 2 // 320)
     names = [call.request.request_id for call in [*calls, of_first, of_last]]
     assert len(set(names)) == 5
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.errors import InvalidRequest, NoCapacity, TransferCause
 from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.ids import AttemptKey
@@ -33,7 +32,7 @@ from router.placement.decisions import Choice
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.rates import StepRates
 from router.placement.view import ClusterView
-from tests.support.router_parts import MODEL, decode, prefill, record_of
+from tests.support.router_parts import MODEL, block_keys, decode, prefill, record_of
 
 REGRET = "router_placement_regret_seconds"
 SIZE = 16
@@ -90,7 +89,7 @@ class Fleet:
         self.report(name, StepReport((), load))
 
     def has_cached(self, name: str, prompt: Sequence[int]) -> None:
-        update = KVCacheUpdate(0, 0, [BlockStored(keys_of(prompt))], restart=True)
+        update = KVCacheUpdate(0, 0, [BlockStored(block_keys(prompt, SIZE))], restart=True)
         self.report(name, StepReport((), LoadReport(), update))
 
     def ended(self, name: str, choice: Choice, outcome: Outcome, timings: StageTimings | None = None) -> None:
@@ -139,13 +138,6 @@ def pairs_of(prefill_names: str, decode_names: str) -> Fleet:
     """A fleet of these nodes, whose decode nodes leave every prompt to prefill nodes."""
     nodes = *prefills(*prefill_names.split()), *decodes(*decode_names.split())
     return Fleet(*nodes, settings=PlacementSettings(alone_tokens=0))
-
-
-def keys_of(prompt: Sequence[int]) -> list[bytes]:
-    hasher = BlockHasher(CacheKeyFields("print", "float32", "layout"), SIZE)
-    keys: list[bytes] = []
-    hasher.extend(keys, hasher.root(), prompt)
-    return keys
 
 
 def names(choice: Choice) -> tuple[str | None, str]:

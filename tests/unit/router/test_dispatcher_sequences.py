@@ -51,12 +51,13 @@ async def test_sequences_are_streamed_side_by_side() -> None:
 
 async def test_placement_counts_sequences_instead_of_requests() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        rig.ask(n=3)
+        reader = rig.ask(n=3)
         attempt = await rig.next_attempt("d1", "p1")
         loads = {candidate.node.node_id: candidate.load for candidate in rig.view.candidates()}
         assert loads == {"p1": 1, "d1": 3}
         rig.report("p1", attempt, 0, "a", Outcome.ERROR)
         assert (await rig.next_abort("d1")).attempt == attempt
+        await reader.raises(EngineFault)
 
 
 async def test_placement_counts_the_sequences_that_a_node_runs_at_once() -> None:

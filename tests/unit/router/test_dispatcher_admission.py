@@ -276,9 +276,11 @@ async def test_the_limit_on_waiting_depends_on_what_is_waited_for() -> None:
 async def test_all_requests_that_wait_for_a_missing_node_are_refused_in_time() -> None:
     async with router_rig() as rig:
         readers = [await rig.accepted(request_id=f"r{n}") for n in range(3)]
-        rig.timers.advance(10.1)
+        rig.timers.advance(9.9)
+        assert rig.requests.num_waiting == 3
+        rig.timers.advance(0.2)
         for reader in readers:
-            await reader.raises(NoCapacity)
+            await reader.raises(NoCapacity, "no node that serves demo is up")
 
 
 async def test_a_request_too_large_for_every_node_is_refused_before_it_is_accepted() -> None:

@@ -96,20 +96,6 @@ async def test_losses_that_are_found_one_by_one_end_no_stream(policy: Policy) ->
         await all_leave(*readers)
 
 
-async def test_a_request_that_kills_its_nodes_ends_although_others_are_left() -> None:
-    async with router_rig(*(decode(f"d{i}") for i in range(12))) as rig:
-        reader = rig.ask(max_tokens=40)
-        for _ in range(3):
-            await rig.wait_until(lambda: any(not node.inbox.empty() for node in rig.nodes.values()))
-            (node,) = (node for node in rig.nodes.values() if not node.inbox.empty())
-            submit = node.inbox.get_nowait()
-            assert isinstance(submit, Submit)
-            node.report(RequestDelta(submit.attempt))
-            await node.all_read()
-            node.die()
-        await reader.raises(Exception, "3 attempts failed")
-
-
 async def test_a_stream_waits_for_the_only_node_large_enough_and_delays_no_other() -> None:
     small = decode("d2", max_model_len=16, num_blocks=4)
     async with router_rig(decode("d1"), small) as rig:

@@ -332,7 +332,7 @@ async def test_resuming_an_unknown_stream_is_not_found() -> None:
         ("1.2", {}, "last-event-id"),
         ("", {}, "last-event-id"),
         ("1", {"n": 2}, "last-event-id"),
-        ("1.1", {"prompt": ["a", "b"]}, "last-event-id"),
+        ("1", {"prompt": ["a", "b"]}, "last-event-id"),
         ("-1", {}, "last-event-id"),
         ("1" * 10, {}, "last-event-id"),
         ("1", {"stream": False}, "stream"),

@@ -1,25 +1,38 @@
 """Tenants are separate in requests, cached prefixes and quotas, and no metric has a key."""
 
 from __future__ import annotations
-
-import asyncio
-import contextvars
+from baton.errors import DuplicateRequest
+from baton.errors import InvalidRequest
+from baton.errors import QuotaExceeded
+from baton.errors import RequestNotFound
+from baton.messages.generation import Accepted
+from baton.messages.generation import Finished
+from baton.messages.generation import GenerateEvent
+from baton.messages.generation import GenerateRequest
+from baton.messages.generation import ModelCard
+from baton.messages.ids import SCOPED_ID_PATTERN
+from baton.messages.ids import scoped
+from baton.messages.ids import unscoped
+from baton.messages.node import Outcome
+from baton.security.matrix import Caller
+from baton.security.matrix import CallerRole
+from baton.security.matrix import current_caller
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-
-import pytest
-
-from baton.errors import DuplicateRequest, InvalidRequest, QuotaExceeded, RequestNotFound
-from baton.messages.generation import Accepted, Finished, GenerateEvent, GenerateRequest, ModelCard
-from baton.messages.ids import SCOPED_ID_PATTERN, scoped, unscoped
-from baton.messages.node import Outcome
-from baton.security.matrix import Caller, CallerRole, current_caller
-from router.admission.tenants import MAX_LABELS, OTHERS, Tenants
+from router.admission.tenants import MAX_LABELS
+from router.admission.tenants import OTHERS
+from router.admission.tenants import Tenants
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from tests.doubles.fake_tokenizer import FakeTokenizer
-from tests.support.router_parts import MODEL, decode
-from tests.support.router_rig import Reader, RouterRig, router_rig
+from tests.support.router_parts import MODEL
+from tests.support.router_parts import decode
+from tests.support.router_rig import Reader
+from tests.support.router_rig import RouterRig
+from tests.support.router_rig import router_rig
+import asyncio
+import contextvars
+import pytest
 
 CARD = ModelCard(MODEL, 64, 300)
 
@@ -101,8 +114,7 @@ async def test_a_client_gets_the_priority_that_its_key_or_the_router_allows(
         reader = Reader(events)
         submit = await rig.next_submit("d1")
         assert submit.spec.priority == given
-        rig.report("d1", submit.attempt, 0, "ab", Outcome.LENGTH)
-        await reader.finished()
+        await rig.end(reader, "d1", submit.attempt, 0, "ab")
 
 
 async def test_another_tenants_request_is_not_found() -> None:

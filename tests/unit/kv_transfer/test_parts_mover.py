@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
 
-from baton.background import BackgroundWatch, current_watch
 from baton.engine.runner import KVLayout
 from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
 from kv_transfer.backends.base import PeerMemory
@@ -27,6 +26,7 @@ from kv_transfer.mover.part_mover import (
 )
 from kv_transfer.mover.parts_mover import OwnPart, PartsMover
 from kv_transfer.piece_plan import ReadRange
+from tests.support.mover_events import MoverEvents
 from tests.support.virtual_time import run_virtually
 
 LAYOUT = KVLayout.uniform(16, 4, 2, 64, "bfloat16")
@@ -105,7 +105,7 @@ class Rig:
     """A node in parts whose movers are recorded."""
 
     def __init__(self, parts: Sequence[range] = IN_TWO) -> None:
-        self.events: queue.SimpleQueue[MoverEvent] = queue.SimpleQueue()
+        self.events = MoverEvents()
         self.movers: list[RecordedMover] = []
         self.mover = PartsMover(LAYOUT, [OwnPart(layers, self._make) for layers in parts], self.events.put)
 
@@ -128,19 +128,12 @@ class Rig:
         return peer
 
     def said(self) -> list[MoverEvent]:
-        found = []
-        while not self.events.empty():
-            found.append(self.events.get())
-        return found
+        return self.events.left()
 
 
 @pytest.fixture(autouse=True)
-def faults() -> Iterator[queue.SimpleQueue[BackgroundFault]]:
-    """The faults that would end the process."""
-    met: queue.SimpleQueue[BackgroundFault] = queue.SimpleQueue()
-    token = current_watch.set(BackgroundWatch(met.put))
-    yield met
-    current_watch.reset(token)
+def watched(faults: queue.SimpleQueue[BackgroundFault]) -> None:
+    """Faults end no process here."""
 
 
 def sub_read(mover: RecordedMover) -> int:

@@ -63,8 +63,7 @@ def test_a_stop_token_makes_the_step_in_flight_stale_for_its_request_only() -> N
 
 def test_an_id_can_be_used_again_while_its_old_step_is_in_flight() -> None:
     rig = rig_with_one_in_flight()
-    rig.add("r", 6, max_tokens=9)
-    rig.step()
+    rig.begin("r", 6, max_tokens=9)
     rig.step()
     rig.abort("r")
     del rig.ends["r"], rig.requests["r"]
@@ -77,13 +76,11 @@ def test_blocks_freed_while_a_step_is_in_flight_are_not_allocated_until_its_comm
     """A load writes as soon as it is decided, and the step in flight could overwrite what it wrote."""
     rig = rig_with_one_in_flight(num_blocks=5, enable_prefix_caching=False)
     rig.connector.on_load = lambda load: rig.write_kv("pulled")
-    rig.add("aborted", 14, max_tokens=9)
-    rig.step()
+    rig.begin("aborted", 14, max_tokens=9)
     rig.step()
     rig.abort("aborted")
     assert rig.scheduler.make_stats().free_blocks == 0
-    rig.add("pulled", 15, leg=Leg.DECODE, max_tokens=2)
-    rig.step()
+    rig.begin("pulled", 15, leg=Leg.DECODE, max_tokens=2)
     assert not rig.connector.loads, "the aborted request's last token was still to be written"
     rig.step()
     rig.transfer(arrived={"pulled": rig.expected("pulled", 1)})
@@ -92,8 +89,7 @@ def test_blocks_freed_while_a_step_is_in_flight_are_not_allocated_until_its_comm
 
 def test_a_lease_that_ends_while_a_step_is_in_flight_frees_its_blocks_at_its_commit() -> None:
     rig = rig_with_one_in_flight(num_blocks=6, max_num_batched_tokens=8)
-    rig.add("offered", 20, leg=Leg.PREFILL)
-    rig.step()
+    rig.begin("offered", 20, leg=Leg.PREFILL)
     rig.step()
     rig.abort("offered")
     rig.transfer(released=["offered"])
@@ -105,8 +101,7 @@ def test_a_lease_that_ends_while_a_step_is_in_flight_frees_its_blocks_at_its_com
 def test_blocks_that_windows_pass_while_a_step_is_in_flight_are_freed_at_its_commit() -> None:
     """Windows follow the committed tokens, not the decided ones."""
     rig = rig_with_one_in_flight(windows=(5,), max_num_batched_tokens=8, enable_prefix_caching=False)
-    rig.add("r", 24, max_tokens=1)
-    rig.step()
+    rig.begin("r", 24, max_tokens=1)
     rig.step()
     assert rig.requests["r"].num_computed_tokens == 16
     assert rig.scheduler.kv_cache_manager.block_ids("r")[:2] == [0, 2], "8 tokens are computed, the next sees 4 of them"
@@ -115,8 +110,7 @@ def test_blocks_that_windows_pass_while_a_step_is_in_flight_are_freed_at_its_com
 
 def test_only_committed_blocks_are_cached_and_offered() -> None:
     rig = rig_with_one_in_flight(max_num_batched_tokens=8)
-    request = rig.add("prompt", 24, leg=Leg.PREFILL)
-    rig.step()
+    request = rig.begin("prompt", 24, leg=Leg.PREFILL)
     rig.step()
     assert request.num_computed_tokens == 16
     assert rig.connector.offers["prompt"][1] == 8
@@ -182,8 +176,7 @@ def test_a_request_that_fails_alone_ends_once() -> None:
 
 def test_a_refusal_does_not_wait_for_the_step_in_flight() -> None:
     rig = rig_with_one_in_flight(max_model_len=32)
-    rig.add("r", 6, max_tokens=3)
-    rig.step()
+    rig.begin("r", 6, max_tokens=3)
     rig.add("endless", 40)
     assert rig.reason("endless") is Outcome.IGNORED
 

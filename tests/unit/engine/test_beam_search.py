@@ -110,8 +110,7 @@ def test_only_the_best_beams_are_returned(rig: EngineRig) -> None:
 
 def test_beams_share_their_history_and_copy_what_they_write_to() -> None:
     rig = EngineRig(enable_prefix_caching=False)
-    rig.add("r", 10, beam_width=4, max_tokens=9)
-    rig.step()
+    rig.begin("r", 10, beam_width=4, max_tokens=9)
     output = rig.scheduler.schedule()
     assert len(output.num_scheduled_tokens) == 4
     assert set(output.num_scheduled_tokens.values()) == {1}, "nothing of the history is computed again"
@@ -155,8 +154,7 @@ def test_a_beam_search_does_not_recompute_a_transferred_prompt() -> None:
     rig.run()
     assert rig.reason("p") is Outcome.HANDED_OFF
     assert rig.tokens["p"] == [], "a search has no first token yet"
-    rig.add("r", prompt, leg=Leg.DECODE, beam_width=3, n=2, max_tokens=6)
-    rig.step()
+    rig.begin("r", prompt, leg=Leg.DECODE, beam_width=3, n=2, max_tokens=6)
     rig.complete_transfer("r")
     output = rig.scheduler.schedule()
     assert list(output.num_scheduled_tokens.values()) == [1]
@@ -171,8 +169,7 @@ def test_a_beam_search_does_not_recompute_a_transferred_prompt() -> None:
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 def test_an_abort_ends_all_beams_with_one_output(rig: EngineRig, steps: int) -> None:
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
-    for _ in range(steps):
-        rig.step()
+    rig.steps(steps)
     with pytest.raises(DuplicateRequest):
         rig.scheduler.add_request(rig.requests["r"])
     (ended,) = rig.abort("r")
@@ -185,8 +182,7 @@ def test_an_abort_ends_all_beams_with_one_output(rig: EngineRig, steps: int) -> 
 def test_one_failed_beam_fails_the_request(rig: EngineRig) -> None:
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
     rig.add("bystander", 5, max_tokens=9)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     beams = [name for name, request in rig.scheduler.requests.items() if request.beams is not None]
     rig.runner.failures[beams[1]] = "non-finite logits"
     rig.run()
@@ -198,8 +194,7 @@ def test_one_failed_beam_fails_the_request(rig: EngineRig) -> None:
 
 def test_a_runner_that_raises_fails_the_beam_search(rig: EngineRig) -> None:
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     rig.runner.raise_next = RuntimeError("broken")
     rig.run()
     assert rig.reason("r") is Outcome.ERROR
@@ -207,8 +202,7 @@ def test_a_runner_that_raises_fails_the_beam_search(rig: EngineRig) -> None:
 
 
 def test_a_transfer_that_fails_ends_the_search(rig: EngineRig) -> None:
-    rig.add("r", 10, leg=Leg.DECODE, beam_width=4, max_tokens=7)
-    rig.step()
+    rig.begin("r", 10, leg=Leg.DECODE, beam_width=4, max_tokens=7)
     (ended,) = rig.transfer(failed={"r": "peer gone"})
     assert ended.outcome is Outcome.KV_LOST
     rig.run()

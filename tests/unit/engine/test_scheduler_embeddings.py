@@ -59,8 +59,7 @@ def test_an_embeddings_prompt_is_cached_except_for_its_last_token(rig: EngineRig
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_preempted_embedding_is_resumed(mode: str) -> None:
     rig = EngineRig(num_blocks=13, max_num_batched_tokens=8, num_host_blocks=20, preemption_mode=mode)
-    rig.add("stream", 8, max_tokens=40)
-    rig.step()
+    rig.begin("stream", 8, max_tokens=40)
     rig.add("e", 36, leg=Leg.EMBED)
     rig.run()
     assert rig.scheduler.make_stats().num_preemptions_by_mode[mode] > 0
@@ -70,8 +69,7 @@ def test_a_preempted_embedding_is_resumed(mode: str) -> None:
 
 def test_an_embedding_aborted_in_mid_prompt_frees_its_blocks() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
-    rig.add("e", 30, leg=Leg.EMBED)
-    rig.step()
+    rig.begin("e", 30, leg=Leg.EMBED)
     (output,) = rig.abort("e")
     assert (output.outcome, output.embedding) == (Outcome.ABORTED, b"")
     assert rig.scheduler.make_stats().free_blocks == rig.config.num_blocks - 1

@@ -49,8 +49,7 @@ def test_a_prefill_leg_whose_next_token_is_the_last_one_ends(rig: EngineRig) -> 
 
 
 def test_a_decode_leg_loads_given_output_and_reports_only_later_tokens(rig: EngineRig) -> None:
-    rig.add("d", 10, leg=Leg.DECODE, given=7, max_tokens=12)
-    rig.step()
+    rig.begin("d", 10, leg=Leg.DECODE, given=7, max_tokens=12)
     load = rig.connector.loads["d"]
     assert (len(load.block_ids), load.num_external_tokens) == (5, 17)
     rig.complete_transfer("d")
@@ -61,8 +60,7 @@ def test_a_decode_leg_loads_given_output_and_reports_only_later_tokens(rig: Engi
 
 def test_a_decode_leg_whose_kv_does_not_arrive_may_compute_prompt_and_given_output() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
-    rig.add("d", 10, leg=Leg.DECODE, given=7, max_tokens=12)
-    rig.step()
+    rig.begin("d", 10, leg=Leg.DECODE, given=7, max_tokens=12)
     rig.transfer(failed={"d": "peer gone"})
     rig.run_right("d")
 

@@ -69,8 +69,7 @@ class ImageRig(EngineRig):
 
 def test_a_prompt_is_computed_up_to_an_image_that_is_still_to_be_encoded() -> None:
     rig = ImageRig()
-    request = rig.add("r", 20, spans=[image("a", 8, 6)], max_tokens=3)
-    rig.step()
+    request = rig.begin("r", 20, spans=[image("a", 8, 6)], max_tokens=3)
     assert request.num_computed_tokens == 8
     assert [(each.digest, each.num_rows) for each in rig.encoding] == [("a", 6)]
     assert rig.waits()
@@ -84,8 +83,7 @@ def test_a_prompt_is_computed_up_to_an_image_that_is_still_to_be_encoded() -> No
 def test_a_prompt_that_begins_with_an_image_gets_no_seat_before_it_is_encoded() -> None:
     rig = ImageRig(max_num_seqs=1)
     request = rig.add("r", 20, spans=[image("a", 0, 6)], max_tokens=3)
-    rig.add("text", 5, max_tokens=2)
-    rig.step()
+    rig.begin("text", 5, max_tokens=2)
     assert request.status is RequestStatus.WAITING
     rig.run()
     assert rig.reason("text") is Outcome.LENGTH
@@ -97,8 +95,7 @@ def test_a_prompt_that_begins_with_an_image_gets_no_seat_before_it_is_encoded() 
 def test_an_image_of_several_parts_with_text_between_is_encoded_once() -> None:
     rig = ImageRig(max_num_batched_tokens=8)
     parts = [image("a", 3, 4), image("a", 9, 4, first_row=4), image("a", 15, 4, first_row=8)]
-    rig.add("r", 24, spans=parts, max_tokens=3)
-    rig.step()
+    rig.begin("r", 24, spans=parts, max_tokens=3)
     assert [(each.digest, each.start, each.stop, each.num_rows) for each in rig.encoding] == [("a", 3, 19, 12)]
     rig.encode("a")
     rig.run_right("r")
@@ -140,8 +137,7 @@ def test_an_image_that_can_not_be_used_ends_all_that_need_it_and_nobody_else() -
     rig.runner.encoder.unusable["bad"] = "it can't be decoded"
     rig.add("r", 20, spans=[image("good", 0, 4), image("bad", 8, 4)], max_tokens=3)
     rig.add("s", 20, spans=[image("bad", 0, 4)], max_tokens=3)
-    rig.add("t", 20, spans=[image("good", 0, 4)], max_tokens=3, n=2)
-    rig.step()
+    rig.begin("t", 20, spans=[image("good", 0, 4)], max_tokens=3, n=2)
     rig.encode("good")
     rig.step()
     rig.encode("bad")
@@ -161,11 +157,9 @@ def test_an_image_that_is_too_large_for_the_cache_is_refused_at_once() -> None:
 
 def test_an_aborted_request_leaves_its_room_to_others() -> None:
     rig = ImageRig(num_encoder_rows=8)
-    rig.add("r", 20, spans=[image("a", 2, 8)], max_tokens=3)
-    rig.step()
+    rig.begin("r", 20, spans=[image("a", 2, 8)], max_tokens=3)
     rig.abort("r")
-    rig.add("s", 20, spans=[image("b", 2, 8)], max_tokens=3)
-    rig.step()
+    rig.begin("s", 20, spans=[image("b", 2, 8)], max_tokens=3)
     rig.encode("a")
     rig.run()
     rig.encode("b")
@@ -185,12 +179,10 @@ def test_prompts_are_cut_at_images_also_without_chunked_prefill() -> None:
 def test_what_only_ended_requests_asked_for_is_not_encoded_and_leaves_its_room() -> None:
     rig = ImageRig(num_encoder_rows=16)
     rig.add("gone", 40, spans=[image(digest, 10 * place, 8) for place, digest in enumerate("abc")])
-    shared = rig.add("shared", 20, spans=[image("a", 0, 8)], max_tokens=3)
-    rig.step()
+    shared = rig.begin("shared", 20, spans=[image("a", 0, 8)], max_tokens=3)
     assert [each.digest for each in rig.encoding] == ["a", "b"]
     rig.abort("gone")
-    rig.add("next", 20, spans=[image("d", 0, 8)], max_tokens=3)
-    rig.step()
+    rig.begin("next", 20, spans=[image("d", 0, 8)], max_tokens=3)
     assert [each.digest for each in rig.encoding] == ["a", "b", "d"]
     assert shared.status is RequestStatus.WAITING
     # Its encoding had begun: the rows that it makes are forgotten.
@@ -205,8 +197,7 @@ def test_a_failed_encoding_ends_no_request_that_did_not_ask_for_it() -> None:
     rig.run()
     rig.encodes_at_once = False
     rig.add("remote", 20, leg=Leg.DECODE, spans=[image("b", 0, 4)], max_tokens=3)
-    rig.add("here", 20, spans=[image("b", 0, 4)], max_tokens=3)
-    rig.step()
+    rig.begin("here", 20, spans=[image("b", 0, 4)], max_tokens=3)
     rig.runner.encoder.unusable["b"] = "no memory"
     rig.encode("b")
     rig.run()
@@ -229,8 +220,7 @@ def test_a_preempted_request_has_its_images_encoded_again_if_they_are_gone(mode:
 
 def test_a_prefill_leg_with_images_offers_its_blocks() -> None:
     rig = ImageRig(max_num_batched_tokens=8)
-    rig.add("p", 20, leg=Leg.PREFILL, spans=[image("a", 6, 7)], max_tokens=3)
-    rig.step()
+    rig.begin("p", 20, leg=Leg.PREFILL, spans=[image("a", 6, 7)], max_tokens=3)
     rig.encode("a")
     rig.run()
     assert rig.reason("p") is Outcome.HANDED_OFF

@@ -26,8 +26,7 @@ def test_only_blocks_with_the_same_rows_are_found(rig: EngineRig) -> None:
 def test_a_preempted_decode_leg_computes_its_rows_again() -> None:
     rig = EngineRig(num_blocks=8)
     rig.add("old", 8, max_tokens=16)
-    rig.add("d", TOKENS[:8], spans=SPANS[:1], leg=Leg.DECODE, max_tokens=16)
-    rig.step()
+    rig.begin("d", TOKENS[:8], spans=SPANS[:1], leg=Leg.DECODE, max_tokens=16)
     rig.complete_transfer("d")
     rig.run()
     assert rig.requests["d"].num_preemptions >= 1
@@ -38,8 +37,7 @@ def test_a_failed_load_computes_its_rows_here() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     rig.add("warm", TOKENS[:9], spans=SPANS[:1], max_tokens=1)
     rig.run()
-    rig.add("d", TOKENS, spans=SPANS, leg=Leg.DECODE, max_tokens=6)
-    rig.step()
+    rig.begin("d", TOKENS, spans=SPANS, leg=Leg.DECODE, max_tokens=6)
     rig.transfer(failed={"d": "peer gone"})
     rig.run_right("d")
     assert rig.requests["d"].num_cached_tokens == 8

@@ -102,8 +102,7 @@ def test_a_refusal_that_was_not_taken_comes_with_the_next_step() -> None:
 
 def test_a_failed_request_ends_alone(rig: EngineRig) -> None:
     rig.add("bad", 8, max_tokens=5)
-    rig.add("good", PROMPT, max_tokens=10)
-    rig.step()
+    rig.begin("good", PROMPT, max_tokens=10)
     rig.runner.failures["bad"] = "non-finite logits"
     rig.step()
     assert (rig.reason("bad"), rig.ends["bad"].error) == (Outcome.ERROR, "non-finite logits")
@@ -124,8 +123,7 @@ def test_a_runner_that_raises_fails_the_step_and_not_the_engine() -> None:
     rig = EngineRig(max_num_seqs=2)
     rig.add("a", 8, max_tokens=5)
     rig.add("b", 8, max_tokens=5)
-    rig.add("waits", PROMPT, max_tokens=10)
-    rig.step()
+    rig.begin("waits", PROMPT, max_tokens=10)
     rig.runner.raise_next = RuntimeError("device lost")
     rig.step()
     assert rig.ends["a"].error == rig.ends["b"].error == "the runner failed: RuntimeError('device lost')"

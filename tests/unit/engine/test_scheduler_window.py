@@ -46,8 +46,7 @@ def test_a_long_sequence_holds_no_more_than_its_window() -> None:
 
 def test_blocks_are_freed_once_the_last_query_that_sees_them_is_computed() -> None:
     rig = EngineRig(windows=(5,))
-    rig.add("one", 8, max_tokens=8)
-    rig.step()
+    rig.begin("one", 8, max_tokens=8)
     # 8 tokens are computed; the next query, at 8, sees 4 to 8.
     assert rig.scheduler.kv_cache_manager.block_ids("one")[:1] == [0]
     assert held(rig) == 1
@@ -57,8 +56,7 @@ def test_blocks_are_freed_once_the_last_query_that_sees_them_is_computed() -> No
 def test_blocks_of_prompts_are_freed_chunk_by_chunk_and_stay_cached() -> None:
     rig = EngineRig(windows=(5,), max_num_batched_tokens=8)
     prompt = list(range(100, 132))
-    rig.add("first", prompt, max_tokens=1)
-    rig.step()
+    rig.begin("first", prompt, max_tokens=1)
     assert held(rig) == 32 // 4 - 1, "one block of the first chunk is out of sight of the next"
     rig.run()
     rig.add("again", prompt, max_tokens=1)
@@ -101,8 +99,7 @@ def test_a_prefill_leg_keeps_the_blocks_that_it_offers(length: int) -> None:
 @pytest.mark.parametrize("windows", [(4,), (None, 4)], ids=["alone", "mixed"])
 def test_a_prefill_leg_offers_the_blocks_that_a_continuation_sees(windows: tuple[int | None, ...]) -> None:
     rig = EngineRig(windows=windows, max_num_batched_tokens=8)
-    rig.add("offered", 16, leg=Leg.PREFILL, max_tokens=4)
-    rig.step()
+    rig.begin("offered", 16, leg=Leg.PREFILL, max_tokens=4)
     rig.check_offered("offered", *rig.connector.offers["offered"])
     assert held(rig) == 4 * len(windows) - 1, "the first stripe is out of the window's sight"
     rig.run()
@@ -118,8 +115,7 @@ def test_a_prefill_leg_offers_the_blocks_that_a_continuation_sees(windows: tuple
 @pytest.mark.parametrize(("windows", "reserved"), [((6,), 2 + 1), ((None, 6), 5 + 1 + 2 + 1)], ids=["alone", "mixed"])
 def test_a_decode_leg_loads_only_the_blocks_that_it_sees(windows: tuple[int | None, ...], reserved: int) -> None:
     rig = EngineRig(windows=windows)
-    rig.add("taken", 20, leg=Leg.DECODE, max_tokens=12)
-    rig.step()
+    rig.begin("taken", 20, leg=Leg.DECODE, max_tokens=12)
     load = rig.connector.loads["taken"]
     # The query at 19 sees 14 to 19, in stripes 3 and 4.
     of_window = load.block_ids[len(windows) - 1 :: len(windows)]
@@ -131,8 +127,7 @@ def test_a_decode_leg_loads_only_the_blocks_that_it_sees(windows: tuple[int | No
 
 def test_an_aborted_load_quarantines_the_blocks_that_it_was_to_fill() -> None:
     rig = EngineRig(windows=(None, 6))
-    rig.add("taken", 20, leg=Leg.DECODE, max_tokens=12)
-    rig.step()
+    rig.begin("taken", 20, leg=Leg.DECODE, max_tokens=12)
     rig.abort("taken")
     assert rig.scheduler.make_stats().quarantined_blocks == 5 + 2
     rig.transfer(released=["taken"])
@@ -384,8 +379,7 @@ def test_sequences_keep_their_shared_prompt_until_all_run(many: dict[str, Any]) 
 def test_sequences_free_their_shared_prompt_once_all_run(many: dict[str, Any]) -> None:
     rig = EngineRig(windows=(5,))
     rig.add("r", 40, max_tokens=30, **many)
-    for _ in range(20):
-        rig.step()
+    rig.steps(20)
     # Each of three sees 5 keys in at most 3 blocks, and a beam's successors keep what it had for a step.
     assert held(rig) <= 2 * 3 * 3
     rig.run()
@@ -422,8 +416,7 @@ def test_a_swapped_table_returns_with_the_same_null_blocks() -> None:
 
 def test_a_prefix_that_lacks_blocks_is_not_shared() -> None:
     rig = EngineRig(windows=(None, 4))
-    rig.add("r", 12, max_tokens=4)
-    rig.step()
+    rig.begin("r", 12, max_tokens=4)
     manager = rig.scheduler.kv_cache_manager
     assert manager.block_ids("r")[1::2][:2] == [0, 0], "the next query, at 12, sees 9 to 12"
     assert manager.shared_prefix("r", 8) is None

@@ -16,8 +16,7 @@ STARTS_OVER = LongSequences(MOST_SHORT, starts_over=True)
 @pytest.mark.parametrize("num_prompt_tokens", [MOST_SHORT - 1, MOST_SHORT])
 def test_a_decode_leg_computes_its_prompt_again_once_it_is_long(num_prompt_tokens: int) -> None:
     rig = EngineRig(long_sequences=STARTS_OVER)
-    request = rig.add("d", num_prompt_tokens, leg=Leg.DECODE, max_tokens=6)
-    rig.step()
+    request = rig.begin("d", num_prompt_tokens, leg=Leg.DECODE, max_tokens=6)
     rig.complete_transfer("d")
     if num_prompt_tokens < MOST_SHORT:
         rig.step()

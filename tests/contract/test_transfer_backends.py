@@ -11,7 +11,7 @@ import ctypes
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Protocol
 
@@ -204,30 +204,25 @@ def wait_until_lost(backend: TransferBackend, handle: ReadHandle) -> None:
 # Bytes
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_choice_of_blocks_arrives_where_it_belongs(
-    rig: Rig, receiver: TransferBackend, sender: AnySender, seed: int
-) -> None:
+def some_blocks(seed: int) -> tuple[Sequence[int], Sequence[int]]:
     rng = Random(seed)
     count = rng.randrange(1, NUM_BLOCKS)
-    local, remote = rng.sample(range(NUM_BLOCKS), count), rng.sample(range(NUM_BLOCKS), count)
+    return rng.sample(range(NUM_BLOCKS), count), rng.sample(range(NUM_BLOCKS), count)
+
+
+@pytest.mark.parametrize(
+    ("local", "remote"),
+    [*map(some_blocks, range(4)), ([4, 9], [7, 7]), (range(NUM_BLOCKS), range(NUM_BLOCKS))],
+    ids=["0", "1", "2", "3", "to two places", "one range"],
+)
+def test_any_choice_of_blocks_arrives_where_it_belongs(
+    rig: Rig, receiver: TransferBackend, sender: AnySender, local: Sequence[int], remote: Sequence[int]
+) -> None:
     wait_until_done(receiver, receiver.post_read(sender.memory.incarnation, coalesce(local, remote)))
     expected = dict(zip(local, remote, strict=True))
     for index in range(NUM_BLOCKS):
         want = pattern(expected[index], 1, BLOCK_BYTES) if index in expected else bytes(BLOCK_BYTES)
         assert rig.block(index) == want, f"block {index}"
-
-
-def test_the_same_remote_block_may_go_to_two_places(rig: Rig, receiver: TransferBackend, sender: AnySender) -> None:
-    wait_until_done(receiver, receiver.post_read(sender.memory.incarnation, coalesce([4, 9], [7, 7])))
-    assert rig.block(4) == rig.block(9) == pattern(7, 1, BLOCK_BYTES)
-
-
-def test_neighbours_on_both_sides_move_as_one_range(rig: Rig, receiver: TransferBackend, sender: AnySender) -> None:
-    ranges = coalesce(range(NUM_BLOCKS), range(NUM_BLOCKS))
-    assert ranges == [ReadRange(0, 0, NUM_BLOCKS)]
-    wait_until_done(receiver, receiver.post_read(sender.memory.incarnation, ranges))
-    assert all(rig.block(i) == pattern(i, 1, BLOCK_BYTES) for i in range(NUM_BLOCKS))
 
 
 def test_many_concurrent_reads_can_be_polled_in_any_order(
@@ -518,22 +513,6 @@ def attach(mover: Mover, events: MoverEvents, sender: AnySender) -> str:
     name = sender.memory.incarnation
     assert events.next() == Connected(name)
     return name
-
-
-def test_the_mover_reads_in_pieces_and_answers_once(
-    rig: Rig, mover: Mover, events: MoverEvents, shared_sender: AnySender
-) -> None:
-    name = attach(mover, events, shared_sender)
-    order = list(range(NUM_BLOCKS))
-    Random(3).shuffle(order)
-    third = NUM_BLOCKS // 3
-    for read_id in range(3):
-        mine = slice(read_id * third, (read_id + 1) * third)
-        mover.read(read_id, name, coalesce(range(NUM_BLOCKS)[mine], order[mine]))
-    answers = [events.next_of(ReadDone) for _ in range(3)]
-    assert {answer.read_id: answer.num_bytes for answer in answers} == dict.fromkeys(range(3), third * BLOCK_BYTES)
-    assert all(rig.block(i) == pattern(remote, 1, BLOCK_BYTES) for i, remote in enumerate(order))
-    assert mover.figures.reads_in_flight == 0
 
 
 def test_the_mover_reports_a_killed_peer(rig: Rig, mover: Mover, events: MoverEvents, shared_sender: AnySender) -> None:

@@ -14,14 +14,6 @@ from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig, prompt_of
 
 
-def test_a_request_runs_to_its_length(rig: EngineRig) -> None:
-    rig.add("r", 10, max_tokens=5)
-    rig.run_right("r")
-    assert rig.reason("r") is Outcome.LENGTH
-    assert not rig.scheduler.has_requests()
-    assert rig.scheduler.kv_cache_manager.pool.accounts().owned == 0
-
-
 def test_tokens_do_not_depend_on_batch_chunks_or_cache() -> None:
     rig = EngineRig(max_num_batched_tokens=9, long_prefill_token_threshold=5)
     shared = prompt_of(17)

@@ -31,20 +31,14 @@ def decided_with(rig: EngineRig, drafts: Mapping[str, Sequence[int]]) -> Schedul
     return rig.scheduler.schedule()
 
 
-def test_right_drafts_are_tokens_of_one_step(rig: EngineRig) -> None:
+@pytest.mark.parametrize("num_right", [0, 2, 5])
+def test_drafts_up_to_the_first_wrong_one_are_tokens_of_one_step(rig: EngineRig, num_right: int) -> None:
     rig.begin("r", 6, max_tokens=20)
-    step_with(rig, {"r": to_come(rig, "r", 5)})
-    assert rig.tokens["r"] == rig.expected("r", 7)
+    right = to_come(rig, "r", 5)
+    step_with(rig, {"r": [*right[:num_right], *(token_id + 1 for token_id in right[num_right:])]})
+    assert rig.tokens["r"] == rig.expected("r", 1 + num_right + 1)
     rig.run_right("r")
     assert rig.reason("r") is Outcome.LENGTH
-
-
-def test_the_first_wrong_draft_ends_what_stands(rig: EngineRig) -> None:
-    rig.begin("r", 6, max_tokens=20)
-    right = to_come(rig, "r", 6)
-    step_with(rig, {"r": [*right[:2], right[2] + 1, *right[3:]]})
-    assert rig.tokens["r"] == rig.expected("r", 4)
-    rig.run_right("r")
 
 
 def test_drafts_count_by_position(rig: EngineRig) -> None:

@@ -56,6 +56,12 @@ async def adapter_reports(rig: NodeRig, port: Port) -> list[AdapterReport]:
     return [report.adapters for report in await queued_reports(port) if report.adapters is not None]
 
 
+def end_load(rig: NodeRig, digest: str) -> None:
+    """Let the adapter that is being loaded be in the runner's memory."""
+    rig.runner.adapters.load(Path("/"), digest)
+    rig.adapters.end_load()
+
+
 def outcomes(of: list[RequestDelta]) -> dict[str, Outcome | None]:
     return {delta.attempt.request_id: delta.outcome for delta in of if delta.outcome is not None}
 
@@ -69,8 +75,7 @@ async def test_a_request_is_computed_with_its_adapter_once_that_is_loaded(rig: N
     assert (load.digest, load.directory) == (A, "/a")
     got = await deltas(port)
     assert outcomes(got) == {"other": Outcome.LENGTH}, "others go on while it is loaded"
-    rig.runner.adapters.load(Path("/a"), A)
-    rig.adapters.end_load()
+    end_load(rig, A)
     rig.driver.run()
     assert tokens(await deltas(port)) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB, adapter=A)
     assert [row.state for row in rig.service.report().adapters] == ["loaded", "acknowledged"]
@@ -143,8 +148,7 @@ async def test_a_load_that_takes_too_long_fails_its_requests_and_the_adapter_sta
     (end,) = await deltas(port)
     assert end.outcome is Outcome.ADAPTER_UNAVAILABLE
     assert "for too long" in end.error
-    rig.runner.adapters.load(Path("/a"), A)
-    rig.adapters.end_load()
+    end_load(rig, A)
     rig.submit(port, OTHER, adapter=A)
     rig.driver.run()
     assert outcomes(await deltas(port)) == {"other": Outcome.LENGTH}
@@ -158,15 +162,13 @@ async def test_the_least_recently_wanted_adapter_leaves_memory_when_its_requests
         rig.submit(port, AttemptKey(f"r{number}", 1, 1), adapter=digest)
     rig.driver.run()
     for _ in range(2):
-        rig.runner.adapters.load(Path("/"), rig.adapters.loads[0].digest)
-        rig.adapters.end_load()
+        end_load(rig, rig.adapters.loads[0].digest)
     assert not rig.adapters.loads, "both in memory are in use"
     rig.driver.run()
     assert outcomes(await deltas(port)) == {"r0": Outcome.LENGTH, "r1": Outcome.LENGTH}
     assert [load.digest for load in rig.adapters.loads] == [C]
     assert set(rig.runner.adapters.loaded) == {B}, "A was unloaded to make room"
-    rig.runner.adapters.load(Path("/c"), C)
-    rig.adapters.end_load()
+    end_load(rig, C)
     rig.driver.run()
     assert outcomes(await deltas(port)) == {"r2": Outcome.LENGTH}
 
@@ -177,8 +179,7 @@ async def test_an_adapter_that_has_lost_its_name_leaves_memory_and_running_reque
     await acknowledged(rig, port, A)
     rig.submit(port, adapter=A)
     rig.driver.run()
-    rig.runner.adapters.load(Path("/a"), A)
-    rig.adapters.end_load()
+    end_load(rig, A)
     rig.driver.turn()
     port.receive(sources())
     rig.driver.turn()
@@ -192,8 +193,7 @@ async def test_a_decode_leg_and_a_bad_digest(rig: NodeRig, port: Port) -> None:
     await acknowledged(rig, port, A)
     port.receive(submit(leg=Leg.DECODE, kv_source=SOURCE, adapter=A))
     rig.driver.run()
-    rig.runner.adapters.load(Path("/a"), A)
-    rig.adapters.end_load()
+    end_load(rig, A)
     rig.driver.run()
     assert not await deltas(port)
     rig.submit(port, OTHER, adapter="../etc")

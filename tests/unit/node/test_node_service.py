@@ -67,6 +67,8 @@ from tests.support.node_rig import (
 )
 from tests.support.virtual_time import LoopClock, run_virtually
 
+PARAMS = SamplingParams(temperature=0.0, seed=3, max_tokens=4)
+
 
 async def test_a_request_ends_once_and_leaves_nothing(rig: NodeRig, port: Port) -> None:
     rig.submit(port)
@@ -136,14 +138,15 @@ def test_a_full_step_log_returns_the_steps_that_it_still_has() -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
-async def test_an_abort_ends_it_and_tells_the_role(rig: NodeRig, port: Port, turns: int) -> None:
-    rig.submit(port)
-    for _ in range(turns):
-        rig.driver.turn()
+@pytest.mark.parametrize("beams", [{}, {"max_tokens": 50, "n": 2, "beam_width": 3}], ids=["plain", "beams"])
+async def test_an_abort_ends_it_and_tells_the_role(rig: NodeRig, port: Port, turns: int, beams: dict[str, Any]) -> None:
+    rig.submit(port, sampling_params=replace(PARAMS, **beams))
+    rig.driver.turns(turns)
     port.receive(Abort(KEY, "client left"))
     rig.driver.run()
     assert (await deltas(port))[-1].outcome is Outcome.ABORTED
     assert rig.role.aborted == [KEY]
+    assert not rig.scheduler.requests
     await rig.check_idle(port)
 
 
@@ -186,8 +189,7 @@ async def test_an_attempt_of_several_sequences_ends_with_the_last_of_them() -> N
 
 async def test_one_sequence_or_all_are_aborted(rig: NodeRig, port: Port) -> None:
     port.receive(several(3))
-    for _ in range(3):
-        rig.driver.turn()
+    rig.driver.turns(3)
     port.receive(Abort(KEY, "its text is over", 0))
     rig.driver.turn()
     assert KEY in rig.service.running_for(port)
@@ -215,17 +217,6 @@ async def test_a_beam_search_is_reported_as_its_best_sequences(rig: NodeRig, por
     ]
     assert {delta.outcome for delta in got} == {Outcome.LENGTH}
     assert {event.attempt for event in rig.log.after(0)} == {KEY}
-    await rig.check_idle(port)
-
-
-async def test_an_aborted_beam_search_is_over(rig: NodeRig, port: Port) -> None:
-    port.receive(submit(sampling_params=SamplingParams(temperature=0.0, max_tokens=50, n=2, beam_width=3)))
-    for _ in range(4):
-        rig.driver.turn()
-    port.receive(Abort(KEY, "client left"))
-    rig.driver.run()
-    assert [delta.outcome for delta in await deltas(port)] == [Outcome.ABORTED]
-    assert not rig.scheduler.requests
     await rig.check_idle(port)
 
 
@@ -478,12 +469,12 @@ async def test_a_submit_that_comes_twice_runs_once_and_stays_abortable() -> None
     assert not rig.scheduler.requests
 
 
-async def test_a_router_can_not_abort_or_submit_the_attempt_of_another() -> None:
-    rig = NodeRig()
+async def test_a_router_can_not_abort_or_submit_the_attempt_of_another(rig: NodeRig) -> None:
     owner, stranger = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.submit(owner)
     rig.driver.turn()
     rig.submit(stranger)
+    assert [delta.outcome for delta in await deltas(stranger)] == [Outcome.ERROR]
     stranger.receive(Abort(KEY, "not mine"))
     stranger.close()
     rig.driver.run()
@@ -491,18 +482,7 @@ async def test_a_router_can_not_abort_or_submit_the_attempt_of_another() -> None
     assert rig.role.aborted == []
 
 
-async def test_a_router_that_submits_the_attempt_of_another_is_told_so() -> None:
-    rig = NodeRig()
-    owner, stranger = rig.service.open_port("router-0"), rig.service.open_port("router-1")
-    rig.submit(owner)
-    rig.submit(stranger)
-    assert [delta.outcome for delta in await deltas(stranger)] == [Outcome.ERROR]
-    rig.driver.run()
-    assert (await deltas(owner))[-1].outcome is Outcome.LENGTH
-
-
-async def test_attempts_of_a_router_that_detaches_are_aborted_without_a_grace() -> None:
-    rig = NodeRig()
+async def test_attempts_of_a_router_that_detaches_are_aborted_without_a_grace(rig: NodeRig) -> None:
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.submit(port)
     stays = AttemptKey("stays", 1, 9)
@@ -519,8 +499,7 @@ async def test_attempts_of_a_router_that_detaches_are_aborted_without_a_grace() 
     await rig.service.draining.wait_idle()
 
 
-async def test_a_router_that_does_not_read_is_cut_off_alone() -> None:
-    rig = NodeRig()
+async def test_a_router_that_does_not_read_is_cut_off_alone(rig: NodeRig) -> None:
     slow, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.submit(slow)
     rig.driver.turn()
@@ -534,7 +513,6 @@ async def test_a_router_that_does_not_read_is_cut_off_alone() -> None:
     assert [report async for report in slow.reports()], "what was queued is still to be had"
 
 
-PARAMS = SamplingParams(temperature=0.0, seed=3, max_tokens=4)
 STOPS_AT_9 = replace(PARAMS, stop_token_ids=frozenset({9}))
 BAD = [
     ("prompt", {"prompt_token_ids": ()}),

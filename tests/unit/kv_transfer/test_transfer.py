@@ -1,4 +1,4 @@
-"""The reader's transfers: every transition, cases one by one, and messages of a peer that must do no harm.
+"""The reader's transfers: what their table never allows, cases one by one, and messages of a peer that must do no harm.
 
 Cases are in transfer_cases.txt, digested_transfer_cases.txt, which are about digests, and kept_block_cases.txt, about
 blocks that stay valid when a transfer fails. A line is what happens, and behind `->` all that the book does about it.
@@ -27,7 +27,6 @@ from random import Random
 import pytest
 
 from baton.errors import TransferCause
-from baton.machine import Machine
 from baton.messages.ids import AttemptKey, Peer
 from kv_transfer.backends.base import check_ranges
 from kv_transfer.link.link_messages import (
@@ -52,7 +51,6 @@ from kv_transfer.receiver.transfer_values import (
     TransferState,
 )
 from tests.support.conversation import lines, numbers, read_cases, replay, told
-from tests.support.transitions import check_pair, every_pair, row
 
 A = AttemptKey("a", 1)
 SOURCE = Peer("p0", "p0.x", "host:1")
@@ -164,27 +162,6 @@ class Reader:
 @pytest.fixture
 def book() -> TransferBook:
     return TransferBook(max_quarantined_blocks=4)
-
-
-PATHS: dict[TransferState, list[TransferEvent]] = {
-    S.PLANNED: [],
-    S.RESERVED: [E.SUBSCRIBED],
-    S.READING: [E.SUBSCRIBED, E.OFFER],
-    S.CONFIRMING: [E.SUBSCRIBED, E.OFFER, E.ALL_READ],
-    S.QUARANTINED: [E.SUBSCRIBED, E.OFFER, E.FAIL_READING],
-    S.ARRIVED: [E.SUBSCRIBED, E.OFFER, E.ALL_READ, E.HELD],
-    S.FAILED: [E.FAIL],
-    S.ABANDONED: [E.ABANDON],
-}
-
-
-@every_pair(S, E)
-def test_every_pair_moves_as_the_table_says_or_changes_nothing(state: TransferState, event: TransferEvent) -> None:
-    machine = Machine("transfer", S.PLANNED, TRANSFER_TABLE)
-    for step in PATHS[state]:
-        machine.feed(step)
-    assert machine.state is state
-    check_pair(machine.feed, lambda: machine.state, event, row(TRANSFER_TABLE, state))
 
 
 def test_the_one_way_to_arrive_is_a_confirmed_lease() -> None:

@@ -10,6 +10,7 @@ from baton.engine.batch import ModelRunnerOutput
 from baton.engine.request import Request, RequestStatus
 from baton.errors import ConfigError, DuplicateRequest
 from baton.messages.node import Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig, prompt_of
 
@@ -190,9 +191,9 @@ def test_prefix_cache_can_be_reset_when_idle_only(rig: EngineRig) -> None:
 def test_a_live_id_can_not_be_used_again(rig: EngineRig) -> None:
     rig.add("r", 4, max_tokens=1)
     with pytest.raises(DuplicateRequest, match="request r is here already"):
-        rig.scheduler.add_request(Request("r", [1], SamplingParams()))
+        rig.scheduler.add_request(Request("r", RequestSpec([1], SamplingParams())))
     rig.run()
-    rig.scheduler.add_request(Request("r", [1], SamplingParams()))
+    rig.scheduler.add_request(Request("r", RequestSpec([1], SamplingParams())))
     assert rig.scheduler.get_request_counts() == (0, 1)
 
 
@@ -225,7 +226,7 @@ def test_results_for_requests_that_ended_meanwhile_are_skipped_and_counted(rig: 
     output = rig.scheduler.schedule()
     computed = rig.runner.execute_model(output)
     rig.abort("gone")
-    rig.scheduler.add_request(Request("gone", [1, 2], SamplingParams()))
+    rig.scheduler.add_request(Request("gone", RequestSpec([1, 2], SamplingParams())))
     sampled = {**computed.sampled_token_ids, "stranger": [1]}
     outputs = rig.commit(output, ModelRunnerOutput(sampled))
     assert [one.request_id for one in outputs] == ["stays"]

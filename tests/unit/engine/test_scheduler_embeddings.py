@@ -7,6 +7,7 @@ import pytest
 from baton.engine.batch import ModelRunnerOutput
 from baton.engine.request import Request
 from baton.messages.node import Leg, Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from tests.doubles.fake_runner import expected_embedding
 from tests.support.engine_rig import EngineRig, prompt_of
@@ -97,4 +98,4 @@ def test_an_embedding_that_the_runner_does_not_return_fails_alone(rig: EngineRig
 @pytest.mark.parametrize("changes", [{"n": 2}, {"beam_width": 2}])
 def test_an_embedding_request_has_one_sequence_and_no_output_tokens(changes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="an embedding leg has a prompt"):
-        Request("e", [1], SamplingParams(**changes), leg=Leg.EMBED)  # type: ignore[arg-type]
+        Request("e", RequestSpec([1], SamplingParams(**changes)), leg=Leg.EMBED)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import pytest
 
 from baton.engine.request import Request
 from baton.messages.node import Leg, Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig
 
@@ -74,4 +75,4 @@ def test_given_output_that_leaves_no_room_is_refused() -> None:
 @pytest.mark.parametrize("params", [SamplingParams(n=2), SamplingParams(beam_width=2)])
 def test_requests_of_several_sequences_refuse_given_output(params: SamplingParams) -> None:
     with pytest.raises(ValueError, match="one sequence"):
-        Request("r", [1, 2], params, output_token_ids=[3])
+        Request("r", RequestSpec([1, 2], params), output_token_ids=[3])

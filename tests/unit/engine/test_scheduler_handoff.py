@@ -11,6 +11,7 @@ from baton.engine.connector import ArrivedKV, ExternalTokens, KVTransferOutput
 from baton.engine.request import Request, RequestStatus
 from baton.errors import DuplicateRequest, TransferCause
 from baton.messages.node import Leg, Outcome
+from baton.messages.request_spec import RequestSpec
 from tests.doubles.fake_connector import FakeConnector
 from tests.doubles.fake_runner import prompt_slots
 from tests.support.engine_rig import EngineRig, prompt_of
@@ -54,7 +55,7 @@ def test_leased_blocks_stay_until_released_and_can_be_found_meanwhile() -> None:
     stats = rig.scheduler.make_stats()
     assert (stats.leased_blocks, stats.free_blocks) == (5, 5)
     with pytest.raises(DuplicateRequest):
-        rig.scheduler.add_request(Request("p", [1], rig.requests["p"].sampling_params))
+        rig.scheduler.add_request(Request("p", RequestSpec([1], rig.requests["p"].sampling_params)))
     rig.begin("other", 30, max_tokens=1)
     assert rig.requests["other"].status is RequestStatus.WAITING, "leased blocks are not available"
     rig.add("same", [*rig.requests["p"].prompt_token_ids, 1], max_tokens=1)
@@ -299,7 +300,7 @@ def test_quarantined_blocks_are_not_allocated_until_released() -> None:
     rig.abort("d")
     assert rig.scheduler.make_stats().quarantined_blocks == 3
     with pytest.raises(DuplicateRequest):
-        rig.scheduler.add_request(Request("d", [1], rig.requests["d"].sampling_params))
+        rig.scheduler.add_request(Request("d", RequestSpec([1], rig.requests["d"].sampling_params)))
     rig.add("other", 15, max_tokens=2)
     rig.begin("too big", 20, max_tokens=2)
     rig.runner.write_slots(load.block_ids, [0xDEAD] * 12)
@@ -393,7 +394,7 @@ def test_external_tokens_that_do_not_complete_the_prompt_fail_the_request() -> N
     rig.add("d", 10, leg=Leg.DECODE)
     (end,) = rig.step()
     assert end.outcome is Outcome.KV_LOST
-    assert "does not complete a prompt" in (end.error or "")
+    assert "does not complete a prompt" in str(end.error)
     assert rig.scheduler.make_stats().free_blocks == 64
 
 
@@ -414,7 +415,7 @@ def test_a_connector_that_raises_fails_its_request_and_not_the_engine(
     rig.add("good", 6, max_tokens=3)
     rig.run()
     assert rig.reason("bad") is (Outcome.KV_LOST if leg is Leg.DECODE else Outcome.ERROR)
-    assert f"the test made {method} fail" in (rig.ends["bad"].error or "")
+    assert f"the test made {method} fail" in str(rig.ends["bad"].error)
     assert rig.tokens["good"] == rig.expected("good", 3)
     assert rig.scheduler.make_stats().quarantined_blocks == held, "a load may have begun before it raised"
     assert rig.scheduler.counters.num_connector_errors == 1

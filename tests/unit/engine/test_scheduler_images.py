@@ -143,7 +143,7 @@ def test_an_image_that_can_not_be_used_ends_all_that_need_it_and_nobody_else() -
     rig.encode("bad")
     rig.run()
     assert rig.reason("r") is rig.reason("s") is Outcome.INVALID
-    assert "can't be decoded" in (rig.ends["r"].error or "")
+    assert "can't be decoded" in str(rig.ends["r"].error)
     assert rig.tokens["t"] == rig.expected("t", 3)
 
 
@@ -151,7 +151,7 @@ def test_an_image_that_is_too_large_for_the_cache_is_refused_at_once() -> None:
     rig = ImageRig(num_encoder_rows=8)
     rig.add("r", 20, spans=[image("a", 2, 9)], max_tokens=3)
     assert rig.reason("r") is Outcome.INVALID
-    assert "more rows than the 8" in (rig.ends["r"].error or "")
+    assert "more rows than the 8" in str(rig.ends["r"].error)
     assert not rig.core.has_work()
 
 

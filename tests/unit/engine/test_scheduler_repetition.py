@@ -12,6 +12,7 @@ from baton.engine.constraints import RepetitionDetector
 from baton.engine.request import Request
 from baton.errors import InvalidRequest
 from baton.messages.node import Leg, Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import MAX_PATTERN_SIZE, RepetitionDetection, SamplingParams
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 
@@ -84,7 +85,9 @@ def test_an_output_that_repeats_itself_ends_with_an_error(rig: EngineRig) -> Non
 @pytest.mark.parametrize("given", range(1, END))
 def test_a_continued_output_ends_at_the_same_token(rig: EngineRig, given: int) -> None:
     request = Request(
-        "r", prompt_of(6), SamplingParams(max_tokens=14, repetition_detection=RULE), output_token_ids=TOKENS[:given]
+        "r",
+        RequestSpec(prompt_of(6), SamplingParams(max_tokens=14, repetition_detection=RULE)),
+        output_token_ids=TOKENS[:given],
     )
     rig.scheduler.add_request(request)
     rig.tokens["r"] = TOKENS[:given]
@@ -97,7 +100,7 @@ def test_a_decode_leg_ends_at_the_same_token(rig: EngineRig, given: int) -> None
     params = SamplingParams(max_tokens=14, repetition_detection=RULE)
     output = TOKENS[: given - 1]
     rig.scheduler.add_request(
-        Request("r", prompt_of(6), params, leg=Leg.DECODE, kv_source=SOURCE, output_token_ids=output)
+        Request("r", RequestSpec(prompt_of(6), params), leg=Leg.DECODE, kv_source=SOURCE, output_token_ids=output)
     )
     rig.tokens["r"] = [*output]
     rig.step()
@@ -108,7 +111,9 @@ def test_a_decode_leg_ends_at_the_same_token(rig: EngineRig, given: int) -> None
 
 def test_the_first_token_of_a_prefill_leg_may_complete_a_repetition(rig: EngineRig) -> None:
     params = SamplingParams(max_tokens=14, repetition_detection=RULE)
-    rig.scheduler.add_request(Request("r", prompt_of(6), params, leg=Leg.PREFILL, output_token_ids=TOKENS[: END - 1]))
+    rig.scheduler.add_request(
+        Request("r", RequestSpec(prompt_of(6), params), leg=Leg.PREFILL, output_token_ids=TOKENS[: END - 1])
+    )
     rig.tokens["r"] = TOKENS[: END - 1]
     drive(rig)
     assert rig.tokens["r"] == TOKENS[:END]

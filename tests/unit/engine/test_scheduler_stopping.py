@@ -9,6 +9,7 @@ import pytest
 from baton.engine.batch import ModelRunnerOutput
 from baton.engine.request import Request
 from baton.messages.node import Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from tests.support.engine_rig import EngineRig, prompt_of
 
@@ -85,7 +86,7 @@ def test_a_prompt_that_never_fits_is_refused_at_once(num_tokens: int, refused: b
         assert rig.reason("huge") is Outcome.IGNORED, "before any step"
     rig.step()
     if refused:
-        assert f"a prompt of {num_tokens} tokens leaves no room" in (rig.ends["huge"].error or "")
+        assert f"a prompt of {num_tokens} tokens leaves no room" in str(rig.ends["huge"].error)
         assert rig.reason("small") is Outcome.LENGTH, "nobody waits behind it"
     else:
         assert rig.tokens["huge"] == rig.expected("huge", 1)
@@ -93,7 +94,7 @@ def test_a_prompt_that_never_fits_is_refused_at_once(num_tokens: int, refused: b
 
 def test_a_refusal_that_was_not_taken_comes_with_the_next_step() -> None:
     rig = EngineRig(num_blocks=3)
-    rig.scheduler.add_request(Request("huge", list(range(40)), SamplingParams()))
+    rig.scheduler.add_request(Request("huge", RequestSpec(list(range(40)), SamplingParams())))
     assert rig.core.has_work()
     (outputs,) = rig.core.step().values()
     assert [output.outcome for output in outputs] == [Outcome.IGNORED]

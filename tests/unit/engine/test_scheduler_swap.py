@@ -13,6 +13,7 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
 from baton.messages.node import Leg, Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, load
 from baton.runner.simulated import expected_tokens
@@ -197,7 +198,7 @@ PROMPTS = {f"r{number}": prompt_of(20 + 3 * number, number) for number in range(
 def generate(core: EngineCore, params: SamplingParams) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {name: [] for name in PROMPTS}
     for name, prompt in PROMPTS.items():
-        core.scheduler.add_request(Request(name, [token % 256 for token in prompt], params))
+        core.scheduler.add_request(Request(name, RequestSpec([token % 256 for token in prompt], params)))
     while core.has_work():
         for batch in core.step().values():
             for output in batch:

@@ -235,12 +235,12 @@ def test_an_invalid_sequence_makes_the_whole_request_invalid(rig: EngineRig) -> 
     rig.begin("r", 6, n=3, max_tokens=50)
     rig.step()
     decided = rig.scheduler.schedule()
-    failed = {"r~1": "json_schema: too complex"}
-    result = replace(rig.runner.execute_model(decided), failed=failed, invalid=frozenset(failed))
+    failed = {"r~1": InvalidRequest("json_schema", "too complex")}
+    result = replace(rig.runner.execute_model(decided), failed=failed)
     told = rig.scheduler.update_from_output(decided, result)
     ends = {name_of(end): end for outputs in told.values() for end in outputs if end.outcome}
     assert {name: ends[name].outcome for name in names(3)} == dict.fromkeys(names(3), Outcome.INVALID)
-    assert {end.error for end in ends.values()} == {"json_schema: too complex"}
+    assert {str(end.error) for end in ends.values()} == {"json_schema: too complex"}
 
 
 def test_a_transferred_prompt_serves_all_sequences() -> None:

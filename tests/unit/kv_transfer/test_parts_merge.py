@@ -368,6 +368,15 @@ def test_a_sub_block_is_digested_when_all_pairs_that_bring_some_of_it_have_deliv
     assert said(rig.digested(2, {21: 7})) == [BlocksDigested(1, {21: 9})]
 
 
+def test_a_pair_that_brings_everything_is_asked_for_all_digests() -> None:
+    rig = Rig([range(6)], [range(6)])
+    (sub,) = rig.read(ranges=[ReadRange(10, 0, 2), ReadRange(15, 4, 1)], to_digest=[20, 21, 31], parts=2)
+    assert sorted(sub.to_digest) == [20, 21, 31]
+    assert said(rig.done(0)) == [ReadDone(1, 10, 0.5, 1.0, 3)]
+    assert said(rig.digested(0, {20: 1, 31: 2})) == [BlocksDigested(1, {20: 1, 31: 2})]
+    assert said(rig.digested(0, {21: 3})) == [BlocksDigested(1, {21: 3})]
+
+
 def test_smaller_blocks_of_a_peer_are_counted_as_sub_blocks(rig: Rig) -> None:
     rig.merge.disconnect("p")
     small = peer_node("p", IN_TWO, block_size=4)

@@ -16,6 +16,7 @@ from baton.errors import AdapterRefused, ConfigError, DeadlineExceeded, Overload
 from baton.messages.adapters import AdapterList, AdapterReport, AdapterSource, AdapterStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Leg, Outcome, RequestDelta
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import AdapterInfo, open_adapter
 from baton.node.adapters.adapter_cache import WAIT_S, AdapterFault
@@ -300,7 +301,7 @@ def test_all_adapters_leave_memory_when_the_engine_ends_once_none_is_read_any_mo
     )
     threads.runner = runner
     driver.start()
-    driver.submit(Request("r", PROMPT, SamplingParams(max_tokens=2), adapter=A), "/a")
+    driver.submit(Request("r", RequestSpec(PROMPT, SamplingParams(max_tokens=2), adapter=A)), "/a")
     assert begun.wait(30)
     driver.stop()
     assert threads.has_ended, "what is read last is waited for"

@@ -65,6 +65,7 @@ from tests.support.node_rig import (
     submit,
     tokens,
 )
+from tests.support.requests import changed
 from tests.support.virtual_time import LoopClock, run_virtually
 
 PARAMS = SamplingParams(temperature=0.0, seed=3, max_tokens=4)
@@ -239,8 +240,8 @@ async def test_embeddings_too_large_for_one_report_come_in_several(rig: NodeRig)
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     assert len(await queued_reports(port)) == len(await queued_reports(other)) == 1
     keys = [AttemptKey(f"e{number}", 1) for number in range(12)]
-    ends = [EngineCoreOutput(str(key), (), 0, outcome=Outcome.STOP, embedding=bytes(3 << 19)) for key in keys]
-    step = ComputedStep(0.5, 12, 0, 0, 1.0, goes_on=False)
+    ends = [EngineCoreOutput(key, (), 0, outcome=Outcome.STOP, embedding=bytes(3 << 19)) for key in keys]
+    step = ComputedStep(StepFigures(500.0, 12, 0, 0), 1.0, goes_on=False)
     stats = rig.scheduler.make_stats()
     rig.service.on_step(StepNews({port.client_index: ends}, (), stats, StepTimes(), step=step))
     reports = await queued_reports(port)
@@ -280,11 +281,11 @@ def test_unsound_spans_are_refused(name: str) -> None:
     spans, reason = UNSOUND_SPANS[name]
     can = frozenset((Capability.GENERATE, Capability.PROMPT_EMBEDS))
     node = replace(DESCRIPTION, capabilities=can, row_width=4)
-    sound = replace(submit(), prompt_token_ids=[0, 0, 0, 9, 0, 0], spans=[given(0, 3), given(4, 2)])
+    sound = changed(submit(), prompt_token_ids=[0, 0, 0, 9, 0, 0], spans=[given(0, 3), given(4, 2)])
     assert objection(sound, node) is None
-    assert reason in (objection(replace(sound, spans=spans), node) or "")
+    assert reason in (objection(changed(sound, spans=spans), node) or "")
     assert "can't prompt_embeds" in (objection(sound, replace(node, capabilities=GENERATES)) or "")
-    with_logprobs = replace(sound, sampling_params=replace(sound.sampling_params, prompt_logprobs=0))
+    with_logprobs = changed(sound, sampling_params=replace(sound.spec.sampling_params, prompt_logprobs=0))
     assert "go with no prompt_logprobs" in (objection(with_logprobs, node) or "")
 
 
@@ -337,9 +338,9 @@ def test_unsound_inputs_of_a_decoder_are_refused(name: str) -> None:
     can = frozenset((Capability.GENERATE, Capability.TRANSCRIBE, Capability.IMAGE))
     node = replace(DESCRIPTION, capabilities=can)
     spans = source_spans(content.digest, 50)
-    sound = replace(submit(), prompt_token_ids=[0] * 64 + [9, 9], spans=spans, contents=[content])
+    sound = changed(submit(), prompt_token_ids=[0] * 64 + [9, 9], spans=spans, contents=[content])
     assert objection(sound, node) is None
-    assert reason in (objection(replace(sound, **wrong), node) or "")
+    assert reason in (objection(changed(sound, **wrong), node) or "")
 
 
 def test_a_node_takes_no_more_speech_than_a_request_may_have() -> None:
@@ -347,7 +348,7 @@ def test_a_node_takes_no_more_speech_than_a_request_may_have() -> None:
     for num_bytes, reason in ((MAX_AUDIO_BYTES, None), (MAX_AUDIO_BYTES + 2, "at most 960000 are taken")):
         speech = EncoderContent.of(bytes(num_bytes), ContentKind.SPEECH)
         spans = source_spans(speech.digest, 50)
-        why = objection(replace(submit(), prompt_token_ids=[0] * 64 + [9], spans=spans, contents=[speech]), node)
+        why = objection(changed(submit(), prompt_token_ids=[0] * 64 + [9], spans=spans, contents=[speech]), node)
         assert why is None if reason is None else reason in (why or "")
 
 
@@ -365,10 +366,10 @@ def test_unsound_alignments_are_refused(wrong: Mapping[str, Any], reason: str) -
     speech = EncoderContent.of(bytes(32), ContentKind.SPEECH)
     align = PoolingParams(Pooling.ALIGN, second_start=66, num_rows=50)
     spans = source_spans(speech.digest, 50)
-    begun = replace(submit(leg=Leg.EMBED), prompt_token_ids=[0] * 64 + [9, 9, 9], pooling=align)
-    sound = replace(begun, spans=spans, contents=[speech])
+    begun = changed(submit(leg=Leg.EMBED), prompt_token_ids=[0] * 64 + [9, 9, 9], pooling=align)
+    sound = changed(begun, spans=spans, contents=[speech])
     assert objection(sound, node) is None
-    assert reason in (objection(replace(sound, pooling=replace(align, **wrong)), node) or "")
+    assert reason in (objection(changed(sound, pooling=replace(align, **wrong)), node) or "")
     assert "needs the speech" in (objection(begun, node) or "")
     unable = replace(node, capabilities=frozenset((Capability.TRANSCRIBE,)))
     assert "can't align" in (objection(sound, unable) or "")
@@ -379,9 +380,9 @@ def test_unsound_images_are_refused(name: str) -> None:
     spans, images, reason = UNSOUND_IMAGES[name]
     node = replace(DESCRIPTION, capabilities=frozenset((Capability.GENERATE, Capability.IMAGE)), row_width=4)
     parts = [encoded(0, 3), encoded(4, 2, first_row=3)]
-    sound = replace(submit(), prompt_token_ids=[0, 0, 0, 9, 0, 0], spans=parts, contents=[IMAGE])
+    sound = changed(submit(), prompt_token_ids=[0, 0, 0, 9, 0, 0], spans=parts, contents=[IMAGE])
     assert objection(sound, node) is None
-    assert reason in (objection(replace(sound, spans=spans, contents=images), node) or "")
+    assert reason in (objection(changed(sound, spans=spans, contents=images), node) or "")
     assert "can't image" in (objection(sound, replace(node, capabilities=GENERATES)) or "")
 
 
@@ -389,7 +390,7 @@ def test_unsound_images_are_refused(name: str) -> None:
 @pytest.mark.parametrize("size", [-1, 0, 1, 4, 6, 8, 1 << 31])
 def test_the_blocks_of_the_reader_must_fit(leg: Leg, size: int) -> None:
     node = replace(DESCRIPTION, role=Role.PREFILL, block_size=4)
-    why = objection(replace(submit(leg=leg), reader_block_size=size), node) or ""
+    why = objection(changed(submit(leg=leg), reader_block_size=size), node) or ""
     fits = size in (1, 4, 8, 1 << 31) and leg is Leg.PREFILL
     assert why.startswith("reader_block_size: ") == (not fits and size != 0)
 

@@ -121,6 +121,12 @@ class EngineRig:
         self.step()
         return request
 
+    def complete(self, request_id: str, prompt: Sequence[int] | int, **fields: Any) -> Request:
+        """Queue a request, see `add`, and run steps until the engine has no work."""
+        request = self.add(request_id, prompt, **fields)
+        self.run()
+        return request
+
     def step(self) -> list[EngineCoreOutput]:
         """Run one step and return its outputs."""
         return self._note(self.core.step())

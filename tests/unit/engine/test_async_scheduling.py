@@ -67,8 +67,7 @@ def test_an_id_can_be_used_again_while_its_old_step_is_in_flight() -> None:
     rig.step()
     rig.abort("r")
     del rig.ends["r"], rig.requests["r"]
-    rig.add("r", 9, max_tokens=4)
-    rig.run()
+    rig.complete("r", 9, max_tokens=4)
     check_tokens(rig, "r")
 
 
@@ -146,8 +145,7 @@ def test_swapped_out_blocks_are_not_loaded_into_before_they_are_copied() -> None
         rig.step()
     rig.transfer(arrived={"pulled": rig.expected("pulled", 1)})
     rig.run()
-    rig.add("again", victim.prompt_token_ids, max_tokens=3)
-    rig.run()
+    rig.complete("again", victim.prompt_token_ids, max_tokens=3)
     assert rig.scheduler.make_stats().prefix_cache.num_hit_tokens["host"] > 0
     check_tokens(rig, "stays", "again")
 
@@ -157,8 +155,7 @@ def test_a_step_that_fails_does_not_fail_requests_that_came_later() -> None:
     rig.add("broken", 6, max_tokens=5)
     rig.runner.raise_next = RuntimeError("broken")
     rig.step()
-    rig.add("later", 7, max_tokens=5)
-    rig.run()
+    rig.complete("later", 7, max_tokens=5)
     assert "broken" in str(rig.ends["broken"].error)
     check_tokens(rig, "later")
 
@@ -185,8 +182,7 @@ def test_a_request_that_waits_for_fenced_blocks_is_tried_again_when_they_are_fre
     rig = rig_with_one_in_flight(num_blocks=5)
     stopped = rig.add("stopped", 13, max_tokens=9)
     stopped.stop_ids = stopped.eos_token_ids = frozenset(rig.expected("stopped", 1))
-    rig.add("waits", 13, max_tokens=2)
-    rig.run()
+    rig.complete("waits", 13, max_tokens=2)
     check_tokens(rig, "waits")
 
 
@@ -206,9 +202,7 @@ def test_no_step_is_decided_ahead_of_a_beam_search() -> None:
 def test_growth_of_several_groups_waits_for_blocks_that_a_step_in_flight_frees() -> None:
     # Four stripes for three groups, one of them leased: r's fourth stripe fits only when windows have freed blocks.
     rig = rig_with_one_in_flight(num_blocks=1 + 4 * 3, windows=(None, 2, 9), max_num_seqs=1)
-    rig.add("leased", 1, leg=Leg.PREFILL)
-    rig.run()
-    rig.add("r", 1, max_tokens=14)
-    rig.run()
+    rig.complete("leased", 1, leg=Leg.PREFILL)
+    rig.complete("r", 1, max_tokens=14)
     assert not rig.scheduler.make_stats().num_preemptions
     check_tokens(rig, "r")

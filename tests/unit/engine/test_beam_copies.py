@@ -221,8 +221,7 @@ def test_a_beam_search_aborted_in_the_middle_of_a_step_leaves_no_state(steps: in
 
 
 def test_a_beam_search_is_queued_scheduled_and_looked_up_once(rig: EngineRig) -> None:
-    rig.add("r", 6, beam_width=4, n=3, max_tokens=20)
-    rig.run()
+    rig.complete("r", 6, beam_width=4, n=3, max_tokens=20)
     assert [kind for kind, _, _ in rig.events()] == ["queued", "scheduled", "chunk_computed", "first_token", "finished"]
     assert rig.scheduler.make_stats().prefix_cache.num_requests == 1
 

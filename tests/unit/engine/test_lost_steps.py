@@ -38,8 +38,7 @@ def test_a_new_request_under_an_ended_id_is_not_forgotten() -> None:
     rig.step()
     del rig.ends["r"]
     rig.runner.raise_first = RuntimeError("broken")
-    rig.add("r", 8, max_tokens=9)
-    rig.run()
+    rig.complete("r", 8, max_tokens=9)
     assert rig.reason("other") is Outcome.ERROR
     assert rig.reason("r") is Outcome.LENGTH
     assert rig.tokens["r"] == rig.expected("r", 9)

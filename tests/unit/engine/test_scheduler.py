@@ -166,10 +166,8 @@ def test_kv_of_generated_tokens_is_found_after_preemption() -> None:
 
 def test_prefix_hits_are_reported(rig: EngineRig) -> None:
     prompt = prompt_of(16)
-    rig.add("first", prompt, max_tokens=1)
-    rig.run()
-    rig.add("second", prompt, max_tokens=1)
-    rig.run()
+    rig.complete("first", prompt, max_tokens=1)
+    rig.complete("second", prompt, max_tokens=1)
     assert rig.ends["first"].num_cached_tokens == 0
     assert rig.ends["second"].num_cached_tokens == 12
     stats = rig.scheduler.make_stats().prefix_cache
@@ -183,8 +181,7 @@ def test_prefix_cache_can_be_reset_when_idle_only(rig: EngineRig) -> None:
     assert not rig.scheduler.kv_cache_manager.reset_prefix_cache()
     rig.run()
     assert rig.scheduler.kv_cache_manager.reset_prefix_cache()
-    rig.add("again", rig.requests["r"].prompt_token_ids, max_tokens=1)
-    rig.run()
+    rig.complete("again", rig.requests["r"].prompt_token_ids, max_tokens=1)
     assert rig.ends["again"].num_cached_tokens == 0
 
 
@@ -246,8 +243,7 @@ def test_the_same_step_commits_once(rig: EngineRig) -> None:
 def test_events_of_a_request_are_in_order() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     rig.clock.advance(5.0)
-    rig.add("r", 12, max_tokens=2)
-    rig.run()
+    rig.complete("r", 12, max_tokens=2)
     assert rig.events() == [
         ("queued", "r", 12),
         ("scheduled", "r", 0),

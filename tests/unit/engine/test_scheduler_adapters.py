@@ -34,8 +34,7 @@ def test_a_request_waits_for_its_adapter_while_others_run() -> None:
     rig = rig_with()
     waiting = rig.add("a", 6, adapter=A, awaits_adapter=True, max_tokens=3)
     assert not rig.core.has_work()
-    rig.add("other", 6, max_tokens=2)
-    rig.run()
+    rig.complete("other", 6, max_tokens=2)
     assert rig.reason("other") is Outcome.LENGTH
     assert waiting.status is RequestStatus.WAITING_FOR_ADAPTER
     assert rig.scheduler.make_stats().num_requests_waiting_by_reason["adapter"] == 1
@@ -85,8 +84,7 @@ def test_a_request_can_end_while_it_waits_for_its_adapter(outcome: Outcome) -> N
 
 def test_a_decode_leg_reads_its_prompt_only_once_its_adapter_is_loaded() -> None:
     rig = rig_with()
-    rig.add("d", 9, leg=Leg.DECODE, adapter=A, awaits_adapter=True, max_tokens=3)
-    rig.run()
+    rig.complete("d", 9, leg=Leg.DECODE, adapter=A, awaits_adapter=True, max_tokens=3)
     assert not rig.connector.loads
     rig.scheduler.adapter_loaded("d")
     rig.step()
@@ -158,8 +156,7 @@ def test_a_preempted_request_gets_its_slot_back_before_others() -> None:
     rig = rig_with(num_blocks=9, max_loras=1)
     rig.add("a", 8, adapter=A, max_tokens=16)
     rig.add("base", 8, max_tokens=16)
-    rig.add("c", 4, adapter=C, max_tokens=2)
-    rig.run()
+    rig.complete("c", 4, adapter=C, max_tokens=2)
     assert rig.reason("a") is Outcome.LENGTH
     assert set(rig.ends) == {"a", "base", "c"}
 
@@ -170,11 +167,9 @@ def test_a_preempted_request_gets_its_slot_back_before_others() -> None:
 def test_no_kv_is_shared_between_adapters_or_with_the_base_model() -> None:
     rig = rig_with()
     prompt = prompt_of(12)
-    rig.add("base", prompt, max_tokens=1)
-    rig.run()
+    rig.complete("base", prompt, max_tokens=1)
     for name, adapter, cached in (("a", A, 0), ("b", B, 0), ("a again", A, 8), ("base again", "", 8)):
-        request = rig.add(name.replace(" ", "-"), prompt, adapter=adapter, max_tokens=1)
-        rig.run()
+        request = rig.complete(name.replace(" ", "-"), prompt, adapter=adapter, max_tokens=1)
         assert request.num_cached_tokens == cached, name
 
 

@@ -95,8 +95,7 @@ def test_new_requests_leave_the_watermark_free_while_others_run() -> None:
     rig.begin("second", 24, max_tokens=4)
     assert running(rig) == ["first"], "6 of the 9 free blocks would leave fewer than 5"
     rig.run()
-    rig.add("third", 76, max_tokens=1)
-    rig.run()
+    rig.complete("third", 76, max_tokens=1)
     assert rig.reason("third") is Outcome.LENGTH, "alone it may take nearly everything"
 
 

@@ -24,8 +24,7 @@ def test_a_whole_request_continues_behind_its_given_output(num_prompt_tokens: in
 
 
 def test_the_first_outputs_say_how_much_of_the_prompt_was_cached(rig: EngineRig) -> None:
-    rig.add("before", 6, max_tokens=9)
-    rig.run()
+    rig.complete("before", 6, max_tokens=9)
     rig.add("r", rig.requests["before"].prompt_token_ids, max_tokens=12, given=7)
     first = rig.step()[0]
     assert rig.requests["r"].num_cached_tokens == 12
@@ -34,8 +33,7 @@ def test_the_first_outputs_say_how_much_of_the_prompt_was_cached(rig: EngineRig)
 
 def test_a_prefill_leg_computes_given_output_and_hands_off_with_the_next_token() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
-    rig.add("p", 10, leg=Leg.PREFILL, given=7, max_tokens=20)
-    rig.run()
+    rig.complete("p", 10, leg=Leg.PREFILL, given=7, max_tokens=20)
     block_ids, num_tokens = rig.connector.leased["p"]
     assert (len(block_ids), num_tokens) == (5, 17)
     rig.check_offered("p", block_ids, num_tokens)
@@ -44,8 +42,7 @@ def test_a_prefill_leg_computes_given_output_and_hands_off_with_the_next_token()
 
 
 def test_a_prefill_leg_whose_next_token_is_the_last_one_ends(rig: EngineRig) -> None:
-    rig.add("p", 10, leg=Leg.PREFILL, given=7, max_tokens=8)
-    rig.run()
+    rig.complete("p", 10, leg=Leg.PREFILL, given=7, max_tokens=8)
     assert rig.reason("p") is Outcome.LENGTH
 
 

@@ -50,16 +50,14 @@ def test_a_prefill_leg_whose_first_token_stops_it_is_not_handed_off(
 
 def test_leased_blocks_stay_until_released_and_can_be_found_meanwhile() -> None:
     rig = EngineRig(num_blocks=11)
-    rig.add("p", 18, leg=Leg.PREFILL)
-    rig.run()
+    rig.complete("p", 18, leg=Leg.PREFILL)
     stats = rig.scheduler.make_stats()
     assert (stats.leased_blocks, stats.free_blocks) == (5, 5)
     with pytest.raises(DuplicateRequest):
         rig.scheduler.add_request(Request("p", RequestSpec([1], rig.requests["p"].sampling_params)))
     rig.begin("other", 30, max_tokens=1)
     assert rig.requests["other"].status is RequestStatus.WAITING, "leased blocks are not available"
-    rig.add("same", [*rig.requests["p"].prompt_token_ids, 1], max_tokens=1)
-    rig.run()
+    rig.complete("same", [*rig.requests["p"].prompt_token_ids, 1], max_tokens=1)
     assert rig.ends["same"].num_cached_tokens == 16
     block_ids, num_tokens = rig.connector.leased["p"]
     assert rig.runner.read_slots(block_ids, num_tokens) == prompt_slots(rig.requests["p"].prompt_token_ids)
@@ -70,10 +68,8 @@ def test_leased_blocks_stay_until_released_and_can_be_found_meanwhile() -> None:
 
 def test_a_prefix_hit_is_offered_like_computed_blocks() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
-    rig.add("first", 18, leg=Leg.PREFILL)
-    rig.run()
-    rig.add("second", rig.requests["first"].prompt_token_ids, leg=Leg.PREFILL)
-    rig.run()
+    rig.complete("first", 18, leg=Leg.PREFILL)
+    rig.complete("second", rig.requests["first"].prompt_token_ids, leg=Leg.PREFILL)
     block_ids, num_tokens = rig.connector.leased["second"]
     assert num_tokens == 18
     assert list(block_ids[:4]) == [1, 2, 3, 4]
@@ -146,8 +142,7 @@ def test_only_blocks_that_are_not_cached_are_loaded_and_always_the_last(
     rig: EngineRig, num_tokens: int, num_cached: int, local: int
 ) -> None:
     prompt = prompt_of(num_tokens)
-    rig.add("before", prompt[:num_cached], max_tokens=1)
-    rig.run()
+    rig.complete("before", prompt[:num_cached], max_tokens=1)
     rig.begin("d", prompt, leg=Leg.DECODE, max_tokens=3)
     load = rig.connector.loads["d"]
     assert (load.num_local_tokens, load.num_external_tokens) == (local, num_tokens - local)
@@ -160,8 +155,7 @@ def test_nothing_is_found_in_blocks_whose_kv_has_not_arrived() -> None:
     rig = EngineRig()
     prompt = prompt_of(13)
     rig.begin("d", prompt, leg=Leg.DECODE, max_tokens=2)
-    rig.add("early", prompt, max_tokens=2)
-    rig.run()
+    rig.complete("early", prompt, max_tokens=2)
     assert rig.ends["early"].num_cached_tokens == 0
     assert rig.tokens["early"] == rig.expected("early", 2)
     rig.abort("d")
@@ -170,8 +164,7 @@ def test_nothing_is_found_in_blocks_whose_kv_has_not_arrived() -> None:
 
     rig.begin("d2", prompt, leg=Leg.DECODE, max_tokens=2)
     rig.complete_transfer("d2")
-    rig.add("late", prompt, max_tokens=2)
-    rig.run()
+    rig.complete("late", prompt, max_tokens=2)
     assert rig.ends["late"].num_cached_tokens == 12
     assert rig.tokens["late"] == rig.expected("late", 2)
 
@@ -412,8 +405,7 @@ def test_a_connector_that_raises_fails_its_request_and_not_the_engine(
 ) -> None:
     rig.connector.raise_in = method
     rig.add("bad", 10, leg=leg, max_tokens=3)
-    rig.add("good", 6, max_tokens=3)
-    rig.run()
+    rig.complete("good", 6, max_tokens=3)
     assert rig.reason("bad") is (Outcome.KV_LOST if leg is Leg.DECODE else Outcome.ERROR)
     assert f"the test made {method} fail" in str(rig.ends["bad"].error)
     assert rig.tokens["good"] == rig.expected("good", 3)
@@ -435,8 +427,7 @@ def test_blocks_are_kept_when_the_connector_raises_at_a_requests_end(leg: Leg, l
 def test_a_failed_load_is_computed_here_under_the_policy_recompute() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     prompt = prompt_of(21, 9)
-    rig.add("warm", prompt[:12], max_tokens=1)
-    rig.run()
+    rig.complete("warm", prompt[:12], max_tokens=1)
     rig.begin("d", prompt, leg=Leg.DECODE, max_tokens=6)
     filling = set(rig.connector.loads["d"].block_ids[3:])
     rig.transfer(failed={"d": "peer gone"})
@@ -498,8 +489,7 @@ def test_blocks_that_arrived_before_a_load_failed_are_not_recomputed(
 def test_cached_blocks_before_a_failed_load_are_kept_with_those_that_arrived(num_valid: int, kept: int) -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     prompt = prompt_of(25, 9)
-    rig.add("warm", prompt[:12], max_tokens=1)
-    rig.run()
+    rig.complete("warm", prompt[:12], max_tokens=1)
     rig.begin("d", prompt, leg=Leg.DECODE, max_tokens=6)
     assert rig.connector.loads["d"].num_local_tokens == 12
     rig.fail_transfer("d", num_valid)
@@ -537,8 +527,7 @@ def test_kept_blocks_are_idle_and_recomputed_if_they_were_evicted() -> None:
     accounts = rig.scheduler.kv_cache_manager.pool.accounts()
     assert (accounts.owned, accounts.cached_idle, accounts.quarantined) == (0, 3, 2)
     rig.abort("d")
-    rig.add("other", 16, max_tokens=2)
-    rig.run()
+    rig.complete("other", 16, max_tokens=2)
     rig.transfer(released=["d"])
     assert rig.tokens["other"] == rig.expected("other", 2)
     assert rig.scheduler.make_stats().free_blocks == 7
@@ -631,8 +620,7 @@ def test_a_prefill_leg_reports_its_begin_when_it_has_its_blocks() -> None:
 
 def test_a_prefill_leg_runs_even_if_its_begin_can_not_be_reported(rig: EngineRig) -> None:
     rig.connector.raise_in = "update_state_after_alloc"
-    rig.add("p", 17, leg=Leg.PREFILL)
-    rig.run()
+    rig.complete("p", 17, leg=Leg.PREFILL)
     assert rig.reason("p") is Outcome.HANDED_OFF
     assert rig.scheduler.counters.num_connector_errors == 1
 

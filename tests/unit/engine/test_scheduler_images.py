@@ -73,8 +73,7 @@ def test_a_prompt_is_computed_up_to_an_image_that_is_still_to_be_encoded() -> No
     assert request.num_computed_tokens == 8
     assert [(each.digest, each.num_rows) for each in rig.encoding] == [("a", 6)]
     assert rig.waits()
-    rig.add("text", 5, max_tokens=2)
-    rig.run()
+    rig.complete("text", 5, max_tokens=2)
     assert rig.reason("text") is Outcome.LENGTH
     rig.encode("a")
     rig.run_right("r")
@@ -103,15 +102,12 @@ def test_an_image_of_several_parts_with_text_between_is_encoded_once() -> None:
 
 def test_the_same_image_is_encoded_once_and_other_text_before_it_shares_no_block() -> None:
     rig = ImageRig(at_once=True)
-    rig.add("r", 20, spans=[image("a", 4, 8)], max_tokens=2)
-    rig.run()
-    rig.add("s", 20, spans=[image("a", 4, 8)], max_tokens=2)
-    rig.run()
+    rig.complete("r", 20, spans=[image("a", 4, 8)], max_tokens=2)
+    rig.complete("s", 20, spans=[image("a", 4, 8)], max_tokens=2)
     assert rig.runner.encoder.num_encoded == 1
     prompt = rig.requests["r"].prompt_token_ids
     rig.add("again", prompt, spans=[image("a", 4, 8)], max_tokens=2)
-    rig.add("other image", prompt, spans=[image("b", 4, 8)], max_tokens=2)
-    rig.run()
+    rig.complete("other image", prompt, spans=[image("b", 4, 8)], max_tokens=2)
     assert rig.requests["again"].num_cached_tokens == 16
     assert rig.requests["other image"].num_cached_tokens == 4
     assert rig.runner.encoder.num_encoded == 2
@@ -121,13 +117,10 @@ def test_the_same_image_is_encoded_once_and_other_text_before_it_shares_no_block
 
 def test_a_cached_prefix_needs_no_encoder() -> None:
     rig = ImageRig(at_once=True, num_encoder_rows=8)
-    rig.add("r", 21, spans=[image("a", 4, 8)], max_tokens=2)
-    rig.run()
-    rig.add("other", 12, spans=[image("b", 4, 8)], max_tokens=2)
-    rig.run()
+    rig.complete("r", 21, spans=[image("a", 4, 8)], max_tokens=2)
+    rig.complete("other", 12, spans=[image("b", 4, 8)], max_tokens=2)
     assert rig.runner.encoder.encoded.keys() == {"b"}
-    rig.add("again", rig.requests["r"].prompt_token_ids, spans=[image("a", 4, 8)], max_tokens=2)
-    rig.run()
+    rig.complete("again", rig.requests["r"].prompt_token_ids, spans=[image("a", 4, 8)], max_tokens=2)
     assert rig.runner.encoder.num_encoded == 2
     assert rig.tokens["again"] == rig.expected("again", 2)
 
@@ -193,8 +186,7 @@ def test_what_only_ended_requests_asked_for_is_not_encoded_and_leaves_its_room()
 
 def test_a_failed_encoding_ends_no_request_that_did_not_ask_for_it() -> None:
     rig = ImageRig(at_once=True)
-    rig.add("first", 20, spans=[image("a", 0, 4)], max_tokens=2)
-    rig.run()
+    rig.complete("first", 20, spans=[image("a", 0, 4)], max_tokens=2)
     rig.encodes_at_once = False
     rig.add("remote", 20, leg=Leg.DECODE, spans=[image("b", 0, 4)], max_tokens=3)
     rig.begin("here", 20, spans=[image("b", 0, 4)], max_tokens=3)

@@ -173,8 +173,7 @@ def test_grammars_compiled_in_another_order_change_no_places() -> None:
 def test_no_lookups_are_counted_with_prefix_caching_off() -> None:
     rig = EngineRig(enable_prefix_caching=False)
     for name in ("one", "again"):
-        rig.add(name, list(range(20)), max_tokens=2)
-        rig.run()
+        rig.complete(name, list(range(20)), max_tokens=2)
     rig.begin("d", list(range(20)), leg=Leg.DECODE, max_tokens=2)
     rig.complete_transfer("d")
     rig.run()

@@ -297,8 +297,7 @@ def test_a_step_with_the_last_token_of_a_drafted_request_is_not_run_ahead_of(num
         rig = Loop(num_blocks=num_blocks, executor=executor_for("early"), enable_prefix_caching=False)
         rig.add("other", 6, max_tokens=12, speculation=False)
         rig.add("drafted", 6, max_tokens=length)
-        rig.add("last", 6, max_tokens=15, speculation=False)
-        rig.run()
+        rig.complete("last", 6, max_tokens=15, speculation=False)
         assert not [end.error for end in rig.ends.values() if end.error]
 
 
@@ -318,15 +317,13 @@ def test_a_whole_prompt_is_not_preempted_for_drafts_that_wait(num_blocks: int) -
             rig.add("a", 6, max_tokens=length)
             rig.add("b", 7, max_tokens=length)
             rig.steps(late)
-            rig.add("whole", 29 + length % 3, max_tokens=1)
-            rig.run()
+            rig.complete("whole", 29 + length % 3, max_tokens=1)
             assert not [end.error for end in rig.ends.values() if "no token" in str(end.error)]
 
 
 def test_a_request_can_do_without_drafts() -> None:
     rig = Loop()
-    rig.add("r", 6, max_tokens=20, speculation=False)
-    rig.run()
+    rig.complete("r", 6, max_tokens=20, speculation=False)
     assert rig.scheduler.make_stats().spec_decoding.num_drafts == 0
     assert rig.tokens["r"] == [0] * 20
 
@@ -345,6 +342,5 @@ def test_what_a_grammar_forces_is_drafted(ahead: Ahead) -> None:
 
 
 def test_without_a_configuration_nothing_is_drafted(rig: EngineRig) -> None:
-    rig.add("r", [1, 2, 3] * 5, max_tokens=12)
-    rig.run()
+    rig.complete("r", [1, 2, 3] * 5, max_tokens=12)
     assert rig.scheduler.make_stats().spec_decoding.num_drafts == 0

@@ -69,8 +69,7 @@ def test_hits_are_counted_by_source(rig: EngineRig) -> None:
     assert rig.scheduler.make_stats().prefix_cache.num_hits == {"device": 0, "host": 0, "remote": 0}, "not yet"
     rig.complete_transfer("pulled")
     rig.run()
-    rig.add("found", prompt, max_tokens=2)
-    rig.run()
+    rig.complete("found", prompt, max_tokens=2)
     stats = rig.scheduler.make_stats().prefix_cache
     assert (stats.num_requests, stats.num_tokens) == (2, 32)
     assert stats.num_hits == {"device": 1, "host": 0, "remote": 1}
@@ -171,6 +170,5 @@ def test_token_counts_are_available_without_statistics() -> None:
 
 def test_stopped_events_are_not_recorded(rig: EngineRig) -> None:
     rig.scheduler.stop_events()
-    rig.add("runs", 8, max_tokens=2)
-    rig.run()
+    rig.complete("runs", 8, max_tokens=2)
     assert rig.scheduler.take_events() == []

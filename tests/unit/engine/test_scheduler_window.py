@@ -60,8 +60,7 @@ def test_blocks_of_prompts_are_freed_chunk_by_chunk_and_stay_cached() -> None:
     rig.begin("first", prompt, max_tokens=1)
     assert held(rig) == 32 // 4 - 1, "one block of the first chunk is out of sight of the next"
     rig.run()
-    rig.add("again", prompt, max_tokens=1)
-    rig.run()
+    rig.complete("again", prompt, max_tokens=1)
     assert rig.requests["again"].num_cached_tokens == 28
     assert rig.tokens["again"] == rig.expected("again", 1)
 
@@ -92,8 +91,7 @@ def test_blocks_freed_by_one_group_can_be_allocated_to_another_request() -> None
 @pytest.mark.parametrize("length", range(9, 17))
 def test_a_prefill_leg_keeps_the_blocks_that_it_offers(length: int) -> None:
     rig = EngineRig(windows=(None, 4))
-    rig.add("offered", length, leg=Leg.PREFILL, max_tokens=4)
-    rig.run()
+    rig.complete("offered", length, leg=Leg.PREFILL, max_tokens=4)
     rig.check_offered("offered", *rig.connector.leased["offered"])
 
 
@@ -225,15 +223,13 @@ def forget(pool: BlockPool, block: Block) -> None:
 def test_a_prefix_is_found_by_what_its_next_query_sees() -> None:
     rig = EngineRig(windows=(None, 5))
     prompt = list(range(100, 132))
-    rig.add("first", prompt, max_tokens=4)
-    rig.run()
+    rig.complete("first", prompt, max_tokens=4)
     pool = rig.scheduler.kv_cache_manager.pool
     for key in rig.requests["first"].block_hashes[:6]:
         block = pool.get_cached_block(group_key(key, 1))
         assert block is not None
         forget(pool, block)
-    rig.add("again", prompt, max_tokens=4)
-    rig.run()
+    rig.complete("again", prompt, max_tokens=4)
     assert rig.requests["again"].num_cached_tokens == 28
     assert rig.tokens["again"] == rig.expected("again", 4)
 
@@ -281,8 +277,7 @@ def test_a_prefix_that_lacks_what_its_next_query_sees_is_shorter(windows: tuple[
 def test_the_events_name_the_group() -> None:
     rig = EngineRig(windows=(None, 4))
     rig.scheduler.kv_snapshot()
-    rig.add("r", 8, max_tokens=1)
-    rig.run()
+    rig.complete("r", 8, max_tokens=1)
     first, second = rig.requests["r"].block_hashes
     stored = [
         event for event in rig.scheduler.kv_cache_manager.kv_events.since(0).events if isinstance(event, BlockStored)
@@ -309,11 +304,9 @@ def test_preempted_requests_with_windows_are_resumed_completely(mode: str, windo
 def test_a_prompt_that_fits_only_without_its_cache_hits_is_computed_without_them() -> None:
     rig = EngineRig(num_blocks=6, windows=(6,), max_num_batched_tokens=5, max_num_seqs=1)
     prompt = list(range(100, 121))
-    rig.add("first", prompt[:5], max_tokens=1)
-    rig.run()
+    rig.complete("first", prompt[:5], max_tokens=1)
     # Chunks of 5 tokens need all five blocks at a time, and the block found in the cache would be a sixth.
-    rig.add("long", prompt, max_tokens=3)
-    rig.run()
+    rig.complete("long", prompt, max_tokens=3)
     assert rig.requests["long"].num_cached_tokens == 0
     assert rig.tokens["long"] == rig.expected("long", 3)
 
@@ -342,8 +335,7 @@ def test_sequences_keep_their_shared_prompt_until_all_run(many: dict[str, Any]) 
     tokens = []
     for window in (None, 5):
         rig = EngineRig(windows=(window,))
-        rig.add("r", list(range(200, 214)), max_tokens=12, **many)
-        rig.run()
+        rig.complete("r", list(range(200, 214)), max_tokens=12, **many)
         tokens.append(rig.tokens)
     assert tokens[0] == tokens[1]
     assert {name: len(own) for name, own in tokens[1].items()} == {"r": 12, "r~1": 12, "r~2": 12}
@@ -362,8 +354,7 @@ def test_sequences_free_their_shared_prompt_once_all_run(many: dict[str, Any]) -
 
 def test_a_waiting_sequence_does_not_recompute_the_prompt() -> None:
     rig = EngineRig(windows=(None, 5), max_num_seqs=2, enable_prefix_caching=False)
-    rig.add("r", 40, max_tokens=12, n=3, seed=5)
-    rig.run()
+    rig.complete("r", 40, max_tokens=12, n=3, seed=5)
     assert {name: len(own) for name, own in rig.tokens.items()} == {"r": 12, "r~1": 12, "r~2": 12}
     assert all(rig.tokens[name] == rig.expected(name, 12) for name in rig.tokens)
     begun_at = [value for kind, _, value in rig.events() if kind == "scheduled"]

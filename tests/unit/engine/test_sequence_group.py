@@ -46,8 +46,7 @@ def test_each_sequence_has_its_own_id_and_seed() -> None:
 @pytest.mark.parametrize("caching", [True, False])
 def test_each_sequence_has_the_tokens_that_it_has_alone(num_prompt_tokens: int, caching: bool) -> None:
     rig = EngineRig(enable_prefix_caching=caching)
-    rig.add("r", num_prompt_tokens, n=4, max_tokens=9, seed=3)
-    rig.run()
+    rig.complete("r", num_prompt_tokens, n=4, max_tokens=9, seed=3)
     assert_all_right(rig, 4, 9)
     assert len({tuple(rig.tokens[name]) for name in names(4)}) == 4
     assert not rig.scheduler.has_requests()
@@ -97,8 +96,7 @@ def test_nothing_to_copy_when_the_fork_begins_a_block(rig: EngineRig) -> None:
 def test_more_sequences_than_seats_run_one_after_the_other() -> None:
     rig = EngineRig(max_num_seqs=2, enable_prefix_caching=False)
     rig.add("r", 6, n=8, max_tokens=5)
-    rig.add("later", 6, max_tokens=5)
-    rig.run()
+    rig.complete("later", 6, max_tokens=5)
     assert_all_right(rig, 8, 5)
     assert rig.tokens["later"] == rig.expected("later", 5)
 
@@ -175,8 +173,7 @@ def test_sequences_that_are_held_back_can_be_aborted() -> None:
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_sequences_are_resumed_with_the_same_tokens(caching: bool) -> None:
     rig = EngineRig(num_blocks=9, enable_prefix_caching=caching)
-    rig.add("r", 6, n=4, max_tokens=20)
-    rig.run()
+    rig.complete("r", 6, n=4, max_tokens=20)
     assert rig.scheduler.make_stats().num_preemptions > 0
     assert_all_right(rig, 4, 20)
 
@@ -255,8 +252,7 @@ def test_a_transferred_prompt_serves_all_sequences() -> None:
 
 
 def test_the_prefill_leg_hands_off_even_if_its_own_sequence_stopped(rig: EngineRig) -> None:
-    rig.add("p", 10, leg=Leg.PREFILL, n=2, max_tokens=1)
-    rig.run()
+    rig.complete("p", 10, leg=Leg.PREFILL, n=2, max_tokens=1)
     assert rig.reason("p") is Outcome.HANDED_OFF
     assert rig.tokens["p"] == rig.expected("p", 1)
     rig.begin("d", 10, leg=Leg.DECODE, n=2, max_tokens=1)
@@ -284,11 +280,9 @@ def test_n_and_best_of_out_of_bounds_are_refused(rig: EngineRig, n: int) -> None
 def test_the_other_sequences_continue_when_one_ends_at_once() -> None:
     rig = EngineRig(enable_prefix_caching=False)
     prompt = prompt_of(6)
-    rig.add("other", prompt, max_tokens=1)
-    rig.run()
+    rig.complete("other", prompt, max_tokens=1)
     (first,) = rig.tokens["other"]
-    rig.add("s", prompt, n=3, max_tokens=5, stop_token_ids=frozenset({first}))
-    rig.run()
+    rig.complete("s", prompt, n=3, max_tokens=5, stop_token_ids=frozenset({first}))
     assert rig.reason("s") is Outcome.STOP
     for name in names(3, "s")[1:]:
         expected = rig.expected(name, 5)

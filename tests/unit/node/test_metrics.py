@@ -165,8 +165,7 @@ def test_a_steps_time_is_split_into_its_parts(ahead: Ahead) -> None:
     connector.clock = runner.clock = rig.clock
     connector.unavailable.add("r")
     rig.core.runner = rig.runner = runner
-    rig.add("r", 8, leg=Leg.DECODE, max_tokens=2)
-    rig.run()
+    rig.complete("r", 8, leg=Leg.DECODE, max_tokens=2)
     page = page_of(rig)
     assert page["engine_steps_total"] == 2
     assert page["engine_step_seconds_total{stage=schedule}"] == 1

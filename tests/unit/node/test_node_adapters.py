@@ -70,8 +70,7 @@ def outcomes(of: list[RequestDelta]) -> dict[str, Outcome | None]:
 async def test_a_request_is_computed_with_its_adapter_once_that_is_loaded(rig: NodeRig, port: Port) -> None:
     await acknowledged(rig, port, A, B)
     rig.submit(port, adapter=A)
-    rig.submit(port, OTHER)
-    rig.driver.run()
+    rig.complete(port, OTHER)
     (load,) = rig.adapters.loads
     assert (load.digest, load.directory) == (A, "/a")
     got = await deltas(port)
@@ -108,8 +107,7 @@ async def test_a_failed_load_fails_its_requests_alone_and_routers_hear_first_tha
 ) -> None:
     await acknowledged(rig, port, A)
     rig.submit(port, adapter=A)
-    rig.submit(port, OTHER)
-    rig.driver.turn()
+    rig.begin(port, OTHER)
     await queued_reports(port)
     rig.adapters.end_load(AdapterFault("its files have changed"))
     rig.driver.run()
@@ -128,8 +126,7 @@ async def test_a_failed_load_fails_its_requests_alone_and_routers_hear_first_tha
 
 async def test_a_request_can_be_aborted_while_its_adapter_is_loaded(rig: NodeRig, port: Port) -> None:
     await acknowledged(rig, port, A)
-    rig.submit(port, adapter=A)
-    rig.driver.run()
+    rig.complete(port, adapter=A)
     port.receive(Abort(KEY, "cancelled"))
     rig.driver.run()
     rig.adapters.end_load()
@@ -142,16 +139,14 @@ async def test_a_load_that_takes_too_long_fails_its_requests_and_the_adapter_sta
     rig: NodeRig, port: Port
 ) -> None:
     await acknowledged(rig, port, A)
-    rig.submit(port, adapter=A)
-    rig.driver.run()
+    rig.complete(port, adapter=A)
     rig.manual_clock.advance(WAIT_S)
     rig.driver.run()
     (end,) = await deltas(port)
     assert end.outcome is Outcome.ADAPTER_UNAVAILABLE
     assert "for too long" in end.error
     end_load(rig, A)
-    rig.submit(port, OTHER, adapter=A)
-    rig.driver.run()
+    rig.complete(port, OTHER, adapter=A)
     assert outcomes(await deltas(port)) == {"other": Outcome.LENGTH}
 
 
@@ -178,8 +173,7 @@ async def test_an_adapter_that_has_lost_its_name_leaves_memory_and_running_reque
     rig: NodeRig, port: Port
 ) -> None:
     await acknowledged(rig, port, A)
-    rig.submit(port, adapter=A)
-    rig.driver.run()
+    rig.complete(port, adapter=A)
     end_load(rig, A)
     rig.driver.turn()
     port.receive(sources())
@@ -215,8 +209,7 @@ async def test_an_adapter_that_has_moved_is_read_where_it_is_now(rig: NodeRig, p
     rig.adapters.found["/moved"] = A
     port.receive(AdapterList([AdapterSource("a", "/moved", A)]))
     await adapter_reports(rig, port)
-    rig.submit(port, adapter=A)
-    rig.driver.run()
+    rig.complete(port, adapter=A)
     assert [load.directory for load in rig.adapters.loads] == ["/moved"]
 
 
@@ -225,8 +218,7 @@ def test_a_load_that_fails_for_a_reason_that_may_pass_takes_an_adapter_away_for_
         rig = NodeRig()
         port = rig.service.open_port("router-0")
         await acknowledged(rig, port, A)
-        rig.submit(port, adapter=A)
-        rig.driver.turn()
+        rig.begin(port, adapter=A)
         rig.adapters.end_load(AdapterFault("no memory", may_pass=True))
         rig.driver.run()
         reports = await queued_reports(port)

@@ -311,6 +311,23 @@ def test_a_block_that_cant_be_filled_ends_no_mover(bench: Bench, monkeypatch: py
     bench.events.next_of(FillFailed)
 
 
+def test_a_peer_whose_memory_does_not_fit_or_has_changed_is_not_connected(bench: Bench) -> None:
+    peer = bench.add_sender("sender")
+    bench.mover.connect(dataclasses.replace(peer, block_bytes=1))
+    assert bench.events.next_of(ConnectFailed).error.cause is TransferCause.LAYOUT_MISMATCH
+    for _ in range(2):
+        bench.round_trip(peer)
+    bench.mover.connect(dataclasses.replace(peer, num_blocks=1))
+    assert bench.events.next_of(ConnectFailed).error.cause is TransferCause.REFUSED
+
+
+def test_an_unknown_peer_is_gone(bench: Bench) -> None:
+    bench.mover.read(1, "nobody", [ReadRange(0, 0, 1)])
+    assert bench.events.failure() == (1, TransferCause.PEER_GONE)
+    bench.mover.disconnect("nobody")
+    bench.mover.cancel(1)
+
+
 def test_a_backend_that_breaks_on_a_peer_does_not_end_the_mover(bench: Bench) -> None:
     peer = bench.add_sender("sender")
     bench.mover.connect(dataclasses.replace(peer, num_blocks="many"))  # type: ignore[arg-type]

@@ -1,20 +1,22 @@
-"""The reader's transfers: what their table never allows, cases one by one, and messages of a peer that must do no harm.
+"""The reader's transfers: what their table never allows, cases, and messages of a peer that must do no harm.
 
-Cases are in transfer_cases.txt, digested_transfer_cases.txt, which are about digests, and kept_block_cases.txt, about
-blocks that stay valid when a transfer fails. A line is what happens, and behind `->` all that the book does about it.
-Attempts have one letter, and their sender is p0, with incarnation p0.x, unless another one is named:
+Cases are in transfer_cases.txt, and in kept_block_cases.txt those about blocks that stay valid when a transfer fails. A
+line is what happens, and behind `->` all that the book does about it. Attempts have one letter, and their sender is p0
+with the incarnation p0.x, unless another sender is named:
 
+  given reading                 what GIVEN says happened before
   plan a                        the engine wants the KV of 18 tokens in the blocks 40, 41, 42, 43 and 10
   plan a 40 0 from 1 of 8 tokens    others; the first one is there, and nothing is wanted in the second
   expect a, ended a, abandon a  what the engine and the router say
+  opens p0, refuse p0 CAUSE     a link is wanted; what waits for it is refused
   ready, cut CAUSE, reopen      the link is open (`with blocks of 4 for 8`: the sender's and the reader's block size),
                                 is lost, may be opened again
   offer a 0 5 6                 a message of the sender: prompt blocks 0 and 1 are its blocks 5 and 6; `close` has the
                                 last ones; with `digests`, or `digests in 2` for each block
   held a 50 60, denied a        the lease was held, and the digests are these; it was not
-  part a 0 50 60, begun a, lost a WHY [CAUSE]    other messages; `from p1.x` before one is of another sender
-  done 1 64, failed 1 CAUSE, stalled 1           the end of a read
-  digested 1 40=50, undigested 1                 the digests of what read 1 brought; they can't be computed
+  part a 0 50 60, begun a, lost a WHY    other messages; `from p1.x` before a message: it is of another sender
+  done 1 64, failed 1 CAUSE, stalled 1   the end of a read
+  digested 1 40=50, undigested 1         the digests of what read 1 brought; they can't be computed
   state a, counts, counters, failures, awaits    answer what the book shows
 """
 

@@ -192,10 +192,7 @@ def test_live_and_simulated_requests_are_the_same_and_no_prompt_is_sent_twice(
         for live, simulated in zip(pair.segments, pair.simulated, strict=True):
             mine, theirs = simulated.outcomes, live.outcomes
             for column in ("planned_s", "input_length", "output_length"):
-                by_index = [
-                    dict(zip(one.index.tolist(), getattr(one, column).tolist(), strict=True)) for one in (mine, theirs)
-                ]
-                assert by_index[0] == pytest.approx(by_index[1])
+                assert _by_index(mine, column) == pytest.approx(_by_index(theirs, column))
     assert len({plan.workload.seed for plan in cluster.plans}) == len(cluster.plans)
     rates = sorted(pair.rate for pair in found.pairs)
     assert rates == pytest.approx([rates[0], 2 * rates[0], 3 * rates[0]])

@@ -42,9 +42,14 @@ ROOT = Path(__file__).parents[3]
 SHORT = SamplingParams(temperature=0.0, max_tokens=4)
 
 
+def small(model: Path, **settings: Any) -> LLM:
+    """A model with a small cache, since the memory of it is written when a model is loaded."""
+    return LLM(model, **{"dtype": "float32", "threads": 1, "kv_cache_memory": "16MiB", **settings})
+
+
 @pytest.fixture(scope="module")
 def shared() -> Iterator[LLM]:
-    with LLM(DEMO_MODEL, dtype="float32", threads=1) as llm:
+    with small(DEMO_MODEL) as llm:
         yield llm
 
 
@@ -95,7 +100,7 @@ def test_adapters_that_cannot_be_used_are_refused_before_anything_is_computed(sh
     assert shared.generate("good", SHORT, use_tqdm=False)[0].outputs[0].token_ids
     os.mkfifo(tmp_path / "adapter_config.json")
     with pytest.raises(AdapterRefused):
-        LLM(DEMO_MODEL, dtype="float32", threads=1, lora_modules=f"one={tmp_path}")
+        small(DEMO_MODEL, lora_modules=f"one={tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +132,7 @@ def test_a_chat_takes_a_template_of_the_caller(shared: LLM) -> None:
 
 
 def test_a_request_that_fits_the_model_but_not_the_cache_is_refused() -> None:
-    with LLM(DEMO_MODEL, dtype="float32", threads=1, kv_cache_memory="1MiB") as llm:
+    with small(DEMO_MODEL, kv_cache_memory="1MiB") as llm:
         prompts: list[str | Sequence[int]] = ["a", [5] * 200]
         with pytest.raises(InvalidRequest, match=r"prompts\[1\]: has 200 tokens; demo_model takes at most \d+"):
             llm.generate(prompts, SHORT)
@@ -154,7 +159,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_nothing_to_do_and_a_closed_model(tiny: Path) -> None:
-    llm = LLM(tiny, dtype="float32", threads=1)
+    llm = small(tiny)
     assert llm.generate([]) == []
     llm.close()
     llm.close()
@@ -195,7 +200,7 @@ def test_ctrl_c_ends_the_call_and_the_engine_goes_on(
     long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with LLM(tiny, dtype="float32", threads=1, async_scheduling=async_scheduling) as llm:
+        with small(tiny, async_scheduling=async_scheduling) as llm:
             expected = llm.generate("def f(x):", SHORT)
             at_step(monkeypatch, 5, lambda: signal.raise_signal(signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):
@@ -212,7 +217,7 @@ def test_outputs_count_the_drafts_of_their_prompt() -> None:
     loop = "one two three four one two three four one two three four one two"
     greedy = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     config = '{"method": "ngram", "prompt_lookup_min": 2}'
-    with LLM(DEMO_MODEL, dtype="float32", threads=1, speculative_config=config) as llm:
+    with small(DEMO_MODEL, speculative_config=config) as llm:
         drafted, plain = llm.generate([loop, loop], [greedy, replace(greedy, speculation=False)])
         total = llm.spec_decoding
     assert drafted.outputs == plain.outputs
@@ -225,7 +230,7 @@ def test_outputs_count_the_drafts_of_their_prompt() -> None:
 
 
 def test_the_death_of_the_engine_is_reported_each_time(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
-    with LLM(tiny, dtype="float32", threads=1) as llm:
+    with small(tiny) as llm:
         # The scheduler itself, since an error of the runner fails one step's requests and no more.
         monkeypatch.setattr(llm._engine.scheduler, "schedule", lambda: 1 / 0)
         for _ in range(2):
@@ -274,7 +279,7 @@ def test_settings_are_those_of_nodes_that_concern_the_engine() -> None:
     ids=["weights", "cache"],
 )
 def test_weights_and_the_cache_can_be_quantised(tiny: Path, setting: dict[str, Any], named: str) -> None:
-    with LLM(tiny, dtype="float32", threads=1, **setting) as llm:
+    with small(tiny, **setting) as llm:
         [result] = llm.generate([[1, 2, 3]], SHORT, use_tqdm=False)
         assert result.outputs[0].token_ids
         assert named in llm._engine.description.numerics
@@ -282,7 +287,7 @@ def test_weights_and_the_cache_can_be_quantised(tiny: Path, setting: dict[str, A
 
 def test_a_quantised_checkpoint_can_be_dequantised(tmp_path: Path) -> None:
     write_quantized_model(tmp_path / "gptq", "llama", PACKED_FORMATS["gptq-int4"])
-    with LLM(tmp_path / "gptq", dtype="float32", threads=1, dequantize=True) as llm:
+    with small(tmp_path / "gptq", dequantize=True) as llm:
         assert "/dequantized" in llm._engine.description.numerics
         assert llm.generate([[1, 2, 3]], SHORT, use_tqdm=False)
 
@@ -368,7 +373,7 @@ def test_a_text_continues_its_prompt(tmp_path: Path) -> None:
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], {"type": "Fuse"}, strip]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with LLM(tmp_path, dtype="float32", threads=1) as llm:
+    with small(tmp_path) as llm:
         blank = llm._codec.encode_rendered(" ")
         params = SamplingParams(max_tokens=2, allowed_token_ids=blank)
         (special,) = llm._codec.special_ids([tokenizer["added_tokens"][0]["content"]])

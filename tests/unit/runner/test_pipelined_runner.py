@@ -101,23 +101,32 @@ def pipelined(whole: TorchModelRunner, stages: SlowStages) -> PipelinedModelRunn
     return PipelinedModelRunner(whole.model, stages, 0, None, None)  # type: ignore[arg-type]
 
 
-def tokens_of(runner: TorchModelRunner, requests: list[Request], **limits: Any) -> dict[str, list[int]]:
-    """The tokens of requests, with each step decided before the one before it is executed."""
+def engine_of(runner: TorchModelRunner, requests: Iterable[Request] = ()) -> EngineCore:
+    """An engine that decides each step before the one before it is executed."""
     config = SchedulerConfig(
-        num_blocks=64, block_size=16, max_num_batched_tokens=40, max_num_seqs=16, max_model_len=512, **limits
+        num_blocks=64, block_size=16, max_num_batched_tokens=40, max_num_seqs=16, max_model_len=512
     )
     fields = CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test")
     engine = EngineCore(Scheduler(config, fields, FakeClock()), runner, LazyExecutor())
     for request in requests:
         engine.scheduler.add_request(request)
+    return engine
+
+
+def check_idle(engine: EngineCore) -> None:
+    engine.scheduler.kv_cache_manager.check_invariant()
+    assert not engine.scheduler.kv_cache_manager.blocks_in_use()
+
+
+def tokens_of(runner: TorchModelRunner, requests: list[Request]) -> dict[str, list[int]]:
+    engine = engine_of(runner, requests)
     tokens: defaultdict[str, list[int]] = defaultdict(list)
     while engine.has_work():
         for outputs in engine.step().values():
             for output in outputs:
                 assert output.error is None
                 tokens[output.request_id].extend(output.new_token_ids)
-    engine.scheduler.kv_cache_manager.check_invariant()
-    assert not engine.scheduler.kv_cache_manager.blocks_in_use()
+    check_idle(engine)
     return tokens
 
 
@@ -189,12 +198,7 @@ def test_requests_that_end_while_later_steps_are_begun_leave_nothing(model: Path
 
 def test_steps_that_are_executed_out_of_order_are_refused(model: Path, whole: TorchModelRunner) -> None:
     runner = pipelined(whole, SlowStages(model, 2))
-    config = SchedulerConfig(
-        num_blocks=64, block_size=16, max_num_batched_tokens=40, max_num_seqs=16, max_model_len=512
-    )
-    scheduler = Scheduler(config, CacheKeyFields("f", "float32", "test"), FakeClock())
-    for request in decoding(4):
-        scheduler.add_request(request)
+    scheduler = engine_of(runner, decoding(4)).scheduler
     first = scheduler.schedule()
     second = scheduler.schedule()
     for decided in (first, second):
@@ -210,12 +214,7 @@ def test_a_step_that_fails_fails_alone_with_the_one_behind_it(
 ) -> None:
     stages = SlowStages(model, 2)
     runner = pipelined(whole, stages)
-    scheduler = Scheduler(
-        SchedulerConfig(num_blocks=64, block_size=16, max_num_batched_tokens=40, max_num_seqs=16, max_model_len=512),
-        CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test"),
-        FakeClock(),
-    )
-    engine = EngineCore(scheduler, runner, LazyExecutor())
+    engine = engine_of(runner)
     take, rows_of = runner._take, runner._rows_of
     to_fail = True
 
@@ -263,8 +262,7 @@ def test_a_step_that_fails_fails_alone_with_the_one_behind_it(
     ends.clear()
     run(decoding(4))
     assert set(ends.values()) == {None}
-    engine.scheduler.kv_cache_manager.check_invariant()
-    assert not engine.scheduler.kv_cache_manager.blocks_in_use()
+    check_idle(engine)
     assert stages.depths[-1] == 0
     assert runner.num_requests <= 4
 

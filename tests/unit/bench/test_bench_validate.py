@@ -33,7 +33,6 @@ from baton.bench.validate.predict import Predictor, Segment, observed_speculatio
 from baton.bench.validate.report import rows, validation_result, verdict
 from baton.bench.validate.run import ProcBackgroundLoad, Validated, Validation
 from baton.bench.workloads.spec import WorkloadSpec
-from baton.cli.main import main
 from baton.engine.request import Request, RequestStatus
 from baton.errors import BatonError, Unreachable
 from baton.messages.node import NodeDescription, Role, StepFigures
@@ -366,11 +365,3 @@ def test_nodes_that_draft_nothing_are_simulated_without_drafts() -> None:
     found = observed_speculation([StepFigures(5.0, 0, 1, 100, 2, 4, 9)])
     assert found is not None
     assert (found.share, found.coverage) == (pytest.approx(1.0), 1.0)
-
-
-@pytest.mark.parametrize(("command", "option"), [("validate", "--speculative-config"), ("engine", "--speculative")])
-def test_a_wrong_configuration_of_drafts_is_refused(
-    command: str, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", command, option, '{"method": "oracle"}']) == 2
-    assert f"Invalid value for '{option}': method must be one of" in capsys.readouterr().err

@@ -340,10 +340,21 @@ def test_a_gguf_file_is_taken_as_the_command_line_takes_it(tmp_path: Path, monke
         LLM(tmp_path / "bad.gguf")
 
 
-def test_prompts_may_be_dictionaries_as_of_other_engines(shared: LLM) -> None:
-    text = "def fibonacci(n):"
-    plain = shared.generate(text, SHORT)[0]
-    ids = list(plain.prompt_token_ids)
+@pytest.fixture(scope="module")
+def fibonacci(shared: LLM) -> RequestOutput:
+    return shared.generate("def fibonacci(n):", SHORT)[0]
+
+
+def check_refused(llm: LLM, prompts: Mapping[str, Any]) -> None:
+    """Each is refused by its place beside a good one; the names say what is wrong."""
+    for name, prompt in prompts.items():
+        with pytest.raises(InvalidRequest) as refusal:
+            llm.generate(["good", prompt], SHORT)
+        assert refusal.value.field == "prompts[1]", name
+
+
+def test_prompts_may_be_dictionaries_as_of_other_engines(shared: LLM, fibonacci: RequestOutput) -> None:
+    text, ids = "def fibonacci(n):", list(fibonacci.prompt_token_ids)
     given: list[Any] = [
         {"prompt": text},
         {"prompt": ids},
@@ -351,19 +362,20 @@ def test_prompts_may_be_dictionaries_as_of_other_engines(shared: LLM) -> None:
         {"prompt_token_ids": ids, "prompt": text},
     ]
     found = [*shared.generate(given, SHORT), *shared.generate(given[2], SHORT)]
-    assert [one.outputs[0].token_ids for one in found] == [plain.outputs[0].token_ids] * 5
+    assert [one.outputs[0].token_ids for one in found] == [fibonacci.outputs[0].token_ids] * 5
     assert [list(one.prompt_token_ids) for one in found] == [ids] * 5
     assert [one.prompt for one in found] == [text, None, None, text, None]
-    refused: list[Any] = [
-        {"prompt": None},
-        {"prompt_token_ids": []},
-        {"prompt_token_ids": "x"},
-        {"prompt_token_ids": ids, "x": 1},
-    ]
-    for wrong in refused:
-        with pytest.raises(InvalidRequest) as refusal:
-            shared.generate(["good", wrong], SHORT)
-        assert refusal.value.field == "prompts[1]", wrong
+
+
+def test_dictionaries_that_are_no_prompts_are_refused(shared: LLM) -> None:
+    wrong = {
+        "nothing": {},
+        "no text": {"prompt": None},
+        "no tokens": {"prompt_token_ids": []},
+        "words": {"prompt_token_ids": "x"},
+        "more": {"prompt_token_ids": [5, 6], "x": 1},
+    }
+    check_refused(shared, wrong)
 
 
 def test_a_text_continues_its_prompt(tmp_path: Path) -> None:
@@ -382,24 +394,28 @@ def test_a_text_continues_its_prompt(tmp_path: Path) -> None:
         assert [one.outputs[0].text for one in found] == ["  ", " "]
 
 
-def test_rows_of_numbers_may_stand_in_place_of_tokens(shared: LLM) -> None:
-    text = "def fibonacci(n):"
-    plain = shared.generate(text, SHORT)[0]
-    ids = plain.prompt_token_ids
+@pytest.fixture(scope="module")
+def rows(fibonacci: RequestOutput) -> np.ndarray:
     table = load_file(DEMO_MODEL / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
-    rows = table[list(ids)]
+    return np.asarray(table[list(fibonacci.prompt_token_ids)])
+
+
+def test_rows_of_numbers_may_stand_in_place_of_tokens(shared: LLM, fibonacci: RequestOutput, rows: np.ndarray) -> None:
+    ids = list(fibonacci.prompt_token_ids)
     file = save({"x": torch.from_numpy(rows[:3]).half()})
     given: list[Any] = [
         {"prompt_embeds": rows},
-        {"prompt_embeds": rows.tolist()[:5], "prompt": list(ids[5:])},
-        {"prompt_embeds": torch.from_numpy(rows[:1]), "prompt": list(ids[1:])},
-        {"prompt_embeds": file, "prompt": list(ids[3:])},
+        {"prompt_embeds": rows.tolist()[:5], "prompt": ids[5:]},
+        {"prompt_embeds": torch.from_numpy(rows[:1]), "prompt": ids[1:]},
+        {"prompt_embeds": file, "prompt": ids[3:]},
     ]
     found = shared.generate(given, SHORT)
-    assert [one.outputs[0].token_ids for one in found[:3]] == [plain.outputs[0].token_ids] * 3
+    assert [one.outputs[0].token_ids for one in found[:3]] == [fibonacci.outputs[0].token_ids] * 3
     assert [len(one.prompt_token_ids) for one in found] == [len(ids)] * 4
-    wrong: dict[str, Any] = {
-        "nothing": {},
+
+
+def test_rows_that_are_no_numbers_of_the_model_are_refused(shared: LLM, rows: np.ndarray) -> None:
+    wrong = {
         "more": {"prompt_embeds": rows, "image": 1},
         "another width": {"prompt_embeds": rows[:, :-1]},
         "words": {"prompt_embeds": "words"},
@@ -407,9 +423,6 @@ def test_rows_of_numbers_may_stand_in_place_of_tokens(shared: LLM) -> None:
         "NaN": {"prompt_embeds": rows * np.nan},
         "a number": {"prompt_embeds": rows, "prompt": 5},
     }
-    for name, prompt in wrong.items():
-        with pytest.raises(InvalidRequest) as refusal:
-            shared.generate(["good", prompt], SHORT)
-        assert refusal.value.field == "prompts[1]", name
+    check_refused(shared, wrong)
     with pytest.raises(InvalidRequest, match="prompt_embeds: is for generated text alone"):
         shared.embed({"prompt_embeds": rows})

@@ -48,23 +48,30 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "plain": Kind(lambda n, k, seed, dtype: randn(n, k, seed=seed, dtype=dtype), 320, 1024),
+    "plain": Kind(lambda n, k, seed, dtype: randn(n, k, seed=seed, dtype=dtype), 320, 2100),
     "plain, odd": Kind(lambda n, k, seed, dtype: randn(n, k, seed=seed, dtype=dtype), 131, 901),
-    "int4": Kind(lambda n, k, seed, _: own_zeros(n, k, 4, 32, seed), 320, 1024),
-    "int8": Kind(lambda n, k, seed, _: own_zeros(n, k, 8, 32, seed), 320, 1024),
-    "int4, nested": Kind(lambda n, k, seed, _: nested(n, k, 4, 32, seed), 320, 1024),
-    "int8, nested": Kind(lambda n, k, seed, _: nested(n, k, 8, 32, seed), 320, 1024),
+    "int4": Kind(lambda n, k, seed, _: own_zeros(n, k, 4, 32, seed), 320, 4160),
+    "int8": Kind(lambda n, k, seed, _: own_zeros(n, k, 8, 32, seed), 320, 2080),
+    "int4, nested": Kind(lambda n, k, seed, _: nested(n, k, 4, 32, seed), 320, 4160),
+    "int8, nested": Kind(lambda n, k, seed, _: nested(n, k, 8, 32, seed), 320, 2080),
     "float8": Kind(lambda n, k, seed, _: float8(n, k, 128, seed), 320, 1024),
     "float8, one group": Kind(lambda n, k, seed, _: float8(n, k, 1024, seed), 131, 901),
 }
 ONE_OF_EACH = ("plain", "int4", "float8")
 
 
+def of_every_kernel(test: Callable[..., None]) -> Callable[..., None]:
+    """Pairs would not do: plain weights in bfloat16 have a kernel of their own, for some instruction sets."""
+    for name, values in (("isa", ISAS), ("dtype", DTYPES), ("kind", KINDS)):
+        test = pytest.mark.parametrize(name, list(values), ids=str)(test)
+    return test
+
+
 def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None, threads: int = 1) -> torch.Tensor:
     return kernels.linear(x, weight, bias, threads=threads)
 
 
-@all_pairs({"isa": ISAS, "dtype": DTYPES, "kind": list(KINDS)})
+@of_every_kernel
 def test_a_row_does_not_depend_on_its_batch_or_the_threads(isa: str, dtype: torch.dtype, kind: str) -> None:
     kernels.use_isa(isa)
     make, k, long_k = KINDS[kind].make, KINDS[kind].k, KINDS[kind].long_k
@@ -74,10 +81,10 @@ def test_a_row_does_not_depend_on_its_batch_or_the_threads(isa: str, dtype: torc
         assert torch.equal(linear(x[60 - rows :].clone(), packed, bias, threads=2), whole[60 - rows :]), rows
     for row in (0, 7, 59):
         assert torch.equal(linear(x[row : row + 1].clone(), packed, bias), whole[row : row + 1])
-    large, packed = randn(420, long_k, dtype=dtype), kernels.pack(make(70, long_k, 1, dtype))
-    whole, *others = (linear(large, packed, threads=threads) for threads in (1, 2, 5))
-    assert all(torch.equal(other, whole) for other in others)
-    for some in (slice(301, 340), slice(200, 417), slice(277, 278)):
+    large, packed = randn(130, long_k, dtype=dtype), kernels.pack(make(70, long_k, 1, dtype))
+    whole, other = (linear(large, packed, threads=threads) for threads in (1, 5))
+    assert torch.equal(other, whole)
+    for some in (slice(51, 90), slice(20, 127), slice(77, 78)):
         assert torch.equal(linear(large[some], packed, threads=2), whole[some])
 
 
@@ -97,7 +104,7 @@ def test_instruction_sets_agree_in_every_bit(dtype: torch.dtype, kind: str) -> N
     assert all(torch.equal(result, results[-1]) for result in results)
 
 
-@all_pairs({"isa": ISAS, "dtype": DTYPES, "kind": list(KINDS)})
+@of_every_kernel
 def test_rows_of_x_may_have_a_stride(isa: str, dtype: torch.dtype, kind: str) -> None:
     kernels.use_isa(isa)
     k, make = KINDS[kind].k, KINDS[kind].make
@@ -105,7 +112,7 @@ def test_rows_of_x_may_have_a_stride(isa: str, dtype: torch.dtype, kind: str) ->
     assert torch.equal(linear(part, packed, threads=2), linear(part.contiguous(), packed))
 
 
-@all_pairs({"isa": ISAS, "dtype": DTYPES, "kind": list(KINDS)})
+@of_every_kernel
 def test_numbers_that_are_not_finite_stay_in_their_row(isa: str, dtype: torch.dtype, kind: str) -> None:
     kernels.use_isa(isa)
     k, make = KINDS[kind].k, KINDS[kind].make
@@ -118,7 +125,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row(isa: str, dtype: torch.dt
         assert torch.equal(out[others], clean[others])
 
 
-@all_pairs({"isa": ISAS, "dtype": DTYPES, "kind": list(KINDS)})
+@of_every_kernel
 def test_products_of_zeros_and_of_no_rows(isa: str, dtype: torch.dtype, kind: str) -> None:
     kernels.use_isa(isa)
     k, make = KINDS[kind].k, KINDS[kind].make

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -170,23 +171,16 @@ def test_a_file_that_does_not_come_holds_up_no_step_and_no_other_adapter(
         lambda directory: held if directory == directories[2] else read_adapter(directory),
     )
     adapters.load(directories[0], digests[0], 8)
-    loads = [threading.Thread(target=adapters.load, args=(directories[2], digests[2], 8)) for _ in range(2)]
-    for load_of_held in loads:
-        load_of_held.start()
-    held.is_read.wait()
-
-    def go_on() -> None:
-        adapters.unload(digests[0])
-        adapters.load(directories[1], digests[1], 8)
-
-    others = threading.Thread(target=go_on)
-    others.start()
-    others.join(10)
-    was_held_up = others.is_alive()
-    held.answers.set()
-    for thread in (others, *loads):
-        thread.join()
-    assert not was_held_up
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(adapters.load, directories[2], digests[2], 8) for _ in range(2)]
+        held.is_read.wait()
+        try:
+            pool.submit(adapters.unload, digests[0]).result(10)
+            pool.submit(adapters.load, directories[1], digests[1], 8).result(10)
+        finally:
+            held.answers.set()
+        for load_of_held in loads:
+            load_of_held.result()
     assert adapters.slots == {digests[1]: 0, digests[2]: 1}
 
 

@@ -13,4 +13,5 @@ from baton.runner.backends.cpu import kernels
 def instruction_set_is_reset() -> Iterator[None]:
     """Let the kernels choose their instructions again after a test that has chosen some."""
     yield
-    kernels.use_isa(None)
+    if kernels.available():
+        kernels.use_isa(None)

@@ -65,9 +65,12 @@ class Bench:
     async def running(self, *others: ChildSpec) -> AsyncIterator[ClusterState]:
         """Run these processes until the end of the block; yields the state in which all of them are ready."""
         running = asyncio.create_task(self.run(*others))
-        yield await self.wait_for_state(lambda state: state.phase == "ready")
-        self.stop()
-        await running
+        state = await self.wait_for_state(lambda state: state.phase == "ready")
+        try:
+            yield state
+        finally:
+            self.stop()
+            await running
 
     async def kill_and_see_again(self, victim: ProcessState) -> ClusterState:
         """Kill a process; returns the state in which its next life is ready, beside all others."""

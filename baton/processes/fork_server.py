@@ -9,13 +9,7 @@ A fork server is started as a program, which then imports; or a forked process h
 """
 
 from __future__ import annotations
-from baton.processes.ends import die_with_parent
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import contextmanager
-from contextlib import suppress
-from pathlib import Path
+
 import asyncio
 import ctypes
 import json
@@ -26,6 +20,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from baton.processes.ends import die_with_parent
 
 PROCESS = "baton.processes.fork_server_process"
 LOADED = b"loaded"

@@ -1,47 +1,34 @@
 """Adapters at a router: names become digests, requests go to nodes that acknowledge theirs, and operators' commands."""
 
 from __future__ import annotations
-from baton.errors import AdapterRefused
-from baton.errors import AttemptsExhausted
-from baton.errors import InvalidRequest
-from baton.errors import NoCapacity
-from baton.errors import Overloaded
-from baton.errors import UnknownModel
-from baton.errors import UnsupportedRequest
-from baton.messages.adapters import AdapterList
-from baton.messages.adapters import AdapterRefusal
-from baton.messages.adapters import AdapterSource
-from baton.messages.adapters import LoadedAdapter
-from baton.messages.adapters import MAX_ADAPTERS
-from baton.messages.capabilities import Capability
-from baton.messages.capabilities import GENERATES
-from baton.messages.node import Leg
-from baton.messages.node import NodeDescription
-from baton.messages.node import Outcome
-from baton.messages.node import RequestDelta
-from baton.messages.node import Submit
-from baton.model_formats.adapters import AdapterInfo
-from baton.registry import DesiredChange
-from baton.registry import DesiredState
-from baton.registry.desired import NamedAdapter
-from collections.abc import AsyncIterator
-from collections.abc import Iterable
-from collections.abc import Mapping
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from router.flight.flight_attempt import MAX_REFUSALS
-from router.operations.adapters import ACKNOWLEDGE_S
-from router.operations.adapters import CHECK_EVERY_S
-from router.operations.adapters import ClusterAdapters
-from router.operations.adapters import MAX_LOADING
-from router.operations.cluster_events import EventRing
-from tests.support.router_parts import MODEL
-from tests.support.router_parts import decode
-from tests.support.router_parts import prefill
-from tests.support.router_rig import RouterRig
-from tests.support.router_rig import router_rig
-import asyncio
+
 import pytest
+
+from baton.errors import (
+    AdapterRefused,
+    AttemptsExhausted,
+    InvalidRequest,
+    NoCapacity,
+    Overloaded,
+    UnknownModel,
+    UnsupportedRequest,
+)
+from baton.messages.adapters import MAX_ADAPTERS, AdapterList, AdapterRefusal, AdapterSource, LoadedAdapter
+from baton.messages.capabilities import GENERATES, Capability
+from baton.messages.node import Leg, NodeDescription, Outcome, RequestDelta, Submit
+from baton.model_formats.adapters import AdapterInfo
+from baton.registry import DesiredChange, DesiredState
+from baton.registry.desired import NamedAdapter
+from router.flight.flight_attempt import MAX_REFUSALS
+from router.operations.adapters import ACKNOWLEDGE_S, CHECK_EVERY_S, MAX_LOADING, ClusterAdapters
+from router.operations.cluster_events import EventRing
+from tests.support.router_parts import MODEL, decode, prefill
+from tests.support.router_rig import RouterRig, router_rig
 
 A, B = "a" * 64, "b" * 64
 CAN = GENERATES | {Capability.LORA}

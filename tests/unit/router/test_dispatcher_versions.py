@@ -1,22 +1,20 @@
 """A stream that has begun goes on at nodes of its version alone, whichever router and attempt continues it."""
 
 from __future__ import annotations
-from baton.errors import RequestNotFound
-from baton.errors import Status
-from baton.errors import VersionGone
-from baton.messages.ids import AttemptKey
-from baton.messages.node import NodeDescription
-from baton.messages.node import Outcome
-from baton.messages.sampling import SamplingParams
+
 from dataclasses import replace
+
+import pytest
+
+from baton.errors import RequestNotFound, Status, VersionGone
+from baton.messages.ids import AttemptKey
+from baton.messages.node import NodeDescription, Outcome
+from baton.messages.sampling import SamplingParams
 from router.admission.request import ValidRequest
 from router.http.errors import kind_of
 from router.limits import DispatchLimits
-from tests.support.router_parts import MODEL
-from tests.support.router_parts import decode
-from tests.support.router_rig import RouterRig
-from tests.support.router_rig import router_rig
-import pytest
+from tests.support.router_parts import MODEL, decode
+from tests.support.router_rig import RouterRig, router_rig
 
 OLD = (decode("d1"), decode("d2"))
 NEW = tuple(replace(decode(name), model_fingerprint="new") for name in ("d3", "d4", "d5"))

@@ -1,38 +1,25 @@
 """Tenants are separate in requests, cached prefixes and quotas, and no metric has a key."""
 
 from __future__ import annotations
-from baton.errors import DuplicateRequest
-from baton.errors import InvalidRequest
-from baton.errors import QuotaExceeded
-from baton.errors import RequestNotFound
-from baton.messages.generation import Accepted
-from baton.messages.generation import Finished
-from baton.messages.generation import GenerateEvent
-from baton.messages.generation import GenerateRequest
-from baton.messages.generation import ModelCard
-from baton.messages.ids import SCOPED_ID_PATTERN
-from baton.messages.ids import scoped
-from baton.messages.ids import unscoped
-from baton.messages.node import Outcome
-from baton.security.matrix import Caller
-from baton.security.matrix import CallerRole
-from baton.security.matrix import current_caller
+
+import asyncio
+import contextvars
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from router.admission.tenants import MAX_LABELS
-from router.admission.tenants import OTHERS
-from router.admission.tenants import Tenants
+
+import pytest
+
+from baton.errors import DuplicateRequest, InvalidRequest, QuotaExceeded, RequestNotFound
+from baton.messages.generation import Accepted, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.ids import SCOPED_ID_PATTERN, scoped, unscoped
+from baton.messages.node import Outcome
+from baton.security.matrix import Caller, CallerRole, current_caller
+from router.admission.tenants import MAX_LABELS, OTHERS, Tenants
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from tests.doubles.fake_tokenizer import FakeTokenizer
-from tests.support.router_parts import MODEL
-from tests.support.router_parts import decode
-from tests.support.router_rig import Reader
-from tests.support.router_rig import RouterRig
-from tests.support.router_rig import router_rig
-import asyncio
-import contextvars
-import pytest
+from tests.support.router_parts import MODEL, decode
+from tests.support.router_rig import Reader, RouterRig, router_rig
 
 CARD = ModelCard(MODEL, 64, 300)
 

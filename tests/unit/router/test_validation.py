@@ -1,28 +1,24 @@
 """The bounds of every field, and the defaults of fields that are not set."""
 
 from __future__ import annotations
-from baton.errors import InvalidRequest
-from baton.errors import UnknownModel
-from baton.messages.capabilities import Capability
-from baton.messages.generation import GenerateRequest
-from baton.messages.generation import ModelCard
-from baton.messages.pooling import Pooling
-from baton.messages.pooling import PoolingParams
-from baton.messages.pooling import PoolingRequest
-from baton.messages.sampling import Constraint
-from baton.messages.sampling import RepetitionDetection
-from baton.messages.sampling import SamplingDefaults
-from baton.messages.sampling import SamplingParams
-from baton.model_formats.encoder_decoders import EncoderDecoder
-from collections.abc import Callable
+
 from dataclasses import replace
 from random import Random
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest, UnknownModel
+from baton.messages.capabilities import Capability
+from baton.messages.generation import GenerateRequest, ModelCard
+from baton.messages.pooling import Pooling, PoolingParams, PoolingRequest
+from baton.messages.sampling import Constraint, RepetitionDetection, SamplingDefaults, SamplingParams
+from baton.model_formats.encoder_decoders import EncoderDecoder
+from baton.text.detokenizer import TextCodec
 from router.admission.request import ValidRequest
 from router.admission.sampling import longest_answer
 from router.admission.validation import validate
 from tests.doubles.fake_tokenizer import FakeTokenizer
-from typing import Any
-import pytest
 
 CARD = ModelCard("demo", max_model_len=32, vocab_size=100)
 
@@ -39,9 +35,7 @@ def check(prompt: Any = (1, 2, 3), **fields: Any) -> ValidRequest:
     return check_for(CARD, CODEC, prompt, **fields)
 
 
-def check_for(
-    card: ModelCard, by: TextCodec | None = CODEC, /, prompt: Any = (1, 2, 3), **fields: Any
-) -> ValidRequest:
+def check_for(card: ModelCard, by: TextCodec | None = CODEC, /, prompt: Any = (1, 2, 3), **fields: Any) -> ValidRequest:
     """`by`: what tokenizes texts."""
     return validate(GenerateRequest(prompt, **fields), card, by, Random(3))
 

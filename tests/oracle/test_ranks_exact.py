@@ -163,9 +163,7 @@ def test_ranks_give_the_bits_of_one_process(tmp_path: Path, name: str, dtype: st
             assert divided.layout == layout
             assert (divided.model.numerics, divided.model.fingerprint) == (info.numerics, info.fingerprint)
             assert divided.model.bit_exact
-            for cache in caches_of(divided):
-                assert cache.memory.own_layout is not None
-                assert len(cache.own_layers) == cache.memory.own_layout.num_layers
+            assert all(cache.own_layers == cache.memory.layers for cache in caches_of(divided))
 
 
 @pytest.mark.parametrize(

@@ -456,18 +456,15 @@ def test_ranks_have_their_parts_of_the_weights_while_they_are_loaded(
     """The first rank has none before the others start, and then all together have each weight once."""
     model = large_model(architecture)
     divided: dict[str, Any] = {"num_threads": 4, "tensor_parallel": 2, "pipeline_parallel": 2}
-    load_with(
-        model.tiny, dtype="float32", num_blocks=16, start_ranks=FakeRankGroup, start_stages=FakeStages.start, **divided
-    ).close()
+    divided |= {"start_stages": FakeStages.start}
+    load_with(model.tiny, dtype="float32", num_blocks=16, start_ranks=FakeRankGroup, **divided).close()
     growth, of_first = Growth(), []
 
     def start(*arguments: Any) -> FakeRankGroup:
         of_first.append(growth.peak())
         return FakeRankGroup(*arguments)
 
-    runner = load_with(
-        model.large, dtype="float32", num_blocks=16, start_ranks=start, start_stages=FakeStages.start, **divided
-    )
+    runner = load_with(model.large, dtype="float32", num_blocks=16, start_ranks=start, **divided)
     of_all = growth.peak()
     runner.close()
     # A tensor of each rank, and the pages of the file around it, are a constant. The first rank had 9 to 22 MiB here,

@@ -23,6 +23,7 @@ import pytest
 from baton.engine.request import Request
 from baton.messages.generation import GenerateRequest
 from baton.messages.operator import ClusterStatus, NodeStatus
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -80,7 +81,7 @@ def asked(directory: Path) -> Sequence[Asked]:
         params = SamplingParams(
             temperature=float(rng.random() < 0.7), seed=number, max_tokens=rng.randint(50, 130), ignore_eos=True
         )
-        drawn.append(Request(f"r{number}", prompt, params))
+        drawn.append(Request(f"r{number}", RequestSpec(prompt, params)))
     with closing(load_runner(TorchSpec(directory, dtype="float32", num_blocks=192))) as runner:
         expected = run_all(make_engine(runner), drawn)
     return [

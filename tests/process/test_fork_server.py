@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+from baton.processes.process_stat import process_stat
 from tests.support.process_cluster import ProcessCluster, process_cluster, wait_until_ended
 
 START_S = 50.0
@@ -18,9 +19,9 @@ def children(pid: int) -> dict[int, tuple[str, str]]:
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == pid:
-                found[int(process.name)] = state, (process / "cmdline").read_text().replace("\0", " ").strip()
+            stat = process_stat(int(process.name))
+            if stat.parent == pid:
+                found[int(process.name)] = stat.state, (process / "cmdline").read_text().replace("\0", " ").strip()
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found

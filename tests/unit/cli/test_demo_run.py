@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from baton.cli.commands import demo_run
-from baton.cli.commands.demo_run import DemoFailed, run_demo
+from baton.cli import demo_run
+from baton.cli.demo_run import DemoFailed, run_demo
 from baton.errors import EngineFault, ExitCode
 from baton.messages.generation import Accepted, Chunk
 from baton.wire.server.server import RpcServer

@@ -18,6 +18,12 @@ from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 
+pytestmark = pytest.mark.one_transport
+
+SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PARENT_ID = "b7ad6b7169203331"
+
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
@@ -86,13 +92,6 @@ def trace_receiver() -> Iterator[TraceReceiver]:
         finally:
             server.shutdown()
             thread.join()
-
-
-pytestmark = pytest.mark.one_transport
-
-SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
-TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
-PARENT_ID = "b7ad6b7169203331"
 
 
 async def complete(cluster: MiniCluster, request_id: str, traceparent: str) -> None:

@@ -27,6 +27,22 @@ from tests.support.simulated_cluster import Answer, simulated_cluster
 from tests.support.simulated_ranks import RankedCluster, RankedLimits, RankedNode
 from tests.support.virtual_time import run_virtually
 
+NUM_SCHEDULES = int(os.environ.get("BATON_RANK_SCHEDULES", "100"))
+PER_TEST = 100
+SHAPES = [NodeShape(), NodeShape(tp=2), NodeShape(pp=2), NodeShape(tp=2, pp=2), NodeShape(tp=4)]
+EVENTS = {
+    Role.PREFILL: ["scheduled", "chunk_computed", "lease_granted", "offered", "closing_offered", "read_progress"],
+    Role.DECODE: ["expected", "offer_received", "confirmed", "remote_kv_arrived", "first_token", "preempted", "abort"],
+}
+"""Events at which a rank is lost."""
+HAPPENS = {
+    *("lost before a step", "lost in a step", "lost after a step", "lost at an event"),
+    *("lost just when it joined", "lost while it drained", "lost rank 1 sends no heartbeats", "a stopped rank went on"),
+    *("lost while it computed", "lost while a request waited", "lost while it was idle", "lost with leases"),
+    *("link cut", "one way", "cut from the router", "reads frozen"),
+    *("lost while it was read", "lost while it read", "finished after a failover"),
+}
+"""Events that each hundred of schedules must contain at least once."""
 FOLLOWS = {
     "scheduled": "queued",
     "chunk_computed": "scheduled",
@@ -88,24 +104,6 @@ def _broken_on_a_node(events: Sequence[TraceEvent]) -> Iterator[str]:
         if name == "finished":
             finished.add(sequence)
         seen.add(name)
-
-
-NUM_SCHEDULES = int(os.environ.get("BATON_RANK_SCHEDULES", "100"))
-PER_TEST = 100
-SHAPES = [NodeShape(), NodeShape(tp=2), NodeShape(pp=2), NodeShape(tp=2, pp=2), NodeShape(tp=4)]
-EVENTS = {
-    Role.PREFILL: ["scheduled", "chunk_computed", "lease_granted", "offered", "closing_offered", "read_progress"],
-    Role.DECODE: ["expected", "offer_received", "confirmed", "remote_kv_arrived", "first_token", "preempted", "abort"],
-}
-"""Events at which a rank is lost."""
-HAPPENS = {
-    *("lost before a step", "lost in a step", "lost after a step", "lost at an event"),
-    *("lost just when it joined", "lost while it drained", "lost rank 1 sends no heartbeats", "a stopped rank went on"),
-    *("lost while it computed", "lost while a request waited", "lost while it was idle", "lost with leases"),
-    *("link cut", "one way", "cut from the router", "reads frozen"),
-    *("lost while it was read", "lost while it read", "finished after a failover"),
-}
-"""Events that each hundred of schedules must contain at least once."""
 
 
 class RankSchedule(Schedule):

@@ -33,6 +33,10 @@ from tests.support.free_ports import first_free_port
 from tests.support.process_cluster import ProcessCluster, process_cluster
 from tests.support.rpc_methods import METHODS
 
+BOUND_S = 30.0
+HARMLESS = ("GetStatus", "Describe", "Trace", "ListModels", "Attach", "Open", "Check")
+"""Methods that may be called with an empty message and end at once."""
+NAMES = ("prefill-0", "decode-0", "router-0")
 _LISTEN = "0A"
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -67,12 +71,6 @@ def _address(text: str) -> Address:
     words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
     address = ipaddress.ip_address(b"".join(words))
     return getattr(address, "ipv4_mapped", None) or address
-
-
-BOUND_S = 30.0
-HARMLESS = ("GetStatus", "Describe", "Trace", "ListModels", "Attach", "Open", "Check")
-"""Methods that may be called with an empty message and end at once."""
-NAMES = ("prefill-0", "decode-0", "router-0")
 
 
 class Explosive:

@@ -162,7 +162,7 @@ OPERATIONS: Sequence[Operation] = (
         },
         (CompletionBody,),
         {"prompt": "def fibonacci(n):", "max_tokens": 16, "seed": 7},
-        about="A stream takes one prompt.",
+        about="A stream of several prompts has the choices of all, in their order.",
         event={
             "id": f"cmpl-{EXAMPLE_ID}",
             "object": "text_completion",

@@ -18,7 +18,7 @@ from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
 from decode_node.app import DecodeRole
 from prefill_node.app import PrefillRole
-from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
+from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
 from tests.support.parts_runner import PartsRunner
 from tests.support.simulated_oracle import expected_tokens
 
@@ -39,7 +39,6 @@ async def cluster_of(
     runners: dict[str, PartsRunner] | None = None,
 ) -> AsyncIterator[MiniCluster]:
     """A pair of nodes that are divided so. `runners`: takes the runners of those that are in parts."""
-    simulated_model_dir(directory, 256, 512)
     with ExitStack() as stack:
 
         def make_runner(node_id: str) -> SimulatedRunner:

@@ -209,7 +209,7 @@ def start_process(command: Sequence[str], descriptors: Sequence[int]) -> subproc
     Raises OSError.
     """
     server = own_fork_server()
-    forked = server.fork(command, {one: one for one in (1, 2, *descriptors)}, {}) if server is not None else None
+    forked = server.fork(command, {fd: fd for fd in (1, 2, *descriptors)}, {}) if server is not None else None
     return forked or subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
 
 

@@ -19,9 +19,9 @@ from baton.text.chat_template import DEFAULT_TEMPLATE
 from baton.text.model_template import ModelTemplate
 from baton.text.prompt_template import PromptTemplate
 from router.admission.prompt_inputs import ImageRules
+from router.handler import Handler
 from router.http.app import HttpFront
 from router.http.audio.endpoint import SpeechRules
-from router.http.endpoint import Handler
 from router.http.model import ServedModel
 from router.http.pages.status import adapter_routes
 from router.http.responses.store import ResponseStore, StoreBounds

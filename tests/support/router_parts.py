@@ -78,7 +78,7 @@ def view_of(
 
 def request(request_id: str = "r", *, max_tokens: int = 8, stop: tuple[str, ...] = (), n: int = 1) -> ValidRequest:
     params = SamplingParams(seed=1, max_tokens=max_tokens, n=n)
-    return ValidRequest(request_id, MODEL, (5, 6, 7), params, stop, num_returned=n)
+    return ValidRequest((5, 6, 7), params, request_id=request_id, model=MODEL, stop=stop, num_returned=n)
 
 
 @cache

@@ -136,14 +136,14 @@ async def test_both_legs_go_to_nodes_that_acknowledge_the_adapter_and_have_its_d
         for _ in range(3):
             reader = rig.ask(model="one")
             legs = [await rig.next_submit("p1"), await rig.next_submit("d2")]
-            assert [(leg.leg, leg.adapter) for leg in legs] == [(Leg.PREFILL, A), (Leg.DECODE, A)]
+            assert [(leg.leg, leg.spec.adapter) for leg in legs] == [(Leg.PREFILL, A), (Leg.DECODE, A)]
             rig.report("p1", legs[0].attempt, 0, "a", Outcome.HANDED_OFF)
             rig.report("d2", legs[0].attempt, 1, "b", Outcome.STOP, stop_token_id=98)
             await reader.finished()
         assert rig.nodes["d1"].inbox.empty()
         base = rig.ask()
         submit = await rig.next_submit("p1")
-        assert submit.adapter == ""
+        assert submit.spec.adapter == ""
         await base.leaves()
 
 
@@ -163,7 +163,7 @@ async def test_unknown_and_unloaded_names_are_refused_and_running_requests_keep_
         rig.nodes[here].die()
         other = "d2" if here == "d1" else "d1"
         again = await adapters.served(other, "c")
-        assert (again.adapter, list(again.output_token_ids)) == (A, [97, 98])
+        assert (again.spec.adapter, list(again.output_token_ids)) == (A, [97, 98])
         await reader.finished()
         assert rig.nodes[other].inbox.empty(), "its adapter was on the list as long as it ran"
         adapters.cluster.check()
@@ -191,7 +191,7 @@ async def test_a_node_that_lost_an_adapter_hurts_nobody_and_another_one_takes_th
         rig.nodes[node].report(adapters={A: "its files have changed"})
         gone = RequestDelta(submit.attempt, outcome=Outcome.ADAPTER_UNAVAILABLE, error="its files have changed")
         rig.nodes[node].report(gone)
-        assert (await adapters.served(other)).adapter == A
+        assert (await adapters.served(other)).spec.adapter == A
         await reader.finished()
         assert not rig.requests.placer.open_breakers(rig.timers.monotonic())
         (row,) = adapters.cluster.list_adapters()
@@ -236,7 +236,7 @@ async def test_a_node_that_was_started_again_learns_of_adapters_and_serves_those
         assert rig.nodes["d1"].inbox.empty(), "it has not acknowledged the adapter"
         adapters.acknowledge("d1", A)
         for _ in range(2):
-            assert (await adapters.served("d1", "b")).adapter == A
+            assert (await adapters.served("d1", "b")).spec.adapter == A
         await asyncio.gather(reader.finished(), newcomer.finished())
 
 
@@ -246,10 +246,10 @@ async def test_requests_without_the_adapter_do_not_wait_behind_one_whose_nodes_a
         rig.card = replace(rig.card, adapters={"one": AdapterSource("one", "/one", A)})
         waiting = rig.ask(model="one")
         base = rig.ask()
-        assert (await adapters.served("d1")).adapter == ""
+        assert (await adapters.served("d1")).spec.adapter == ""
         await base.finished()
         adapters.acknowledge("d1", A)
-        assert (await adapters.served("d1")).adapter == A
+        assert (await adapters.served("d1")).spec.adapter == A
         await waiting.finished()
 
 

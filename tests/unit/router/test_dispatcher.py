@@ -248,7 +248,7 @@ async def test_a_request_that_a_node_finds_invalid_fails_without_blaming_the_nod
                 rig.report("p1", attempt, 0, text[0], Outcome.HANDED_OFF)
                 rig.report("d1", attempt, 1, text[1:])
                 await reader.wait_for_tokens(2)
-            rig.nodes["d1"].report(RequestDelta(attempt, outcome=Outcome.INVALID, error=f"json_schema: {why}"))
+            rig.nodes["d1"].report(RequestDelta(attempt, outcome=Outcome.INVALID, error=why, error_field="json_schema"))
             error = await reader.raises(InvalidRequest)
             assert (error.field, error.reason) == (clients_field or "json_schema", why)
             assert (await rig.next_abort("p1")).attempt == attempt

@@ -49,7 +49,7 @@ async def test_an_embedding_is_computed_by_a_prefill_node_alone(policy: Policy) 
     async with router_rig(*nodes("d1", "p1"), placer=Placer(PlacementSettings(policy))) as rig:
         reader = rig.ask(pooling=PoolingRequest(), request_id="mine", priority=3, cache_salt="s")
         submit = await rig.next_submit("p1")
-        assert (submit.leg, submit.kv_source, submit.priority, submit.cache_salt) == (Leg.EMBED, None, 3, "s")
+        assert (submit.leg, submit.kv_source, submit.spec.priority, submit.spec.cache_salt) == (Leg.EMBED, None, 3, "s")
         rig.timers.advance(0.25)
         report_embedding(rig, "p1", submit.attempt)
         finished = await reader.finished()

@@ -46,8 +46,8 @@ async def test_both_nodes_of_each_attempt_get_the_rows() -> None:
             (name,) = [name for name in ("d1", "d2") if name in rig.nodes and not rig.nodes[name].inbox.empty()]
             second = await rig.next_submit(name)
             for submit in (first, second):
-                assert (submit.attempt.attempt, list(submit.prompt_token_ids)) == (attempt, [0, 0, 0, 9])
-                assert submit.spans == (SPAN,)
+                assert (submit.attempt.attempt, list(submit.spec.prompt_token_ids)) == (attempt, [0, 0, 0, 9])
+                assert submit.spec.spans == (SPAN,)
             if attempt == 1:
                 (kept,) = rig.store.kept.values()
                 assert SPAN.digest in repr(kept)
@@ -71,7 +71,9 @@ async def test_nodes_that_take_no_rows_are_not_chosen() -> None:
 
 
 async def test_a_request_that_comes_again_after_its_routers_death_has_the_spans_of_its_record() -> None:
-    recorded = ValidRequest("r", MODEL, (0, 0, 0, 9), SamplingParams(seed=5, max_tokens=6), spans=(SPAN,))
+    recorded = ValidRequest(
+        (0, 0, 0, 9), SamplingParams(seed=5, max_tokens=6), request_id="r", model=MODEL, spans=(SPAN,)
+    )
     async with router_rig(able(prefill("p2")), able(decode("d2")), limits=LIMITS) as rig:
         knows_rows(rig)
         rig.left_behind(recorded, AttemptKey("r", 2, 99), prefill("p1"), decode("d1"))
@@ -79,7 +81,7 @@ async def test_a_request_that_comes_again_after_its_routers_death_has_the_spans_
         await rig.resume("r", 1, **others).raises(InvalidRequest, "prompt: has other prompt_embeds, images")
         reader = rig.resume("r", 1, **ASKED)
         submits: list[Submit] = [await rig.next_submit("p2"), await rig.next_submit("d2")]
-        assert [submit.spans for submit in submits] == [(SPAN,)] * 2
+        assert [submit.spec.spans for submit in submits] == [(SPAN,)] * 2
         rig.report("p2", submits[0].attempt, 0, "a", Outcome.HANDED_OFF)
         await rig.end(reader, "d2", submits[0].attempt, 1, "bcdef")
         assert reader.text == "bcdef"

@@ -32,7 +32,7 @@ from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
 
 PARAMS = SamplingParams(seed=5, max_tokens=6)
-REQUEST = ValidRequest("r", MODEL, (5, 6, 7), PARAMS)
+REQUEST = ValidRequest((5, 6, 7), PARAMS, request_id="r", model=MODEL)
 CARD = ModelCard(MODEL, 64, 300)
 THEIRS = AttemptKey("r", 2, 99)
 AGAIN: dict[str, Any] = {"prompt": (5, 6, 7)}
@@ -257,7 +257,7 @@ async def test_an_attempt_unknown_to_its_nodes_is_generated_again_as_a_new_attem
         assert await rig.next_attempt("d1") == again
         assert (again.request_id, again.attempt) == ("r", 3)
         assert again.flight != THEIRS.flight
-        assert (to_prefill.leg, to_prefill.sampling_params, list(to_prefill.prompt_token_ids)) == (
+        assert (to_prefill.leg, to_prefill.spec.sampling_params, list(to_prefill.spec.prompt_token_ids)) == (
             Leg.PREFILL,
             PARAMS,
             [5, 6, 7],

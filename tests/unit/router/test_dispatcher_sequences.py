@@ -35,7 +35,7 @@ async def test_sequences_are_streamed_side_by_side() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader = rig.ask(n=2, max_tokens=3)
         to_prefill, to_decode = await rig.next_submit("p1"), await rig.next_submit("d1")
-        assert to_prefill.sampling_params.n == to_decode.sampling_params.n == 2
+        assert to_prefill.spec.sampling_params.n == to_decode.spec.sampling_params.n == 2
         attempt = to_decode.attempt
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         rig.report("d1", attempt, 0, "xy", sequence_index=1)
@@ -68,7 +68,7 @@ async def test_placement_counts_the_sequences_that_a_node_runs_at_once() -> None
         assert (candidate.load, candidate.is_full) == (4, False), "the others are held back on the node"
         readers.append(rig.ask())
         small = await rig.next_submit("d1")
-        assert small.sampling_params.n == 1
+        assert small.spec.sampling_params.n == 1
         for attempt, reader in zip((large, small.attempt), readers, strict=True):
             rig.report("d1", attempt, 0, "a", Outcome.ERROR)
             await reader.raises(EngineFault)
@@ -147,7 +147,7 @@ async def test_all_sequences_continue_after_their_node_is_lost() -> None:
         await reader.wait_for_tokens(4)
         rig.nodes["d1"].die()
         again = await rig.next_submit("d2")
-        assert again.sampling_params == submit.sampling_params
+        assert again.spec.sampling_params == submit.spec.sampling_params
         rig.report("d2", again.attempt, 0, "xyz", Outcome.LENGTH, sequence_index=1)
         await rig.end(reader, "d2", again.attempt, 0, "abc")
         assert texts(reader) == {0: "abc", 1: "xyz"}

@@ -87,7 +87,7 @@ async def test_a_stream_without_tokens_begins_anew_at_another_version() -> None:
 def record_lost_router(rig: RouterRig, node: NodeDescription) -> None:
     """Write what a lost router wrote about its request, which it sent to this node."""
     params = SamplingParams(seed=5, max_tokens=6)
-    theirs = ValidRequest("r", MODEL, (5, 6, 7), params, (), num_returned=1)
+    theirs = ValidRequest((5, 6, 7), params, request_id="r", model=MODEL, stop=(), num_returned=1)
     rig.left_behind(theirs, THEIRS, None, node)
 
 

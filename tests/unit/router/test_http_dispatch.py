@@ -219,7 +219,7 @@ async def test_a_constrained_stream_goes_on_under_its_constraint_after_its_node_
         submits = [first, await rig.next_submit(lost)]
         rig.nodes[lost].die()
         submits.append(await rig.next_submit(other))
-        assert [submit.sampling_params.constraint for submit in submits] == [constraint] * 3
+        assert [submit.spec.sampling_params.constraint for submit in submits] == [constraint] * 3
         assert list(submits[2].output_token_ids) == list(map(ord, text[:2]))
         rig.report(other, submits[2].attempt, 2, text[2:] + "\x03", Outcome.STOP, stop_token_id=3)
         *events, done = (await exchange.end()).events

@@ -39,7 +39,7 @@ FEW = MOST_KEPT + UNREAD_TOKENS
 
 def request(**fields: int) -> ValidRequest:
     returned = fields.pop("num_returned", fields.get("n", 1))
-    return ValidRequest("r", "m", (1,) * 5, SamplingParams(seed=1, **fields), num_returned=returned)  # type: ignore[arg-type]
+    return ValidRequest((1,) * 5, SamplingParams(seed=1, **fields), request_id="r", model="m", num_returned=returned)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

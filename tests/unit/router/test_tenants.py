@@ -58,7 +58,7 @@ async def test_two_tenants_may_use_the_same_request_id() -> None:
         readers = [Reader(first), Reader(second)]
         submits = [await rig.next_submit("d1"), await rig.next_submit("d1")]
         assert [submit.attempt.request_id for submit in submits] == ["acme/r", "umbrella/r"]
-        assert [submit.cache_salt for submit in submits] == ["acme/s", "umbrella/s"]
+        assert [submit.spec.cache_salt for submit in submits] == ["acme/s", "umbrella/s"]
         with pytest.raises(DuplicateRequest, match=r"'r'"):
             await anext(fronts.ask("acme"))
         for submit in submits:
@@ -100,7 +100,7 @@ async def test_a_client_gets_the_priority_that_its_key_or_the_router_allows(
         assert isinstance(await anext(events), Accepted)
         reader = Reader(events)
         submit = await rig.next_submit("d1")
-        assert submit.priority == given
+        assert submit.spec.priority == given
         await rig.end(reader, "d1", submit.attempt, 0, "ab")
 
 

@@ -11,6 +11,7 @@ from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, Submit
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.node.attempts.attempt_times import AttemptClock, AttemptSpans, Stage, stages
 from baton.observe.start_tracing import is_asked_for, start_tracing
@@ -54,7 +55,7 @@ def test_an_unavailable_exporter_is_logged_and_the_process_continues(
 def clock_of(*events: tuple[EngineCoreEventType, float]) -> AttemptClock:
     clock = AttemptClock(1.0)
     for kind, time in events:
-        clock.note(EngineCoreEvent(kind, str(KEY), time))
+        clock.note(EngineCoreEvent(kind, KEY, time))
     return clock
 
 
@@ -93,10 +94,10 @@ def test_a_node_reports_the_spans_of_traced_attempts_once() -> None:
     tracer = FakeTracer()
     spans = AttemptSpans(tracer)
     params = SamplingParams(temperature=0.0, seed=1, max_tokens=4)
-    spans.begun(Submit(KEY, Leg.WHOLE, [1], params), clock_of(*COMPUTED))
+    spans.begun(Submit(KEY, Leg.WHOLE, RequestSpec([1], params)), clock_of(*COMPUTED))
     spans.ended(KEY, 9.0)
     assert tracer.spans == []
-    spans.begun(Submit(KEY, Leg.PREFILL, [1], params, traceparent=PARENT), clock_of(*COMPUTED))
+    spans.begun(Submit(KEY, Leg.PREFILL, RequestSpec([1], params), traceparent=PARENT), clock_of(*COMPUTED))
     spans.ended(KEY, 9.0, "out of luck")
     spans.ended(KEY, 10.0)
     assert [(span.name, span.parent, span.error) for span in tracer.spans] == [

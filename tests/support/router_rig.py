@@ -150,8 +150,8 @@ class RouterRig:
         self.journal(router).write(request, attempt, Placement(prefill, decode, "because"), takeover=takeover)
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Give the event loop its turns until something is so; at most a thousand."""
-        for _ in range(1000):
+        """Give the event loop its turns until something is so; ten thousand at most."""
+        for _ in range(10_000):
             if is_so():
                 return
             await asyncio.sleep(0)

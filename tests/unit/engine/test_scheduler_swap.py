@@ -16,9 +16,9 @@ from baton.messages.node import Leg, Outcome
 from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, load
-from baton.runner.simulated import expected_tokens
 from tests.doubles.fake_clock import FakeClock
 from tests.support.engine_rig import EngineRig, prompt_of
+from tests.support.simulated_oracle import expected_tokens
 
 
 def swapping(num_blocks: int = 6, num_host_blocks: int = 16, **limits: Any) -> EngineRig:

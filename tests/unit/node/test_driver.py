@@ -29,12 +29,13 @@ from baton.node.encoding import RowSource
 from baton.node.serve import Outbox
 from baton.runner import SimulatedSpec
 from baton.runner.execution.step_thread import StepThread
-from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.simulated import SimulatedRunner
 from tests.doubles.fake_connector import FakeConnector
 from tests.doubles.fake_row_source import FakeRowSource
 from tests.doubles.fake_runner import rows_of
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 from tests.support.requests import request_of
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.step_gate import StepGate
 
 LONG_S = 30.0

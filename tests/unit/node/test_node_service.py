@@ -66,7 +66,7 @@ from tests.support.node_rig import (
     tokens,
 )
 from tests.support.requests import changed
-from tests.support.virtual_time import LoopClock, run_virtually
+from tests.support.virtual_time import LoopClock, run_virtually, virtually
 
 PARAMS = SamplingParams(temperature=0.0, seed=3, max_tokens=4)
 
@@ -422,29 +422,26 @@ async def test_a_node_is_idle_only_when_no_block_is_leased() -> None:
     await idle
 
 
-def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left(rig: NodeRig, port: Port) -> None:
+@virtually
+async def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left() -> None:
     """It does so when nothing else was left for a while; a lease whose reader is queued is waited for without bound."""
-
-    async def main() -> None:
-        rig = NodeRig(Role.PREFILL, clock=LoopClock())
-        port, loop = rig.service.open_port("router-0"), asyncio.get_running_loop()
-        rig.complete(port, leg=Leg.PREFILL)
-        lease = OpenHandoff(KEY, HandoffSide.SENDER, "READING", "decode-0", "decode-0.x", 2, 9.0)
-        rig.role.reported = HandoffReport(open=[lease])
-        idle = asyncio.create_task(rig.service.draining.wait_idle())
-        await asyncio.sleep(1000)
-        assert not idle.done()
-        suspect = replace(lease, state="SUSPECT")
-        rig.role.reported = HandoffReport(open=[suspect])
-        suspect_at = loop.time()
-        assert await idle == [suspect]
-        assert GIVE_UP_AFTER_S <= loop.time() - suspect_at <= GIVE_UP_AFTER_S + 2 * HEARTBEAT_S
-        left = [event for event in rig.log.after(0) if event.name == "drain_gave_up"]
-        assert [(event.attempt, event.value, event.detail) for event in left] == [(KEY, 2, "SUSPECT decode-0")]
-        story = f"the drain gave up on 2 blocks whose reads do not end: {KEY} SUSPECT with decode-0, 2 blocks, 9 s"
-        assert [report.notice for report in await queued_reports(port) if report.notice] == [story]
-
-    run_virtually(main())
+    rig = NodeRig(Role.PREFILL, clock=LoopClock())
+    port, loop = rig.service.open_port("router-0"), asyncio.get_running_loop()
+    rig.complete(port, leg=Leg.PREFILL)
+    lease = OpenHandoff(KEY, HandoffSide.SENDER, "READING", "decode-0", "decode-0.x", 2, 9.0)
+    rig.role.reported = HandoffReport(open=[lease])
+    idle = asyncio.create_task(rig.service.draining.wait_idle())
+    await asyncio.sleep(1000)
+    assert not idle.done()
+    suspect = replace(lease, state="SUSPECT")
+    rig.role.reported = HandoffReport(open=[suspect])
+    suspect_at = loop.time()
+    assert await idle == [suspect]
+    assert GIVE_UP_AFTER_S <= loop.time() - suspect_at <= GIVE_UP_AFTER_S + 2 * HEARTBEAT_S
+    left = [event for event in rig.log.after(0) if event.name == "drain_gave_up"]
+    assert [(event.attempt, event.value, event.detail) for event in left] == [(KEY, 2, "SUSPECT decode-0")]
+    story = f"the drain gave up on 2 blocks whose reads do not end: {KEY} SUSPECT with decode-0, 2 blocks, 9 s"
+    assert [report.notice for report in await queued_reports(port) if report.notice] == [story]
 
 
 async def test_a_submit_that_comes_twice_runs_once_and_stays_abortable() -> None:

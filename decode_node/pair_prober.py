@@ -34,7 +34,7 @@ from kv_transfer.receiver.probe_values import (
     RefuseWaiting,
     ReportFailure,
 )
-from kv_transfer.receiver.transfer_values import CancelRead, TellSender
+from kv_transfer.receiver.transfer_values import AbandonRead, TellSender
 
 _log = logging.getLogger(__name__)
 
@@ -113,8 +113,8 @@ class PairProber:
                     ranges = [ReadRange(local, read.remote_sub_block, 1, read.group)]
                     self._mover.fill(read_id, read.local_block, read.seed, read.group)
                     self._mover.read(read_id, incarnation, ranges, (local,), read.local_parts)
-                case CancelRead(read_id):
-                    self._mover.cancel(read_id)
+                case AbandonRead(read_id):
+                    self._mover.abandon(read_id)
                 case PairProven(incarnation):
                     self._proven(incarnation)
                 case EndLink(incarnation, error):

@@ -228,7 +228,7 @@ class SchedulerState:
                 request.num_computed_tokens = 0
         return bool(parked)
 
-    def finish_beams(self, beams: BeamGroup, outputs: OutputsByClient) -> None:
+    def end_beams(self, beams: BeamGroup, outputs: OutputsByClient) -> None:
         """End a beam search that is over, and write its best sequences as outputs."""
         self._end_computed_and_parked(beams)
         root, found = beams.root, beams.outputs()

@@ -280,7 +280,7 @@ class EngineDriver:
             self._adapter_faults[digest] = fault
         else:
             self._num_adapter_loads += 1
-        return self._perform(self._adapter_cache.finished(digest, fault.reason if fault is not None else ""))
+        return self._perform(self._adapter_cache.load_ended(digest, fault.reason if fault is not None else ""))
 
     @property
     def has_due(self) -> bool:

@@ -343,7 +343,7 @@ class Flight:
         effects: list[FlightEffect] = []
         changed: Sequence[FlightSequence] = (sequence,)
         if delta.prompt_logprobs and self._lacks_prompt_logprobs:
-            effects, changed = self._release_tokens(delta.prompt_logprobs), self._sequences
+            effects, changed = self._emit_held(delta.prompt_logprobs), self._sequences
         elif delta.token_ids and self._lacks_prompt_logprobs and leg.kind is not Leg.DECODE:
             error = f"node {leg.node.node_id} sent no log-probabilities of the prompt; its version may be too old"
             return self._give_up(EngineFault(error))
@@ -371,11 +371,11 @@ class Flight:
             effects += self._finish_if_complete(one) if not self.is_over else []
         return effects
 
-    def _release_tokens(self, prompt_logprobs: Sequence[TokenLogprobs]) -> list[FlightEffect]:
+    def _emit_held(self, prompt_logprobs: Sequence[TokenLogprobs]) -> list[FlightEffect]:
         """The prompt's log-probabilities and the tokens that were held back until they came."""
         self._lacks_prompt_logprobs, self._has_given_prompt_logprobs = False, True
-        released = [sequence.release() for sequence in self._sequences]
-        return [EmitPromptLogprobs(prompt_logprobs), *(tokens for tokens in released if tokens is not None)]
+        held = [sequence.take_held() for sequence in self._sequences]
+        return [EmitPromptLogprobs(prompt_logprobs), *(tokens for tokens in held if tokens is not None)]
 
     def _on_outcome(self, leg: FlightLeg, delta: RequestDelta) -> list[FlightEffect]:
         node = leg.node

@@ -364,7 +364,7 @@ class Flight:
             if delta.outcome is Outcome.MOVED:
                 return self._on_moved(leg, delta.takeover)
             if leg.note_outcome(delta.sequence_index, delta.outcome):
-                effects += self._attempt.release(leg)
+                effects += self._attempt.end_leg(leg)
             if not (sequence.is_closed and delta.outcome is Outcome.ABORTED):
                 effects += self._on_outcome(leg, delta)
         for one in changed:
@@ -430,7 +430,7 @@ class Flight:
     def _leave_to_other_router(self, error: BatonError) -> list[FlightEffect]:
         """End here without aborts: the attempt is another router's, or will be."""
         self._machine.feed(FlightStep.CANCEL)
-        return [*self._attempt.release_all(), MovedAway(error)]
+        return [*self._attempt.end_legs(), MovedAway(error)]
 
     def _on_node_gone(self, incarnation: str, reason: str, lost_together: Set[str]) -> list[FlightEffect]:
         leg = self._attempt.legs.get(incarnation)
@@ -438,7 +438,7 @@ class Flight:
             return []
         leg.is_lost = True
         if leg.kind is Leg.PREFILL and self._can_go_on_without(leg):
-            return self._attempt.release(leg)
+            return self._attempt.end_leg(leg)
         if self._num_unrelated(lost_together) >= MIN_UNRELATED_NODES:
             return self._retry(self._budget.charge_unrelated_loss, incarnation, reason, AttemptCause.NODE_LOST)
         return self._on_leg_lost(leg, reason, AttemptCause.NODE_LOST)

@@ -64,10 +64,10 @@ def encoder_inputs(spans: Sequence[Span], contents: Iterable[EncoderContent]) ->
 class EncoderWork:
     """What a runner is to do for the encoder cache."""
 
-    to_forget: Sequence[str]
+    to_release: Sequence[str]
     """The digests of inputs whose rows no step names any more, or that need not be encoded any more."""
     to_encode: Sequence[EncoderInput]
-    """Inputs of which it is to make rows, in the order of need; some may be among those to forget."""
+    """Inputs of which it is to make rows, in the order of need; some may be among those to release."""
 
 
 class _State(enum.Enum):

@@ -200,7 +200,7 @@ class Scheduler:
         return {request.adapter for request in (*self._state.requests.values(), *members) if request.adapter}
 
     def take_encoder_work(self) -> EncoderWork:
-        """What the runner is to forget and to encode since the last call, in this order."""
+        """What the runner is to release and to encode since the last call, in this order."""
         cache = self._state.encoder_cache
         return EncoderWork(cache.take_evicted(), cache.take_inputs_to_encode())
 

@@ -90,7 +90,7 @@ class LeadingStage(LeadingTransformer):
             out = self.compute_stage(micro.batch, micro.logits_rows, rows, begun.wants_hidden)
         except Exception as error:
             # What the other stages have computed behind this micro-batch would be taken for the next one's.
-            self._others.lose(f"the last stage failed in a step: {error!r}")
+            self._others.declare_lost(f"the last stage failed in a step: {error!r}")
             raise RankLost(f"the step can't be computed: {self._others.why_lost}") from error
         hidden = out.hidden if begun.wants_hidden else out.hidden[:0]
         return HiddenAndLogits(on_host(hidden), on_host(out.logits))

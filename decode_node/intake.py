@@ -147,7 +147,7 @@ class Intake:
     async def stop(self) -> None:
         """End the links and the agent. Transfers that are not over are not reported any more."""
         self._stopped = True
-        self._prober.stop()
+        self._prober.close()
         await self.links.close()
         if self._mover_watch is not None:
             self._mover_watch.cancel()

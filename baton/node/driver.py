@@ -128,7 +128,7 @@ class EngineDriver:
         self._inbox.put(None)
         self._thread.join()
         if self._adapters is not None:
-            self._adapters.end()
+            self._adapters.close()
         for digest in self._adapter_cache.in_memory:
             self._runner.adapters.unload(digest)
         self._grammars.close()

@@ -27,7 +27,7 @@ from baton.messages.node import StepFigures
 class InputEncoder(Protocol):
     """Has a runner make rows of inputs, and tells the scheduler. Both methods return at once."""
 
-    def start(self, encoder_input: EncoderInput) -> None:
+    def start_encoding(self, encoder_input: EncoderInput) -> None:
         """Have an input encoded; `Scheduler.input_encoded` or `input_failed` follows, on the engine's thread."""
         ...
 
@@ -43,7 +43,7 @@ class EncodesAtOnce:
         self._scheduler = scheduler
         self._runner = runner
 
-    def start(self, encoder_input: EncoderInput) -> None:
+    def start_encoding(self, encoder_input: EncoderInput) -> None:
         try:
             self._runner.encoder.encode(encoder_input.content, encoder_input.num_rows)
         except Exception as exc:
@@ -141,7 +141,7 @@ class EngineCore:
             self._to_release[digest] = self._num_steps
         for encoder_input in work.to_encode:
             self._to_release.pop(encoder_input.digest, None)
-            self._encoder.start(encoder_input)
+            self._encoder.start_encoding(encoder_input)
         self._release_encoded()
 
     def _release_encoded(self) -> None:

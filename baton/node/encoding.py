@@ -197,7 +197,7 @@ class EncoderThread:
         self._waiting: dict[str, Future[None]] = {}
         """What is still to be encoded, by digest."""
 
-    def start(self, encoder_input: EncoderInput) -> None:
+    def start_encoding(self, encoder_input: EncoderInput) -> None:
         if self._rows is None or encoder_input.content.held_by is None:
             self._encode(encoder_input)
             return

@@ -445,7 +445,7 @@ class Scheduler:
             if num_tokens > 1:
                 # A long prompt leaves a token of the budget to each request behind it, or their streams would stall.
                 behind = len(filling) - index - 1 + arriving
-                num_tokens = plan.cut(request, num_tokens, max(1, plan.token_budget - behind))
+                num_tokens = plan.chunk_size(request, num_tokens, max(1, plan.token_budget - behind))
             num_tokens = state.num_encoded(request, request.num_computed_tokens, num_tokens)
             if not num_tokens:
                 continue

@@ -115,8 +115,8 @@ class FairExecutor:
                 del self._waiting[tenant]
 
     def _work(self) -> None:
-        while (found := self._take()) is not None:
-            tenant, job = found
+        while (work := self._take()) is not None:
+            tenant, job = work
             try:
                 if job.future.set_running_or_notify_cancel():
                     try:
@@ -128,17 +128,17 @@ class FairExecutor:
                         del result
             finally:
                 # The job's objects must not stay referenced until the next job comes.
-                del found, job
+                del work, job
                 self._job_ended(tenant)
 
     def _take(self) -> tuple[str, _Job] | None:
         """Wait for the next job and its tenant; None when the executor is closed."""
         with self._changed:
-            while (found := self._next()) is None:
+            while (job := self._next()) is None:
                 if self._is_closed:
                     return None
                 self._changed.wait()
-            return found
+            return job
 
     def _next(self) -> tuple[str, _Job] | None:
         """Remove the job that may run now from the queue; None if there is none."""

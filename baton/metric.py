@@ -45,4 +45,4 @@ def declared_metrics(kind: type) -> Mapping[str, Metric | None]:
 
 def _metric_in(hint: Any) -> Metric | None:
     metadata = getattr(hint, "__metadata__", ())
-    return next((one for one in metadata if isinstance(one, Metric)), None)
+    return next((item for item in metadata if isinstance(item, Metric)), None)

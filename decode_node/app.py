@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from baton.background import OnFault, current_watch
 from baton.messages.ids import AttemptKey
 from baton.messages.node import StageTimings
-from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.node.attempts.attempt_times import TransferFigures
 from baton.node.reports.figures import KV_FETCH_HELP
 from baton.node.role import NodeRole, RoleContext, Servicer
@@ -100,6 +99,10 @@ class DecodeRole:
     def servicers(self) -> Sequence[Servicer]:
         return ()
 
+    @property
+    def handoff(self) -> Intake:
+        return self.intake
+
     async def start(self) -> None:
         await self.intake.start()
 
@@ -140,15 +143,6 @@ class DecodeRole:
             *transfer_figures(self.intake.report()),
             *probe_figures(self.intake.probes.outcomes, self.intake.failed_probes()),
         ]
-
-    def handoff_report(self) -> HandoffReport:
-        return self.intake.report()
-
-    def refused_links(self) -> Sequence[RefusedLink]:
-        return self.intake.refused_links()
-
-    def failed_probes(self) -> Sequence[FailedProbe]:
-        return self.intake.failed_probes()
 
 
 def make_role(context: RoleContext) -> NodeRole:

@@ -8,7 +8,6 @@ from functools import partial
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.node import StageTimings
-from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.node.attempts.attempt_times import TransferFigures
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, declared_figures
@@ -102,15 +101,6 @@ class PrefillRole:
             *refusal_figures(self.handoff.report()),
             *probe_figures(self.handoff.probes.outcomes, self.handoff.failed_probes()),
         ]
-
-    def handoff_report(self) -> HandoffReport:
-        return self.handoff.report()
-
-    def refused_links(self) -> Sequence[RefusedLink]:
-        return self.handoff.refused_links()
-
-    def failed_probes(self) -> Sequence[FailedProbe]:
-        return self.handoff.failed_probes()
 
 
 def make_role(context: RoleContext) -> NodeRole:

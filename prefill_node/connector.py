@@ -101,7 +101,8 @@ class OfferConnector:
             self._offer(request, offered.num_blocks, left, parts, _closing(request))
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
-        detail = request.error or f"the request ended as {(request.outcome or request.status).name} on the prefill node"
+        end = (request.outcome or request.status).name
+        detail = str(request.error or f"the request ended as {end} on the prefill node")
         aborted = request.outcome is Outcome.ABORTED
         cause = TransferCause.CANCELLED if aborted else TransferCause.LEASE_LOST
         self._post(lambda: self._handoff.withdraw(attempt, detail, cause))

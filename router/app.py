@@ -51,12 +51,12 @@ async def run_router(
     loop = asyncio.get_running_loop()
     fault: asyncio.Future[BackgroundFault] = loop.create_future()
 
-    def end(found: BackgroundFault) -> None:
+    def end(background_fault: BackgroundFault) -> None:
         if not fault.done():
-            fault.set_result(found)
+            fault.set_result(background_fault)
 
-    def end_from_anywhere(found: BackgroundFault) -> None:
-        loop.call_soon_threadsafe(end, found)
+    def end_from_anywhere(background_fault: BackgroundFault) -> None:
+        loop.call_soon_threadsafe(end, background_fault)
 
     current_watch.set(BackgroundWatch(end_from_anywhere))
     model = RouterModel.load(config)

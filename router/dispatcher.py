@@ -338,7 +338,7 @@ class Dispatcher:
         # checked in a thread, there would be more of them than the threads of a tenant take.
         is_vector = raw.pooling is not None and not isinstance(raw.prompt, str)
         num_prompt = max(0, len(raw.prompt or ()) - (_QUICK_IDS if is_vector else 0))
-        num_chars = num_prompt + _num_constraint_chars(raw) + sum([len(one.data) for one in raw.prompt_embeds])
+        num_chars = num_prompt + _num_constraint_chars(raw) + sum([len(rows.data) for rows in raw.prompt_embeds])
         # Each image has thousands of tokens, and a header that takes milliseconds; audio is hashed.
         if raw.images or raw.audio or num_chars > self._limits.thread_text_chars:
             request = await self.in_thread(raw.tenant, check)

@@ -24,10 +24,10 @@ from baton.text.detokenizer import TextCodec
 from router.admission.checks import check_model, check_text, check_token_ids
 from router.admission.tenants import Tenants
 from router.dispatcher import Dispatcher
+from router.handler import Handler
 from router.pooling import (
     SMALL_VECTORS,
     PoolingCall,
-    PoolingHandler,
     PoolingInput,
     TextPair,
     numbers_of,
@@ -150,7 +150,7 @@ class GenerationHandler:
 
 async def embed(
     request: EmbedRequest,
-    handler: PoolingHandler,
+    handler: Handler,
     vocabulary: TextCodec | None,
     card: ModelCard,
     timeout_s: float | None,

@@ -80,8 +80,8 @@ class OutputRelay:
             self.stop_stall_timer_if_read(active)
         if active.may_reserve_more and (error := self._no_logprob_memory(active)) is not None:
             return GiveUp(error)
-        found = active.answer.stop_string_found(sequence_index) if active.answer.has_stop_strings else None
-        return None if found is None else StopStringFound(found, sequence_index)
+        stop_string = active.answer.stop_string_found(sequence_index) if active.answer.has_stop_strings else None
+        return None if stop_string is None else StopStringFound(stop_string, sequence_index)
 
     def _no_logprob_memory(self, active: ActiveRequest) -> BatonError | None:
         """The error of a request for whose log-probabilities no memory is left; None: there is enough."""

@@ -14,20 +14,21 @@ import asyncio
 import hashlib
 import math
 import struct
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from baton.background import gather_all
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.generation import Finished, GenerateRequest, ModelCard
 from baton.messages.pooling import Pooling, PoolingRequest
 from baton.messages.request_limits import MAX_INPUTS, MAX_POOLED_TOKENS, MAX_PROMPT_BYTES, MAX_VECTOR_NUMBERS
 from baton.text.detokenizer import TextCodec
 from router.admission.checks import check_dimensions, check_model, check_pooling, check_text, too_long
+from router.handler import Handler
 
 _LEAST_AT_ONCE, _MOST_AT_ONCE, _TOKENS_AT_ONCE = 32, 128, 4096
 """How many inputs of one call are sent to the core at once: so many that nodes have the tokens of a step, within these
@@ -47,18 +48,6 @@ SMALL_VECTORS = 16 << 10
 """Vectors that are together no longer than so many bytes are computed with and written on the event loop."""
 
 T = TypeVar("T")
-
-
-class PoolingHandler(Protocol):
-    """The router's core as these calls use it."""
-
-    def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]: ...
-
-    def most_at_once(self) -> int | None: ...
-
-    def embedding_size(self) -> int: ...
-
-    async def in_thread(self, work: Callable[..., T], *args: object) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +97,7 @@ class PooledInput:
 
 async def pool_all(
     call: PoolingCall,
-    handler: PoolingHandler,
+    handler: Handler,
     vocabulary: TextCodec | None,
     card: ModelCard,
     timeout_s: float | None,
@@ -117,22 +106,22 @@ async def pool_all(
     check_call(call, card)
     _check_numbers(call, card, handler.embedding_size())
     tokenized = await _tokenized(call, handler, vocabulary, card)
-    longest = max(len(one.token_ids) for one in tokenized)
+    longest = max(len(item.token_ids) for item in tokenized)
     at_once = min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, _TOKENS_AT_ONCE // longest))
     room = asyncio.Semaphore(min(at_once, handler.most_at_once() or at_once))
     loop = asyncio.get_running_loop()
     due = None if timeout_s is None else loop.time() + timeout_s
 
-    async def embed(place: int, name: str) -> Finished:
-        one = tokenized[place]
+    async def embed(index: int, name: str) -> Finished:
+        item = tokenized[index]
         request = GenerateRequest(
-            prompt=one.token_ids,
+            prompt=item.token_ids,
             request_id=name,
             model=call.model,
             priority=call.priority,
             cache_salt=call.cache_salt,
             traceparent=call.traceparent,
-            pooling=replace(call.pooling, second_start=one.second_start) if one.second_start else call.pooling,
+            pooling=replace(call.pooling, second_start=item.second_start) if item.second_start else call.pooling,
         )
         async with room:
             left_s = None if due is None else max(0.0, due - loop.time())
@@ -141,7 +130,7 @@ async def pool_all(
             except InvalidRequest as error:
                 if error.field != "prompt":
                     raise
-                blamed = call.inputs[place]
+                blamed = call.inputs[index]
                 raise error.renamed(blamed.second_field or blamed.field) from error
         if call.pooling.kind is not Pooling.CLASSIFY:
             # Before a node had reported its size it was not known whether the vector can be cut. Now one has.
@@ -162,7 +151,7 @@ def check_call(call: PoolingCall, card: ModelCard) -> None:
         raise InvalidRequest(call.inputs[0].field, count)
 
 
-async def _vector(handler: PoolingHandler, request: GenerateRequest, timeout_s: float | None) -> Finished:
+async def _vector(handler: Handler, request: GenerateRequest, timeout_s: float | None) -> Finished:
     async with aclosing(handler.generate(request, timeout_s)) as events:
         async for event in events:
             if isinstance(event, Finished) and event.embedding:
@@ -178,7 +167,7 @@ def part_ids(request_id: str, count: int) -> Sequence[str]:
         # Cut alone, two long ids with the same beginning would have the same parts.
         digest = hashlib.sha256(request_id.encode()).hexdigest()[:16]
         request_id = f"{request_id[: _LONGEST_PREFIX - 17]}.{digest}"
-    return [f"{request_id}-{place}" for place in range(count)]
+    return [f"{request_id}-{index}" for index in range(count)]
 
 
 def _check_numbers(call: PoolingCall, card: ModelCard, size: int) -> None:
@@ -192,10 +181,10 @@ def _check_numbers(call: PoolingCall, card: ModelCard, size: int) -> None:
 
 
 async def _tokenized(
-    call: PoolingCall, handler: PoolingHandler, vocabulary: TextCodec | None, card: ModelCard
+    call: PoolingCall, handler: Handler, vocabulary: TextCodec | None, card: ModelCard
 ) -> Sequence[PooledInput]:
     """The tokens of all inputs, on the event loop if they are few; raises InvalidRequest."""
-    num_chars = sum(len(one.first) + len(one.second or "") for one in call.inputs if isinstance(one.first, str))
+    num_chars = sum(len(item.first) + len(item.second or "") for item in call.inputs if isinstance(item.first, str))
     arguments = call.inputs, vocabulary, card, call.truncate
     if num_chars + _INPUT_CHARS * len(call.inputs) <= _SMALL_CHARS:
         texts = distinct_texts(call.inputs, vocabulary)
@@ -233,45 +222,45 @@ def tokenize(
     """
     longest = card.max_model_len
     most = longest if truncate == -1 else truncate
-    found, total = [], 0
-    for one in inputs:
-        if isinstance(one.first, str):
+    tokenized, total = [], 0
+    for item in inputs:
+        if isinstance(item.first, str):
             assert vocabulary is not None
-            texts = [ids_of[one.first]] + ([] if one.second is None else [ids_of[one.second]])
-            texts[-1] = texts[-1][: one.most_tokens]
-            num_special = vocabulary.num_special_tokens(pair=one.second is not None)
+            texts = [ids_of[item.first]] + ([] if item.second is None else [ids_of[item.second]])
+            texts[-1] = texts[-1][: item.most_tokens]
+            num_special = vocabulary.num_special_tokens(pair=item.second is not None)
             if most is not None and most <= num_special:
                 reason = f"is {most}, and {num_special} tokens are put around the text: there is no room for it"
                 raise InvalidRequest("truncate_prompt_tokens", reason)
             texts = _within(texts, most if most is None else most - num_special, is_first=card.pooling.is_encoder)
             num_tokens = sum(map(len, texts)) + num_special
         else:
-            texts = _within([one.first], most, is_first=card.pooling.is_encoder)
+            texts = _within([item.first], most, is_first=card.pooling.is_encoder)
             num_tokens = len(texts[0])
-        field = one.second_field or one.field
+        field = item.second_field or item.field
         if not num_tokens:
-            raise InvalidRequest(one.field, "has no tokens")
+            raise InvalidRequest(item.field, "has no tokens")
         if num_tokens > longest:
             # The first text alone may be too long for any second one.
-            faulty = one.field if num_tokens - len(texts[-1]) > longest else field
+            faulty = item.field if num_tokens - len(texts[-1]) > longest else field
             raise too_long(faulty, num_tokens, longest, card)
         total += num_tokens
         if total > MAX_POOLED_TOKENS:
             raise InvalidRequest(field, f"makes the call longer than {MAX_POOLED_TOKENS} tokens; divide it")
-        if not isinstance(one.first, str):
-            found.append(PooledInput(texts[0]))
+        if not isinstance(item.first, str):
+            tokenized.append(PooledInput(texts[0]))
             continue
         assert vocabulary is not None
         ids, second_start = vocabulary.with_special_tokens(texts[0], texts[1] if len(texts) > 1 else None)
-        found.append(PooledInput(ids, second_start if card.pooling.has_token_types else 0))
-    return found
+        tokenized.append(PooledInput(ids, second_start if card.pooling.has_token_types else 0))
+    return tokenized
 
 
 def distinct_texts(inputs: Sequence[PoolingInput], vocabulary: TextCodec | None) -> Sequence[str]:
     """The texts of inputs, each once; raises InvalidRequest. May be called in a thread."""
     texts: dict[str, None] = {}
-    for one in inputs:
-        for text, field in ((one.first, one.field), (one.second, one.second_field or one.field)):
+    for item in inputs:
+        for text, field in ((item.first, item.field), (item.second, item.second_field or item.field)):
             if not isinstance(text, str):
                 continue
             if vocabulary is None:
@@ -330,7 +319,7 @@ class Scores(NamedTuple):
 async def score_pairs(
     pairs: Sequence[TextPair],
     call: PoolingCall,
-    handler: PoolingHandler,
+    handler: Handler,
     vocabulary: TextCodec | None,
     card: ModelCard,
     timeout_s: float | None,
@@ -352,7 +341,7 @@ async def score_pairs(
         ]
         pooling = PoolingRequest(Pooling.CLASSIFY, activate=call.pooling.activate)
         results = await pool_all(replace(call, inputs=inputs, pooling=pooling), handler, vocabulary, card, timeout_s)
-        return Scores([numbers_of(one.embedding)[0] for one in results], results)
+        return Scores([numbers_of(result.embedding)[0] for result in results], results)
     if not call.pooling.activate:
         raise InvalidRequest("activate", f"is for classifiers alone: of {card.name} a score is a cosine")
     if call.pooling.normalize is False:
@@ -367,7 +356,7 @@ async def score_pairs(
     # A call of so many pairs has up to twice as many texts.
     call = replace(call, inputs=inputs, pooling=pooling, most_inputs=2 * MAX_INPUTS)
     results = await pool_all(call, handler, vocabulary, card, timeout_s)
-    vectors = [one.embedding for one in results]
+    vectors = [result.embedding for result in results]
     compared = [(places[pair.first, None], places[pair.second, most]) for pair in pairs]
     num_bytes = sum(map(len, vectors)) + len(pairs) * len(vectors[0])
     if num_bytes <= SMALL_VECTORS:
@@ -381,4 +370,4 @@ def cosines(vectors: Sequence[bytes], pairs: Sequence[tuple[int, int]]) -> list[
     A product of two float32 is exact in float64, and the sum is rounded once: it depends on no order.
     """
     numbers = [np.frombuffer(vector, dtype="<f4").astype(np.float64) for vector in vectors]
-    return [math.fsum((numbers[one] * numbers[other]).tolist()) for one, other in pairs]
+    return [math.fsum((numbers[first] * numbers[second]).tolist()) for first, second in pairs]

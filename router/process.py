@@ -324,10 +324,10 @@ class _PublicPorts:
     def _metrics(self) -> bytes:
         core = self._core
         labels = {"model_name": core.model.card.name, "node": core.name, "role": "router"}
-        found = figures(core.requests, core.view, core.timers.monotonic(), core.clock.wall())
+        metrics = figures(core.requests, core.view, core.timers.monotonic(), core.clock.wall())
         held = connection_figures(self.grpc, self.http, self.connections)
         stored = declared_figures(self._responses.stats())
-        return render([*found, *self._tenants.figures(), *stored, *held, *process_figures()], labels)
+        return render([*metrics, *self._tenants.figures(), *stored, *held, *process_figures()], labels)
 
 
 class RouterProcess:

@@ -71,14 +71,16 @@ class NextTurn:
 
 
 async def first_of(*works: Coroutine[object, object, object]) -> None:
-    """Wait until the first of these is done, and cancel the others."""
+    """Wait until the first of these is done, and cancel the others. Raises the error with which one ended by then."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    for task in ended:
+        task.result()
 
 
 async def sleep_until(timers: Timers, when: float) -> None:

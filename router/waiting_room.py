@@ -263,25 +263,27 @@ class WaitingRoom:
         if targets == NO_TARGETS:
             return
         queue, num_placed, times = line.queue, line.num_placed, line.queue.times
-        found = choice.way
-        if found is None:
+        way = choice.way
+        if way is None:
             # The policy predicts nothing: only the times of earlier requests are known.
             if self._is_busy(choice.placement):
                 queue.check_in_time(targets, now, times.first_token_s(), times.token_s(), num_placed)
             queue.check_pace(targets, times.pace_s(now), num_placed)
             return
-        first_s, each_s = found.terms.first_token_ms / 1e3, found.terms.token_ms / 1e3
+        first_s, each_s = way.terms.first_token_ms / 1e3, way.terms.token_ms / 1e3
         # An idle node is always worth a try: otherwise one bad measurement would refuse the requests that correct it.
-        if found.terms.queue_ms > 0.0:
+        if way.terms.queue_ms > 0.0:
             queue.check_in_time(targets, now, first_s, each_s, num_placed)
-        if found.decode.streams > 0.0 and times.token_s() > 0.0:
+        if way.decode.streams > 0.0 and times.token_s() > 0.0:
             queue.check_pace(targets, each_s, num_placed)
         else:
             queue.check_pace(targets, min(each_s, times.pace_s(now)), num_placed)
 
     def _is_busy(self, placement: Placement) -> bool:
         chosen = {node.incarnation for node in (placement.prefill, placement.decode) if node is not None}
-        return any(one.load > 0.0 for one in self._view.candidates() if one.node.incarnation in chosen)
+        return any(
+            candidate.load > 0.0 for candidate in self._view.candidates() if candidate.node.incarnation in chosen
+        )
 
     def _choose(
         self, candidates: Sequence[Candidate], active: ActiveRequest, place: Place, *, with_room: bool = False

@@ -1,26 +1,42 @@
-"""Renders the help of each command, and the table of errors, into docs/cli.md. Run by scripts/cli_reference."""
+"""Renders docs/cli-reference.md from the commands and errors themselves. Run by scripts/cli_reference."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
-
-from markers import names_in, rendered
 
 from baton import errors
 from baton.cli.main import command_tree
 from baton.errors import BatonError, TransferCause, TransferFailed
 from router.http.errors import kind_of
 
-PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+PAGE = Path(__file__).parent.parent / "docs" / "cli-reference.md"
 SETTINGS = frozenset({"up", "node", "router"})
 """Commands that have settings of a process as options; docs/configuration.md lists those."""
 HEAD_OF_OPTIONS = ("option", "meaning")
 SHARED_BY = 10
 """An option that at least this many commands have, with the same help, is listed once for all of them."""
+HEAD = """\
+# Reference of the command line
+
+<!-- Rendered by scripts/cli_reference from the commands themselves. -->
+
+Every command, its options as `baton COMMAND -h` shows them, and every error. How to use them: [cli.md](cli.md).
+Commands that ask a cluster have the *shared options* in common:
+
+"""
+ABOUT_ERRORS = """
+## Errors
+
+How each error appears to a client of gRPC, to a client of HTTP and to a script ([cli.md](cli.md#errors) says more).
+
+"""
+WIDTH = 120
+"""Columns of the page's prose."""
 Row = tuple[str, str]
 
 
@@ -33,17 +49,17 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
             yield " ".join((*path, name)), command
 
 
-def rows(command: Any) -> list[Row]:
+def rows_of(command: Any) -> list[Row]:
     """Arguments and options of a command as its help shows them, without `--help` and settings."""
     context = command.make_context("baton", [], resilient_parsing=True)
-    shown = [each for each in command.params if getattr(each, "rich_help_panel", None) is None]
+    shown = [parameter for parameter in command.params if getattr(parameter, "rich_help_panel", None) is None]
     records = (parameter.get_help_record(context) for parameter in shown)
     return [(names, " ".join(text.split())) for names, text in filter(None, records)]
 
 
-def table(head: Sequence[str], found: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table whose first column is formatted as code."""
-    lines = [head, ["---"] * len(head), *([f"`{first}`", *rest] for first, *rest in found)]
+    lines = [head, ["---"] * len(head), *([f"`{first}`", *rest] for first, *rest in rows)]
     escaped = ([cell.replace("|", r"\|") for cell in line] for line in lines)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in escaped)
 
@@ -65,44 +81,38 @@ def error_rows() -> Iterator[tuple[str, ...]]:
         yield name, kind.status.value, http, str(int(kind.exit_code)), retried, meaning
 
 
-def reference(found: Mapping[str, Any]) -> dict[str, str]:
-    """The generated part of each command, and one named `shared` for the options that many commands have."""
-    all_rows = {name: rows(command) for name, command in found.items()}
-    count = Counter(row for name, each in all_rows.items() if name not in SETTINGS for row in each)
+def render() -> str:
+    """The page: the options that many commands have, the commands by their names, and the errors."""
+    found = dict(sorted(commands(command_tree())))
+    rows = {name: rows_of(command) for name, command in found.items()}
+    count = Counter(row for name in found if name not in SETTINGS for row in rows[name])
     shared = [row for row, times in count.items() if times >= SHARED_BY and not row[0].startswith("-o")]
-    texts = {"shared": table(HEAD_OF_OPTIONS, shared)}
-    for name, command in found.items():
-        words = " ".join(command.collect_usage_pieces(command.make_context("baton", [], resilient_parsing=True)))
-        texts[name] = f"{' '.join(command.help.split())}\n\n```text\nbaton {name} {words}\n```\n"
-        if name in SETTINGS:
-            texts[name] += "\nIts options are settings, and these:\n"
-        own = [row for row in all_rows[name] if row not in shared]
-        if own:
-            texts[name] += f"\n{table(HEAD_OF_OPTIONS, own)}"
-        if len(own) < len(all_rows[name]):
-            names = ", ".join(f"`{row[0].split()[0]}`" for row in all_rows[name] if row in shared)
-            texts[name] += f"\nShared options: {names}.\n"
-    return texts
+    sections = (section(name, command, rows[name], shared) for name, command in found.items())
+    heads = ("error", "gRPC status", "HTTP status, code or type", "exit code", "retryable", "meaning")
+    return HEAD + table(HEAD_OF_OPTIONS, shared) + "".join(sections) + ABOUT_ERRORS + table(heads, error_rows())
+
+
+def section(name: str, command: Any, rows: Sequence[Row], shared: Sequence[Row]) -> str:
+    """What `baton NAME -h` says: what the command does, how it is called, and its options."""
+    words = " ".join(command.collect_usage_pieces(command.make_context("baton", [], resilient_parsing=True)))
+    about = fill(" ".join(command.help.split()), WIDTH, break_on_hyphens=False, break_long_words=False)
+    text = f"\n## baton {name}\n\n{about}\n\nUsage: `baton {name} {words}`\n"
+    if name in SETTINGS:
+        text += "\nIts options are [settings](configuration.md), and these:\n"
+    if own := [row for row in rows if row not in shared]:
+        text += f"\n{table(HEAD_OF_OPTIONS, own)}"
+    if common := ", ".join(f"`{row[0].split()[0]}`" for row in rows if row in shared):
+        text += f"\nShared options: {common}.\n"
+    return text
 
 
 def main() -> int:
-    """Writes the page, or compares it with `--check`; returns 1 if a command has no place or the page is outdated."""
-    before = PAGE.read_text(encoding="utf-8")
-    texts, places = reference(dict(commands(command_tree()))), names_in(before, "command")
-    texts["errors"] = table(
-        ("error", "gRPC status", "HTTP status, code or type", "exit code", "retryable", "meaning"), error_rows()
-    )
-    if missing := [name for name in texts if name not in places]:
-        print(f"scripts/cli_reference: docs/cli.md has no place for {', '.join(missing)}", file=sys.stderr)
-        return 1
-    if gone := [name for name in places if name not in texts]:
-        print(f"scripts/cli_reference: docs/cli.md describes {', '.join(gone)}, which baton lacks", file=sys.stderr)
-        return 1
-    after = rendered(before, "command", texts)
+    """Writes the page; with `--check` compares it and returns 1 if it is out of date."""
+    page = render()
     if "--check" not in sys.argv[1:]:
-        PAGE.write_text(after, encoding="utf-8")
-    elif after != before:
-        print("scripts/cli_reference: docs/cli.md is out of date; run scripts/cli_reference", file=sys.stderr)
+        PAGE.write_text(page, encoding="utf-8")
+    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page:
+        print("scripts/cli_reference: docs/cli-reference.md is out of date; run scripts/cli_reference", file=sys.stderr)
         return 1
     return 0
 

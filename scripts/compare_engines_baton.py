@@ -15,7 +15,7 @@ def measure(plan: Mapping[str, Any]) -> dict[str, Any]:
     from baton.bench.micro.engine_drive import EngineDrive
     from baton.bench.results.host import last_level_cache
     from baton.runner import TorchSpec, load
-    from baton.runner.measuring.limits import read_limit
+    from baton.runner.measuring.limits import bytes_beyond, read_limit
 
     max_batch, block = max(plan["batches"]), 16
     blocks = max_batch * (-(-plan["context"] // block) + len(plan["batches"]) * (plan["steps"] // block + 3))
@@ -27,7 +27,7 @@ def measure(plan: Mapping[str, Any]) -> dict[str, Any]:
     drive = EngineDrive(runner, plan["context"], max_batch)
     prefill = [drive.prefill(prompt) for prompt in plan["prompts"]][1:]
     decode, floors = {}, {}
-    with read_limit(plan["threads"], last_level_cache()) as memory:
+    with read_limit(plan["threads"], bytes_beyond(last_level_cache())) as memory:
         for batch in plan["batches"]:
             before = memory.rate()
             decode[str(batch)] = drive.decode(plan["prompts"][:batch], plan["steps"])

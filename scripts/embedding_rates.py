@@ -31,6 +31,7 @@ from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.messages.node import Leg
 from baton.messages.pooling import PoolingParams
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.models.resolve import find_model
 from baton.runner import TorchSpec, load
@@ -102,7 +103,8 @@ def engine_rate(engine: EngineCore, runner: ModelRunner, prompts: Sequence[Seque
     began = time.perf_counter()
     for number, prompt in enumerate(prompts):
         sampling = SamplingParams(temperature=0.0, max_tokens=1)
-        engine.scheduler.add_request(Request(f"{began}-{number}", prompt, sampling, leg=leg, pooling=params))
+        spec = RequestSpec(prompt, sampling, pooling=params)
+        engine.scheduler.add_request(Request(f"{began}-{number}", spec, leg=leg))
     while engine.has_work():
         engine.step()
     return sum(map(len, prompts)) / (time.perf_counter() - began)

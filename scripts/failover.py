@@ -196,7 +196,7 @@ async def takeover(num_flights: int, num_prompt_tokens: int) -> Round:
     dead, prompt = FlightJournal(FakeFlightRecords(store, "c"), "router-0", time.time), [*range(num_prompt_tokens)]
     pair = Placement(nodes[0].fake.description, nodes[1].fake.description, "")
     for number in range(num_flights):
-        request = ValidRequest(f"r{number}", MODEL, prompt, SamplingParams(max_tokens=100, seed=1))
+        request = ValidRequest(prompt, SamplingParams(max_tokens=100, seed=1), request_id=f"r{number}", model=MODEL)
         dead.write(request, AttemptKey(request.request_id, 1, number + 1), pair)
         await asyncio.sleep(0)
     began = time.perf_counter()

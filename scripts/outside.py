@@ -1,6 +1,6 @@
 """Writes the description of the HTTP API and the help of groups of commands into tests/outside. Run by scripts/outside.
 
-docs/cli.md has the help of all other commands, and docs/configuration.md their settings.
+docs/cli-reference.md has the help of all other commands, and docs/configuration.md their settings.
 """
 
 from __future__ import annotations

@@ -1,15 +1,6 @@
-"""Regenerates the figures of docs/performance.md: runs each benchmark, keeps its output, and writes it into the page.
+"""Measures the figures of docs/performance.md: runs each benchmark, and keeps its output.
 
-The text of the page is written by hand; the figures in it are generated. A figure is between two markers that name it,
-
-    <!-- figure: engine -->
-    ... the command, when and on which machine it ran, and its output ...
-    <!-- end -->
-
-and this script replaces the text between them (markers.py). The latest text of each figure is kept in a file
-(docs/performance/engine.txt), so the page can be rendered without measuring (--render). A figure whose markers are not
-in the page is only kept as a file.
-
+The outputs are files (docs/performance/engine.txt), which the page links; its tables are written by hand from them.
 Results and their reports are too large to be committed; they are in build/performance.
 """
 
@@ -26,12 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from core_speed import describe, measured_cores
-from markers import rendered
 
 from baton.bench.results.host import processor, usable_cores
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "performance.md"
 KEPT = ROOT / "docs" / "performance"
 RESULTS = ROOT / "build" / "performance"
 RESULT = "RESULT"
@@ -40,7 +29,7 @@ RESULT = "RESULT"
 
 @dataclass(frozen=True)
 class Figure:
-    """A command whose output is shown in the page. `minutes`: about how long it takes."""
+    """A command whose output is kept. `minutes`: about how long it takes."""
 
     name: str
     command: str
@@ -61,23 +50,21 @@ FIGURES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures and writes the page; returns 1 if a command failed, whose figure then stays as it was."""
+    """Measures; returns 1 if a command failed, whose earlier output then stays."""
     options = _options(argv)
-    chosen = [one for one in FIGURES if not options.only or one.name in options.only]
+    chosen = [figure for figure in FIGURES if not options.only or figure.name in options.only]
     if options.list:
-        for one in chosen:
-            print(f"{one.name:12} about {one.minutes:2} min   {_shown(one)}")
+        for figure in chosen:
+            print(f"{figure.name:12} about {figure.minutes:2} min   {_shown(figure)}")
         return 0
-    failed = [] if options.render else [one.name for one in chosen if not _measure(one)]
-    texts = {one.name: path.read_text() for one in FIGURES if (path := _kept(one)).exists()}
-    PAGE.write_text(rendered(PAGE.read_text(), "figure", texts))
+    failed = [figure.name for figure in chosen if not _measure(figure)]
     for name in failed:
-        print(f"scripts/performance: {name} failed; the page keeps its earlier figure", file=sys.stderr)
+        print(f"scripts/performance: {name} failed; its earlier output is kept", file=sys.stderr)
     return 1 if failed else 0
 
 
 def figure_text(command: str, output: str, where: str, when: str) -> str:
-    """The text of a figure in the page: conditions, command, output."""
+    """What is kept of a figure: conditions, command, output."""
     fence = "```" if "```" not in output else "````"
     return f"{where}, {when}:\n\n{fence}console\n$ {command}\n{output.rstrip()}\n{fence}\n"
 
@@ -119,12 +106,11 @@ def _commit() -> str:
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="scripts/performance", description="Regenerate docs/performance.md's figures."
+        prog="scripts/performance", description="Measure the figures of docs/performance.md."
     )
-    names = [one.name for one in FIGURES]
+    names = [figure.name for figure in FIGURES]
     parser.add_argument("only", nargs="*", metavar="FIGURE", help=f"measure only these of: {', '.join(names)}")
     parser.add_argument("--list", action="store_true", help="list the commands without running them")
-    parser.add_argument("--render", action="store_true", help="write the kept figures into the page without measuring")
     options = parser.parse_args(argv)
     if unknown := set(options.only) - set(names):
         parser.error(f"no such figure: {', '.join(sorted(unknown))}")

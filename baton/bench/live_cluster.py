@@ -25,6 +25,7 @@ from baton.messages.node import NodeDescription
 from baton.messages.node_report import TraceEvent
 from baton.messages.operator import NodeStatus
 from baton.models.resolve import FoundModel
+from baton.processes.process_stat import PROC, process_stat
 from baton.registry.connection import with_authority
 from baton.registry.registry import Registry
 from baton.security.access import default_access
@@ -199,10 +200,6 @@ def model_flags(model: FoundModel, dtype: str) -> list[str]:
 
 # Pins node processes to cores, with the processes of a node's other ranks.
 
-_PROC = Path("/proc")
-_PARENT = 1
-"""Position in /proc/PID/stat after the name of the command (proc_pid_stat(5))."""
-
 
 def pin_nodes(nodes: Sequence[NodeStatus], cores: Sequence[int], per_node: int = 1) -> dict[str, int]:
     """Pins each node to `per_node` of the cores, in turn, so that every arrangement has the same cores.
@@ -221,11 +218,10 @@ def pin_nodes(nodes: Sequence[NodeStatus], cores: Sequence[int], per_node: int =
 def processes_of(pids: Collection[int]) -> list[int]:
     """These processes and all that they have started, directly or not: the ranks of nodes, say."""
     children: dict[int, list[int]] = defaultdict(list)
-    for path in _PROC.iterdir():
+    for path in PROC.iterdir():
         if path.name.isdigit():
             with suppress(OSError):  # it has ended
-                fields = (path / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                children[int(fields[_PARENT])].append(int(path.name))
+                children[process_stat(int(path.name)).parent].append(int(path.name))
     found: dict[int, None] = {}
     waiting = list(pids)
     while waiting:
@@ -241,7 +237,7 @@ def _pin(pid: int, cores: Collection[int]) -> None:
     pinned: set[str] = set()
     while True:
         try:
-            tasks = {path.name for path in (_PROC / str(pid) / "task").iterdir()}
+            tasks = {path.name for path in (PROC / str(pid) / "task").iterdir()}
         except FileNotFoundError:  # it has ended
             return
         if tasks <= pinned:

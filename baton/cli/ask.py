@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from baton.cli.target import local_cluster
 from baton.errors import BatonError, DeadlineExceeded, RequestNotFound, Unreachable
-from baton.messages.node_report import NodeReport
 from baton.messages.operator import NodeStatus
 from baton.security.access import default_access
 
 if TYPE_CHECKING:
+    from baton.messages.node_report import NodeReport
+    from baton.messages.operator import RequestRow
     from baton.wire.clients.operator_client import OperatorClient
 
 
@@ -85,6 +86,14 @@ def ask_all_routers(
     return answers, problems
 
 
+def requests_of_all_routers(
+    address: str | None, run_dir: Path | None, limit: int, timeout_s: float
+) -> tuple[list[RequestRow], list[str]]:
+    """The requests of all routers, and the errors of those that did not answer. Raises Unreachable if none did."""
+    answers, problems = ask_all_routers(address, run_dir, lambda router: router.requests(limit, timeout_s=timeout_s))
+    return [row for rows in answers for row in rows], problems
+
+
 @dataclass(frozen=True, slots=True)
 class NodeAnswers:
     """The reports of nodes, and the errors of those that gave none."""
@@ -110,6 +119,8 @@ def ask_nodes(nodes: Sequence[NodeStatus], timeout_s: float) -> NodeAnswers:
 async def ask_nodes_async(nodes: Sequence[NodeStatus], timeout_s: float) -> NodeAnswers:
     """Ask each node once. Returns when all have answered or `timeout_s` is over."""
     import asyncio
+
+    from baton.messages.node_report import NodeReport
 
     found = await asyncio.gather(*(_ask(node, timeout_s) for node in nodes))
     answers = {node.incarnation: answer for node, answer in zip(nodes, found, strict=True)}

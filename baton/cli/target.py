@@ -14,7 +14,7 @@ import typer
 
 from baton.cli.cluster.run_dir import RunDir, default_run_dir
 from baton.cli.cluster.state import ClusterState
-from baton.errors import Unreachable, UsageError
+from baton.errors import BatonError, Unreachable, UsageError
 from baton.messages.operator import NodeStatus
 from baton.security.access import Access, default_access
 from baton.security.tls_files import certificate_files
@@ -182,3 +182,15 @@ def parse_selector(text: str) -> dict[str, str]:
 def select(nodes: Sequence[NodeStatus], wanted: dict[str, str]) -> list[NodeStatus]:
     """The nodes that have all the wanted values."""
     return [node for node in nodes if all(getattr(node, key) == value for key, value in wanted.items())]
+
+
+def cluster_end_check(run_dir: Path | None) -> Callable[[], bool]:
+    """A function that returns whether the cluster of a run directory is draining or has ended."""
+
+    def ask() -> bool:
+        try:
+            return local_cluster(run_dir).state.phase == "draining"
+        except BatonError:
+            return True
+
+    return ask

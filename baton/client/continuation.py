@@ -80,7 +80,7 @@ class EndpointRotation:
         """The index of the router that is tried after router `failed`: the next one that is not avoided at present, or
         the next one if all are."""
         others = [(failed + step) % len(self) for step in range(1, len(self))]
-        good = [other for other in others if self._avoided_until[other] <= now]
+        good = [endpoint for endpoint in others if self._avoided_until[endpoint] <= now]
         return (good or others or [failed])[0]
 
     def note_failure(self, index: int, now: float) -> None:

@@ -1,4 +1,8 @@
-"""The settings of each process, as frozen models that are loaded from flags, environment and file."""
+"""The settings of each process, as frozen models that are loaded from flags, environment and file.
+
+`node`, `router`, `cluster` and `up` declare them with their bounds and defaults; `setting` makes flags and variables of
+the declarations, and `load` takes the values.
+"""
 
 from baton.config.cluster import bundled_model_dir
 from baton.config.kinds import KVDigests

@@ -55,7 +55,7 @@ def _url_prefixes(value: str) -> str:
 
 
 def _adapter_modules(value: str) -> str:
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for part in parts_of(value):
         name, mark, directory = part.partition("=")
         if not (mark and directory and is_adapter_name(name)):
@@ -63,12 +63,12 @@ def _adapter_modules(value: str) -> str:
                 f"{part[:80]!r} must be NAME=DIRECTORY, with a name of up to {MAX_NAME_CHARS} letters, digits and "
                 "_ . : / -"
             )
-        if name in found:
+        if name in modules:
             raise ValueError(f"the name {name!r} is given twice")
-        found[name] = _absolute(directory)
-    if len(found) > MAX_ADAPTERS:
-        raise ValueError(f"has {len(found)} adapters; at most {MAX_ADAPTERS} have a name")
-    return ",".join(f"{name}={directory}" for name, directory in found.items())
+        modules[name] = _absolute(directory)
+    if len(modules) > MAX_ADAPTERS:
+        raise ValueError(f"has {len(modules)} adapters; at most {MAX_ADAPTERS} have a name")
+    return ",".join(f"{name}={directory}" for name, directory in modules.items())
 
 
 def _adapter_directories(value: str) -> str:
@@ -85,7 +85,7 @@ def _absolute(directory: str) -> str:
 
 def parts_of(value: str) -> list[str]:
     """The parts of a setting that has several, separated by commas."""
-    return [part for each in value.split(",") if (part := each.strip())]
+    return [part for text in value.split(",") if (part := text.strip())]
 
 
 def checked_speculation(value: str) -> str:

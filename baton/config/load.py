@@ -76,20 +76,20 @@ def view(model: type[BaseModel], environ: Mapping[str, str], file: Path | None =
 
     A required setting that is not given has the value None and the origin `required`. Raises ConfigError as `load`.
     """
-    found = {
+    values = {
         key: (setting.default, "required" if setting.is_required else "default")
         for key, setting in settings_of(model).items()
         if not setting.is_internal
     }
     given = _from_file_and_environment(model, environ, file)
-    found |= given
+    values |= given
     try:
         model.model_validate({key: value for key, (value, _) in given.items()})
     except ValidationError as error:
         problems = [problem for problem in error.errors() if problem["type"] != "missing" and problem["loc"]]
         if problems:
-            raise ConfigError(_explain(error, model, {key: origin for key, (_, origin) in found.items()})) from None
-    return found
+            raise ConfigError(_explain(error, model, {key: origin for key, (_, origin) in values.items()})) from None
+    return values
 
 
 def config_file(flag: Path | None, environ: Mapping[str, str]) -> Path | None:
@@ -117,7 +117,7 @@ def _from_file(model: type[BaseModel], file: Path) -> _Found:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from None
     all_keys = _all_keys()
-    found: _Found = {}
+    values: _Found = {}
     for key, value in content.items():
         if isinstance(value, dict):
             if key not in MODELS:
@@ -126,20 +126,20 @@ def _from_file(model: type[BaseModel], file: Path) -> _Found:
         if key not in all_keys:
             raise ConfigError(f"{file}: unknown key {key!r}{did_you_mean(key, all_keys | set(MODELS))}")
         if key in model.model_fields:
-            found[key] = (value, str(file))
+            values[key] = (value, str(file))
     for table, owner in MODELS.items():
         known = _keys(owner)
         for key, value in content.get(table, {}).items():
             if key not in known:
                 raise ConfigError(f"{file}: unknown key {key!r} in [{table}]{did_you_mean(key, known)}")
             if owner is model:
-                found[key] = (value, f"{file} [{table}]")
-    return found
+                values[key] = (value, f"{file} [{table}]")
+    return values
 
 
 def _from_environment(model: type[BaseModel], environ: Mapping[str, str]) -> _Found:
     all_keys, own_keys = _all_keys() | _NOT_SETTINGS, _keys(model)
-    found: _Found = {}
+    values: _Found = {}
     for variable, value in environ.items():
         if not variable.startswith(PREFIX):
             continue
@@ -147,11 +147,11 @@ def _from_environment(model: type[BaseModel], environ: Mapping[str, str]) -> _Fo
         if key in all_keys:
             # Kubernetes sets BATON_PORT=tcp://... in every pod next to a service named baton. No value is so.
             if key in own_keys and not value.startswith("tcp://"):
-                found[key] = (value, variable)
+                values[key] = (value, variable)
         elif difflib.get_close_matches(key, all_keys, n=1, cutoff=0.85):
             # Other programs may have BATON_ variables, so only a name that resembles a setting's is an error.
             raise ConfigError(f"unknown variable {variable}{did_you_mean(variable, set(map(variable_of, all_keys)))}")
-    return found
+    return values
 
 
 def _keys(model: type[BaseModel]) -> frozenset[str]:

@@ -125,11 +125,11 @@ class Setting:
             return ""
         if get_origin(self.field.annotation) is Literal:
             return "|".join(map(str, get_args(self.field.annotation)))
-        found = _types(self.field.annotation)
-        if float in found:
+        types = _types(self.field.annotation)
+        if float in types:
             return "MILLISECONDS" if self.key.endswith("_ms") else "SECONDS" if self.key.endswith("_s") else "X"
         names = {int: "N", ByteSize: "SIZE", Path: "PATH"}
-        return next((name for kind, name in names.items() if kind in found), "TEXT")
+        return next((name for kind, name in names.items() if kind in types), "TEXT")
 
     def with_value(self, value: Any) -> dict[str, str]:
         """The flag that gives this value to another process, and its text, "" for a switch.

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from baton.engine.constraints import TokenMatcher
 from baton.engine.stats import EngineCounters, PrefixCacheStats, SpecDecodingStats
-from baton.errors import TransferCause
-from baton.messages.node import Outcome
+from baton.errors import InvalidRequest, TransferCause
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Outcome, StepFigures
 from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.spans import Span
 from baton.messages.speculation import DraftCounts
 from baton.metric import Metric
 from baton.values import value
+
+Failure: TypeAlias = str | InvalidRequest
+"""Why a request failed; InvalidRequest: it is itself at fault, and would fail on another node, too."""
 
 
 @value(frozen=True, slots=True)
@@ -137,10 +141,8 @@ class ModelRunnerOutput:
     sampled_token_ids: Mapping[str, Sequence[int]]
     """One token for each request that samples, and as many more as its leading drafts were right."""
     logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
-    """Requests that failed alone (non-finite logits), with the reason."""
-    invalid: Set[str] = frozenset()
-    """Those of `failed` that failed because the request itself is invalid: another node would fail it, too."""
+    failed: Mapping[str, Failure] = field(default_factory=dict)
+    """Requests that failed alone (non-finite logits), and why."""
     embeddings: Mapping[str, bytes] = field(default_factory=dict)
     """The vectors (embeddings, or the outputs of a classification head) of the requests that ask for one, once their
     prompt is computed; see `baton.runner.execution.pooling`."""
@@ -181,7 +183,7 @@ class EngineCoreEvent:
     """One event of a request. `time`: monotonic seconds of the scheduler's clock; `value` depends on the type."""
 
     type: EngineCoreEventType
-    request_id: str
+    attempt: AttemptKey
     """The request as it was submitted."""
     time: float
     value: int = 0
@@ -191,7 +193,7 @@ class EngineCoreEvent:
 class EngineCoreOutput(NamedTuple):
     """The result of one step for one sequence. A named tuple, since a step makes one for each running request."""
 
-    request_id: str
+    attempt: AttemptKey
     """The request as it was submitted."""
     new_token_ids: Sequence[int]
     first_index: int
@@ -201,7 +203,7 @@ class EngineCoreOutput(NamedTuple):
     outcome: Outcome | None = None
     """How the request ended; None while it has not ended."""
     stop_reason: int | None = None
-    error: str | None = None
+    error: Failure | None = None
     transfer_cause: TransferCause | None = None
     """Why the prompt's KV did not arrive, also where this node computes it instead."""
     num_cached_tokens: int = 0
@@ -213,6 +215,11 @@ class EngineCoreOutput(NamedTuple):
     asks for them."""
     draft_counts: DraftCounts | None = None
     """What became of all the request's drafts so far; None if no draft was verified since its last output."""
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request that was submitted."""
+        return self.attempt.request_id
 
 
 NOTHING_BUT_TOKENS = tuple(
@@ -287,24 +294,14 @@ class SchedulerStats:
 
 @value(frozen=True, slots=True)
 class ComputedStep:
-    """The size and duration of a step that was computed."""
+    """A step that was computed."""
 
-    seconds: float
-    """From the step's decision, or from the end of the step before it if that was later, to the step's commit."""
-    num_prefill_tokens: int
-    num_decodes: int
-    """Sequences that decoded."""
-    num_decode_context_tokens: int
+    figures: StepFigures
+    """Its time is from its decision, or from the end of the step before it if that was later, to its commit."""
     ended_at: float
     """On the engine's clock, in seconds."""
     goes_on: bool
     """Whether there was more to compute when the step ended."""
-    num_drafts: int = 0
-    """How many of the sequences had drafts."""
-    num_draft_tokens: int = 0
-    """Tokens of these drafts; the step computed them beside one token of each sequence."""
-    num_accepted_tokens: int = 0
-    """How many of them were right, those behind the end of an output included, which `DraftCounts` leaves out."""
 
 
 class StepTimes(NamedTuple):

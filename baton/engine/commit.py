@@ -86,7 +86,7 @@ class Commit:
             ):
                 output_token_ids.append(new_token_ids[0])
                 new_logprobs = logprobs.get(request_id, ()) if logprobs else ()
-                head = (request.root_id, new_token_ids, first_index, new_logprobs, request.sequence_index)
+                head = (request.attempt, new_token_ids, first_index, new_logprobs, request.sequence_index)
                 own_outputs.append(new_output(head + NOTHING_BUT_TOKENS))
             else:
                 self._commit_one(request, 1, request.num_computed_tokens, runner_output, outputs)
@@ -126,8 +126,7 @@ class Commit:
         state, request_id = self._state, request.request_id
         failure = runner_output.failed.get(request_id)
         if failure is not None:
-            outcome = Outcome.INVALID if request_id in runner_output.invalid else Outcome.ERROR
-            state.end(request, outcome, outputs, error=failure)
+            state.fail(request, failure, outputs)
             return
         state.kv_cache_manager.cache_blocks(request, num_computed_tokens)
         if request.encoder_inputs:

@@ -21,12 +21,13 @@ from baton.engine.encoder_cache import EncoderInput, EncoderWork
 from baton.engine.runner import LazyExecutor, ModelRunner, RunnerLost, StepExecutor
 from baton.engine.scheduler import Scheduler
 from baton.errors import ConfigError
+from baton.messages.node import StepFigures
 
 
 class InputEncoder(Protocol):
     """Has a runner make rows of inputs, and tells the scheduler. Both methods return at once."""
 
-    def start(self, each: EncoderInput) -> None:
+    def start(self, encoder_input: EncoderInput) -> None:
         """Have an input encoded; `Scheduler.input_encoded` or `input_failed` follows, on the engine's thread."""
         ...
 
@@ -42,13 +43,13 @@ class EncodesAtOnce:
         self._scheduler = scheduler
         self._runner = runner
 
-    def start(self, each: EncoderInput) -> None:
+    def start(self, encoder_input: EncoderInput) -> None:
         try:
-            self._runner.encoder.encode(each.content, each.num_rows)
+            self._runner.encoder.encode(encoder_input.content, encoder_input.num_rows)
         except Exception as exc:
-            self._scheduler.input_failed(each.digest, exc)
+            self._scheduler.input_failed(encoder_input.digest, exc)
         else:
-            self._scheduler.input_encoded(each.digest)
+            self._scheduler.input_encoded(encoder_input.digest)
 
     def forget(self, digests: Sequence[str]) -> None:
         self._runner.encoder.forget(digests)
@@ -138,9 +139,9 @@ class EngineCore:
         for digest in work.to_forget:
             # Steps that were submitted may still have rows of requests that have ended.
             self._forgotten[digest] = self._num_steps
-        for each in work.to_encode:
-            self._forgotten.pop(each.digest, None)
-            self._encoder.start(each)
+        for encoder_input in work.to_encode:
+            self._forgotten.pop(encoder_input.digest, None)
+            self._encoder.start(encoder_input)
         self._forget_encoded()
 
     def _forget_encoded(self) -> None:
@@ -209,17 +210,16 @@ def _computed_step(
         num_draft_tokens += len(token_ids)
         num_accepted_tokens += max(0, len(computed.sampled_token_ids.get(request_id, ())) - 1)
     num_prefill_tokens = decided.num_prefill_tokens
-    return ComputedStep(
-        ended - began,
+    figures = StepFigures(
+        (ended - began) * 1e3,
         num_prefill_tokens,
         decided.total_num_scheduled_tokens - num_prefill_tokens - num_draft_tokens,
         decided.num_decode_context_tokens,
-        ended,
-        goes_on,
         len(drafts),
         num_draft_tokens,
         num_accepted_tokens,
     )
+    return ComputedStep(figures, ended, goes_on)
 
 
 _NOTHING_COMPUTED = ModelRunnerOutput({})

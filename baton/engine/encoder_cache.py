@@ -46,18 +46,18 @@ class EncoderInput:
 def encoder_inputs(spans: Sequence[Span], contents: Iterable[EncoderContent]) -> tuple[EncoderInput, ...]:
     """The inputs of a prompt, in order. `contents`: their data, as far as it is here."""
     known = {content.digest: content for content in contents}
-    found: list[EncoderInput] = []
+    inputs: list[EncoderInput] = []
     for span in spans:
         if not span.is_encoded:
             continue
         if span.first_row:
             # A further part of the same content.
-            first = found.pop()
-            found.append(EncoderInput(first.content, first.start, span.stop, span.first_row + span.length))
+            first = inputs.pop()
+            inputs.append(EncoderInput(first.content, first.start, span.stop, span.first_row + span.length))
         else:
             content = known.get(span.digest, EncoderContent(span.digest))
-            found.append(EncoderInput(content, span.start, span.stop, span.length))
-    return tuple(found)
+            inputs.append(EncoderInput(content, span.start, span.stop, span.length))
+    return tuple(inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class EncoderCache:
 
     def can_ever_hold(self, inputs: Iterable[EncoderInput]) -> bool:
         """Whether each of these inputs fits into the cache, alone if need be."""
-        return all(each.num_rows <= self.num_rows for each in inputs)
+        return all(encoder_input.num_rows <= self.num_rows for encoder_input in inputs)
 
     def cut(self, request_id: str, inputs: Sequence[EncoderInput], start: int, num_tokens: int) -> int:
         """How many of the tokens [start, start + num_tokens) can be computed now: up to an input without rows.
@@ -134,17 +134,17 @@ class EncoderCache:
         """
         stop = start + num_tokens
         is_cut = False
-        for each in inputs:
-            if each.stop <= start:
+        for encoder_input in inputs:
+            if encoder_input.stop <= start:
                 continue
-            entry = self._entries.get(each.digest)
+            entry = self._entries.get(encoder_input.digest)
             if entry is not None and entry.state is _State.READY:
-                if not is_cut and each.start < stop:
-                    self._hold(request_id, each, entry)
+                if not is_cut and encoder_input.start < stop:
+                    self._hold(request_id, encoder_input, entry)
                 continue
             if entry is None:
-                entry = self._begin(each, evicts=not is_cut)
-            stop, is_cut = min(stop, max(start, each.start)), True
+                entry = self._begin(encoder_input, evicts=not is_cut)
+            stop, is_cut = min(stop, max(start, encoder_input.start)), True
             if entry is None:
                 break
             entry.wanted_by.add(request_id)
@@ -155,30 +155,30 @@ class EncoderCache:
 
         An input that comes again later is not kept for that: what lies between may need its room.
         """
-        for each in inputs:
-            entry = self._entries.get(each.digest)
+        for encoder_input in inputs:
+            entry = self._entries.get(encoder_input.digest)
             if entry is not None and entry.holders.get(request_id, num_computed_tokens + 1) <= num_computed_tokens:
                 self.num_hits += entry.is_used
                 entry.is_used = True
-                self._release(request_id, each.digest)
+                self._release(request_id, encoder_input.digest)
 
     def release(self, request_id: str, inputs: Iterable[EncoderInput]) -> None:
         """Let go of all inputs of a request that has no seat, and waits for one."""
-        for each in inputs:
-            self._release(request_id, each.digest)
+        for encoder_input in inputs:
+            self._release(request_id, encoder_input.digest)
 
     def drop(self, request_id: str, inputs: Iterable[EncoderInput]) -> None:
         """Let go of all inputs of a request that ends. Those that nobody else asked for are not encoded any more."""
-        for each in inputs:
-            self._release(request_id, each.digest)
-            entry = self._entries.get(each.digest)
+        for encoder_input in inputs:
+            self._release(request_id, encoder_input.digest)
+            entry = self._entries.get(encoder_input.digest)
             if entry is None or request_id not in entry.wanted_by:
                 continue
             entry.wanted_by.discard(request_id)
             if entry.state is _State.ENCODING and not entry.wanted_by:
-                self._forget(each.digest, entry)
-                self._to_encode = [one for one in self._to_encode if one.digest != each.digest]
-                self._evicted.append(each.digest)
+                self._forget(encoder_input.digest, entry)
+                self._to_encode = [waiting for waiting in self._to_encode if waiting.digest != encoder_input.digest]
+                self._evicted.append(encoder_input.digest)
 
     def encoded(self, digest: str, *, is_fetched: bool = False) -> None:
         """Note that an input's rows are there. Rows that nobody waits for any more are evicted.
@@ -224,9 +224,9 @@ class EncoderCache:
         taken, self._evicted = self._evicted, []
         return taken
 
-    def _hold(self, request_id: str, each: EncoderInput, entry: _Entry) -> None:
-        self._idle.pop(each.digest, None)
-        entry.holders[request_id] = each.stop
+    def _hold(self, request_id: str, encoder_input: EncoderInput, entry: _Entry) -> None:
+        self._idle.pop(encoder_input.digest, None)
+        entry.holders[request_id] = encoder_input.stop
 
     def _release(self, request_id: str, digest: str) -> None:
         entry = self._entries.get(digest)
@@ -236,19 +236,19 @@ class EncoderCache:
         if not entry.holders:
             self._idle[digest] = None
 
-    def _begin(self, each: EncoderInput, *, evicts: bool) -> _Entry | None:
+    def _begin(self, encoder_input: EncoderInput, *, evicts: bool) -> _Entry | None:
         """Give an input room and have it encoded; None if there is no room. `evicts`: idle entries may go for it."""
         if evicts:
-            while self._idle and self.num_used_rows + each.num_rows > self.num_rows:
+            while self._idle and self.num_used_rows + encoder_input.num_rows > self.num_rows:
                 digest, _ = self._idle.popitem(last=False)
                 self._evicted.append(digest)
                 self._forget(digest, self._entries[digest])
-        if self.num_used_rows + each.num_rows > self.num_rows:
+        if self.num_used_rows + encoder_input.num_rows > self.num_rows:
             return None
-        entry = self._entries[each.digest] = _Entry(each.num_rows)
+        entry = self._entries[encoder_input.digest] = _Entry(encoder_input.num_rows)
         self._num_encoding += 1
-        self.num_used_rows += each.num_rows
-        self._to_encode.append(each)
+        self.num_used_rows += encoder_input.num_rows
+        self._to_encode.append(encoder_input)
         return entry
 
     def _forget(self, digest: str, entry: _Entry) -> None:

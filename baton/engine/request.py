@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from baton.engine.constraints import RepetitionDetector
@@ -13,11 +14,12 @@ from baton.machine import IllegalEvent
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import Leg, Outcome
 from baton.messages.pooling import Pooling, PoolingParams
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
-from baton.messages.spans import EncoderContent, Span
 from baton.messages.speculation import NO_DRAFTS
 
 if TYPE_CHECKING:
+    from baton.engine.batch import Failure
     from baton.engine.constraints import TokenMatcher
     from baton.engine.sequences.beams import BeamGroup
     from baton.engine.sequences.sequence_group import SequenceGroup
@@ -130,39 +132,32 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
+        spec: RequestSpec,
         *,
         eos_token_ids: frozenset[int] = frozenset(),
         client_index: int = 0,
-        priority: int = 0,
         arrival_time: float | None = None,
-        cache_salt: str = "",
         leg: Leg = Leg.WHOLE,
         kv_source: Peer | None = None,
         output_token_ids: Sequence[int] = (),
         reader_block_size: int = 0,
-        adapter: str = "",
-        spans: Sequence[Span] = (),
-        pooling: PoolingParams | None = None,
-        contents: Sequence[EncoderContent] = (),
         attempt: AttemptKey | None = None,
     ) -> None:
-        """`output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
+        """`spec`: what is computed; the runner has its adapter loaded, or loads it before the request is scheduled.
+        `output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
         `reader_block_size`: of a prefill leg, tokens in a block of the node that is to read its KV; 0: as many as here.
-        `adapter`: digest of the adapter with which it is computed, which the runner has loaded; empty: none.
-        `pooling`: of an embedding leg, the vector that is wanted; None: the last token's embedding.
-        `attempt`: what connectors call it towards other nodes, where there are any.
+        `attempt`: its name towards routers and other nodes, where there are any.
 
         Raises ValueError for arguments that contradict each other.
         """
-        if not prompt_token_ids:
+        sampling_params = spec.sampling_params
+        if not spec.prompt_token_ids:
             raise ValueError("a request needs at least one prompt token")
         if output_token_ids and (sampling_params.n > 1 or sampling_params.beam_width):
             raise ValueError("only a request of one sequence may begin with output tokens")
         if leg is Leg.EMBED and (output_token_ids or sampling_params.n > 1 or sampling_params.beam_width):
             raise ValueError("an embedding leg has a prompt and one sequence, and no output tokens")
-        if pooling is not None and leg is not Leg.EMBED:
+        if spec.pooling is not None and leg is not Leg.EMBED:
             raise ValueError("only an embedding leg has pooling parameters")
         if (leg is Leg.DECODE) != (kv_source is not None):
             raise ValueError("a decode leg needs a KV source, and no other leg may have one")
@@ -173,23 +168,23 @@ class Request:
         self.sequence_index = 0
         """The request that was submitted, and which of its sequences this is; all beams count to the first one."""
         self.attempt = attempt if attempt is not None else AttemptKey(request_id, 0)
-        self.take_prompt(list(prompt_token_ids))
+        self.spec = spec
+        prompt = spec.prompt_token_ids
+        self.take_prompt(prompt if isinstance(prompt, list) else list(prompt))
         self.sampling_params = sampling_params
         self.eos_token_ids = eos_token_ids
         self.client_index = client_index
-        self.priority = priority
         self.arrival_time = arrival_time if arrival_time is not None else math.inf
         """Seconds on the scheduler's clock; the scheduler sets it when the request is added, unless it is given."""
-        self.cache_salt = cache_salt
         self.leg = leg
         self.kv_source = kv_source
-        self.pooling = (pooling or PoolingParams()) if leg is Leg.EMBED else None
+        self.pooling = (spec.pooling or PoolingParams()) if leg is Leg.EMBED else None
         """The vector that an embedding leg makes of the prompt; None for all others."""
         self.reader_block_size = reader_block_size
-        self.adapter = adapter
-        self.spans = tuple(spans)
+        self.adapter = spec.adapter
+        self.spans = tuple(spec.spans)
         """The spans of the prompt, in order."""
-        self.encoder_inputs = encoder_inputs(self.spans, contents) if self.spans else ()
+        self.encoder_inputs = encoder_inputs(self.spans, spec.contents) if self.spans else ()
         """What is to be encoded of the prompt, in order."""
         self.num_submitted_tokens = self.num_prompt_tokens + len(output_token_ids)
         """Tokens that were submitted: the prompt, and what an earlier attempt generated. A prefill leg computes their
@@ -202,7 +197,7 @@ class Request:
         self.outcome: Outcome | None = None
         """How it ended; None while it lives."""
         self.stop_reason: int | None = None
-        self.error: str | None = None
+        self.error: Failure | None = None
 
         # Admission and its queues.
         self.queue_position = 0
@@ -345,16 +340,14 @@ class Request:
 
     def sibling(self, request_id: str, sampling_params: SamplingParams, *, sequence_index: int = 0) -> Request:
         """A new request for another sequence of the same prompt, of which nothing is computed yet."""
+        # It shares the lists of the prompt and of what is encoded of it.
+        prompt = self.prompt_token_ids[:1]
         sibling = Request(
             request_id,
-            self.prompt_token_ids[:1],
-            sampling_params,
+            replace(self.spec, prompt_token_ids=prompt, sampling_params=sampling_params, spans=(), contents=()),
             eos_token_ids=self.eos_token_ids,
             client_index=self.client_index,
-            priority=self.priority,
             arrival_time=self.arrival_time,
-            cache_salt=self.cache_salt,
-            adapter=self.adapter,
             attempt=self.attempt,
         )
         sibling.root_id, sibling.sequence_index = self.root_id, sequence_index

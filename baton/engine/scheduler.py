@@ -40,6 +40,7 @@ from baton.engine.batch import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutputs,
+    Failure,
     ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
@@ -56,7 +57,7 @@ from baton.engine.kv_cache.host_tier import NO_COPIES
 from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request
 from baton.engine.scheduler_config import SchedulerConfig
-from baton.engine.scheduler_state import OutputsByClient, SchedulerState
+from baton.engine.scheduler_state import OutputsByClient, SchedulerState, failure_of
 from baton.engine.speculation.speculation import Speculation
 from baton.engine.stats import EngineCounters
 from baton.engine.step_plan import StepPlan
@@ -65,7 +66,7 @@ from baton.engine.waiting.arrivals import Arrivals
 from baton.engine.waiting.preemption import Preemption
 from baton.engine.waiting.sequences import Sequences
 from baton.engine.waiting.waiting_requests import WaitingRequests
-from baton.errors import DuplicateRequest, InvalidRequest
+from baton.errors import DuplicateRequest
 from baton.messages.node import Outcome
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -160,7 +161,7 @@ class Scheduler:
         self._admission.add(request, self._pending, awaits_adapter=awaits_adapter)
 
     def finish_requests(
-        self, request_ids: Collection[str], outcome: Outcome, error: str | None = None
+        self, request_ids: Collection[str], outcome: Outcome, error: Failure | None = None
     ) -> EngineCoreOutputs:
         """End requests with all their sequences, wherever they are. Returns their last outputs by client index."""
         outputs = OutputsByClient()
@@ -217,9 +218,8 @@ class Scheduler:
         Their last outputs come with the next commit, or from `take_refusals`.
         """
         asked = self._state.encoder_cache.failed(digest)
-        outcome = Outcome.INVALID if isinstance(error, InvalidRequest) else Outcome.ERROR
         needing = [request for request_id, request in self._state.requests.items() if request_id in asked]
-        self._finish(needing, outcome, str(error), self._pending)
+        self._finish(needing, *failure_of(error), self._pending)
         self._finish_failed_groups(self._pending)
         self._stalled = False
 
@@ -315,7 +315,7 @@ class Scheduler:
         return known or request_id in state.kv_cache_manager.held
 
     def _finish(
-        self, requests: Sequence[Request], outcome: Outcome, error: str | None, outputs: OutputsByClient
+        self, requests: Sequence[Request], outcome: Outcome, error: Failure | None, outputs: OutputsByClient
     ) -> None:
         if requests:
             self._waiting.remove(requests)
@@ -327,7 +327,8 @@ class Scheduler:
     def _finish_failed_groups(self, outputs: OutputsByClient) -> None:
         while self._state.failed_groups:
             group, first = self._state.failed_groups.pop()
-            outcome, error = Outcome.ERROR, "another sequence of the request failed"
+            outcome: Outcome = Outcome.ERROR
+            error: Failure = "another sequence of the request failed"
             if first.outcome in (Outcome.INVALID, Outcome.REPETITION):
                 # The node is not at fault, so the others don't end with ERROR, which routers count against the node.
                 outcome, error = first.outcome, first.error or error

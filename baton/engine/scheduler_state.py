@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from baton.clock import Clock
-from baton.engine.batch import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from baton.engine.batch import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, Failure
 from baton.engine.connector import BlockFate, KVConnector, LostKV
 from baton.engine.decode_set import DecodeSet
 from baton.engine.encoder_cache import EncoderCache
@@ -22,11 +22,18 @@ from baton.engine.sequences.sequence_group import SequenceGroup
 from baton.engine.stats import EngineCounters
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import max_output_tokens
-from baton.errors import TransferCause
+from baton.errors import InvalidRequest, TransferCause
 from baton.messages.kv_cache import BlockRemoved, BlockStored, Tier
 from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import TokenLogprobs
 from baton.messages.spans import rows_key
+
+
+def failure_of(error: Exception) -> tuple[Outcome, Failure]:
+    """How a request ends that failed with this error, and what is told of it."""
+    if isinstance(error, InvalidRequest):
+        return Outcome.INVALID, error.not_raised()
+    return Outcome.ERROR, str(error)
 
 
 class EventLog:
@@ -45,7 +52,7 @@ class EventLog:
             return
         self.num_lost += len(self._events) == self._events.maxlen
         self._events.append(
-            EngineCoreEvent(type, request.root_id, self._clock.monotonic(), value, request.sequence_index)
+            EngineCoreEvent(type, request.attempt, self._clock.monotonic(), value, request.sequence_index)
         )
 
     def take(self) -> list[EngineCoreEvent]:
@@ -141,7 +148,7 @@ class SchedulerState:
         outputs: OutputsByClient,
         *,
         stop_reason: int | None = None,
-        error: str | None = None,
+        error: Failure | None = None,
         transfer_cause: TransferCause | None = None,
         first_index: int | None = None,
         logprobs: Sequence[TokenLogprobs] = (),
@@ -186,6 +193,10 @@ class SchedulerState:
             transfer_cause=transfer_cause,
             embedding=embedding,
         )
+
+    def fail(self, request: Request, error: Failure, outputs: OutputsByClient) -> None:
+        """End a request that failed: INVALID where the request is at fault, and would fail on every node."""
+        self.end(request, Outcome.INVALID if isinstance(error, InvalidRequest) else Outcome.ERROR, outputs, error=error)
 
     def park(self, request: Request) -> None:
         """Let a request that has computed its beam give up its seat. It runs again only as the heir of that beam."""
@@ -352,14 +363,14 @@ class SchedulerState:
         outputs: OutputsByClient,
         *,
         outcome: Outcome | None = None,
-        error: str | None = None,
+        error: Failure | None = None,
         transfer_cause: TransferCause | None = None,
         embedding: bytes = b"",
     ) -> None:
         """Write an output with the request's tokens from `first_index` on. `outcome`: the request ended so."""
         new_token_ids = request.output_token_ids[first_index:]
         output = EngineCoreOutput(
-            request_id=request.root_id,
+            attempt=request.attempt,
             sequence_index=request.sequence_index,
             new_token_ids=new_token_ids,
             first_index=first_index,

@@ -100,7 +100,7 @@ class PrefixCacheCounts:
 
 @value(frozen=True, slots=True)
 class SpecDecodingStats:
-    """Totals over all steps of what `ComputedStep` says of one: the drafts that were verified."""
+    """Totals over all steps of what `StepFigures` says of one: the drafts that were verified."""
 
     num_drafts: Annotated[int, Metric("spec_decode_num_drafts_total", "Drafts that were verified.")] = 0
     num_draft_tokens: Annotated[int, Metric("spec_decode_num_draft_tokens_total", "Tokens of these drafts.")] = 0

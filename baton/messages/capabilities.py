@@ -55,6 +55,6 @@ def in_order(capabilities: Collection[Capability]) -> list[str]:
 
 def check_capable(model: str, needs: Collection[Capability], can: Collection[Capability]) -> None:
     """Raises UnsupportedRequest, which names what is needed and lacking, unless the model can do all that is needed."""
-    lacking = in_order([one for one in needs if one not in can])
+    lacking = in_order([capability for capability in needs if capability not in can])
     if lacking:
         raise UnsupportedRequest("model", f"{model!r} can't do {', '.join(lacking)}; it can {', '.join(in_order(can))}")

@@ -14,7 +14,6 @@ from typing import NamedTuple
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 SCOPED_ID_PATTERN = re.compile(r"(?:[a-z0-9-]{1,32}/)?[A-Za-z0-9_.:-]{1,64}\Z")
 """A request id inside the cluster: the client's request id, preceded by `TENANT/` if there are tenants."""
-_ATTEMPT_KEY = re.compile(r"(.*)#([0-9]+)(?:@([0-9a-f]+))?\Z", re.DOTALL)
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _REQUEST_ID_CHARS = 26
 
@@ -30,14 +29,6 @@ class AttemptKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.request_id}#{self.attempt}" + (f"@{self.flight:x}" if self.flight else "")
-
-    @classmethod
-    def parse(cls, text: str) -> AttemptKey:
-        """Read what `str()` wrote; raises ValueError for anything else."""
-        found = _ATTEMPT_KEY.match(text)
-        if found is None:
-            raise ValueError(f"not an attempt key: {text!r}")
-        return cls(found[1], int(found[2]), int(found[3] or "0", 16))
 
 
 def scoped(tenant: str, name: str) -> str:
@@ -58,7 +49,7 @@ def tenant_of(name: str) -> str:
 def random_token(rng: Random, length: int = 10) -> str:
     """Random lower-case letters and digits without look-alikes: 5 bits of chance in each."""
     bits = rng.getrandbits(5 * length)
-    return "".join(_ALPHABET[bits >> 5 * place & 31] for place in range(length))
+    return "".join(_ALPHABET[bits >> 5 * position & 31] for position in range(length))
 
 
 def new_request_id(rng: Random) -> str:

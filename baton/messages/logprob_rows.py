@@ -116,33 +116,33 @@ class LogprobRows(Sequence[TokenLogprobs]):
             stop = max(first, stop)
             begin = self._offset(first)
             return LogprobRows(self._data[begin : self._offset(stop)], stop - first, self._width)
-        place = index + self._num if index < 0 else index
-        if not 0 <= place < self._num:
+        position = index + self._num if index < 0 else index
+        if not 0 <= position < self._num:
             raise IndexError("no such position")
-        return self._read(self._offset(place))[0]
+        return self._read(self._offset(position))[0]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, LogprobRows):
             return self._num == other._num and self._data == other._data
         if not isinstance(other, Sequence):
             return NotImplemented
-        return self._num == len(other) and all(one == another for one, another in zip(self, other, strict=True))
+        return self._num == len(other) and all(row == other_row for row, other_row in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"LogprobRows.of({list(self)})"
 
-    def _offset(self, place: int) -> int:
+    def _offset(self, position: int) -> int:
         """Where a row begins, or behind the last one, where it ends."""
         if self._width:
-            return place * self._width
+            return position * self._width
         known, at = self._found
-        if place < known:
+        if position < known:
             known, at = _FIRST
-        for _ in range(known, place):
+        for _ in range(known, position):
             at += row_bytes(self._num_top(at))
-        self._found = place, at
+        self._found = position, at
         return at
 
     def _num_top(self, at: int) -> int:
@@ -185,12 +185,12 @@ def logprobs_alone(positions: Sequence[TokenLogprobs]) -> Sequence[float]:
 
 def joined_logprobs(parts: Iterable[Sequence[TokenLogprobs]]) -> Sequence[TokenLogprobs]:
     """The log-probabilities of all parts. They are packed if those of all parts are."""
-    found = [part for part in parts if part]
-    if not found:
+    filled = [part for part in parts if part]
+    if not filled:
         return ()
-    rows = [part for part in found if isinstance(part, LogprobRows)]
-    if len(rows) < len(found):
-        return tuple(chain.from_iterable(found))
+    rows = [part for part in filled if isinstance(part, LogprobRows)]
+    if len(rows) < len(filled):
+        return tuple(chain.from_iterable(filled))
     return rows[0] if len(rows) == 1 else LogprobRows.joined(rows)
 
 

@@ -13,9 +13,11 @@ from baton.messages.adapters import AdapterList, AdapterReport
 from baton.messages.capabilities import GENERATES, GENERATES_AND_EMBEDS, Capability
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.kv_cache import KVCacheUpdate
-from baton.messages.pooling import PoolingParams
-from baton.messages.sampling import SamplingParams, TokenLogprobs
-from baton.messages.spans import DECIDE_ROWS, EncoderContent, Span
+from baton.messages.node_shape import ONE_RANK as ONE_RANK
+from baton.messages.node_shape import NodeShape as NodeShape
+from baton.messages.request_spec import RequestSpec
+from baton.messages.sampling import TokenLogprobs
+from baton.messages.spans import DECIDE_ROWS
 from baton.messages.speculation import DraftCounts
 from baton.values import value
 
@@ -23,33 +25,6 @@ ENDED_WELL = "finished"
 """`Abort.reason` of an abort that is sent because the request has ended without an error."""
 HEARTBEAT_S = 1.0
 """The longest time between two reports of a node, in seconds. A node that is silent for three times as long is lost."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class NodeShape:
-    """A node's numbers of ranks and of stages; as text `tp2` or `tp2 pp2`."""
-
-    tp: int = 1
-    """Ranks that compute each layer together, each its own columns and attention heads."""
-    pp: int = 1
-    """Stages, each of which has consecutive layers and `tp` ranks."""
-
-    @classmethod
-    def of(cls, tp: int, pp: int) -> NodeShape:
-        """The shape that a message says; 0 is that of a version that does not say it."""
-        return cls(max(1, tp), max(1, pp))
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of processes that compute the model."""
-        return self.tp * self.pp
-
-    def __str__(self) -> str:
-        return f"tp{self.tp}" if self.pp == 1 else f"tp{self.tp} pp{self.pp}"
-
-
-ONE_RANK = NodeShape()
-"""The shape of a node whose model is computed by its own process alone."""
 
 
 class Role(enum.Enum):
@@ -72,7 +47,7 @@ class Leg(enum.Enum):
     DECODE = "decode"
     """Read the prefill leg's blocks from `kv_source`, then generate behind the token that it sampled."""
     EMBED = "embed"
-    """Compute the prompt, and end STOPPED with the vector that `Submit.pooling` makes of it. Nothing is generated."""
+    """Compute the prompt, and end STOPPED with the vector that `RequestSpec.pooling` makes of it; generate nothing."""
 
     __hash__ = object.__hash__
 
@@ -152,7 +127,7 @@ class NodeDescription:
 
     @property
     def takes_pooling(self) -> bool:
-        """Whether the node reads `Submit.pooling`: one of an earlier version does not."""
+        """Whether the node reads `RequestSpec.pooling`: one of an earlier version does not."""
         return bool(self.capabilities)
 
     @property
@@ -182,10 +157,7 @@ class Submit:
 
     attempt: AttemptKey
     leg: Leg
-    prompt_token_ids: Sequence[int]
-    sampling_params: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
+    spec: RequestSpec
     kv_source: Peer | None = None
     output_token_ids: Sequence[int] = ()
     """Tokens that an earlier attempt generated: they are computed with the prompt, and generation continues them."""
@@ -195,19 +167,11 @@ class Submit:
     """See `Adopt.takeover`."""
     reader_block_size: int = 0
     """For a prefill leg: tokens in a block of the decode node that is to read the prompt; 0: as many as in one here."""
-    adapter: str = ""
-    """Digest of the adapter with which it is computed; empty: none."""
-    pooling: PoolingParams | None = None
-    """For an embedding leg: the vector that is wanted; None: the last token's embedding."""
-    spans: Sequence[Span] = ()
-    """The spans of the prompt, in order, with their rows unless an encoder makes them."""
-    contents: Sequence[EncoderContent] = ()
-    """What the encoder makes rows of for the prompt, each once, with its data."""
 
     @property
     def num_sequences(self) -> int:
         """The number of sequences that the node computes at once; a prefill leg computes the prompt alone."""
-        params = self.sampling_params
+        params = self.spec.sampling_params
         return 1 if self.leg is Leg.PREFILL else params.beam_width or params.n
 
 
@@ -272,7 +236,7 @@ class Outcome(enum.Enum):
     UNKNOWN = "unknown"
     """The node does not know the attempt that a router wanted to adopt."""
     INVALID = "invalid"
-    """The request is invalid on every node. The error is the field's name, a colon, and the reason."""
+    """The request is invalid on every node; `RequestDelta.error_field` is the field at fault."""
     REPETITION = "repetition"
     """The output repeats itself, and the request wants an error in that case. Another node would repeat it too."""
     ADAPTER_UNAVAILABLE = "adapter_unavailable"
@@ -338,6 +302,8 @@ class RequestDelta:
     prompt_timings: StageTimings | None = None
     """With the timings of a decode leg: those of the node that computed the prompt, which came with its KV; None: no KV
     came, or from a version that does not say it."""
+    error_field: str = ""
+    """With the outcome INVALID: the field at fault, of which `error` is said."""
 
 
 @value(frozen=True, slots=True)
@@ -380,7 +346,7 @@ class StepFigures:
     draft_tokens: int = 0
     """Tokens of these drafts, which the step computed beside one token of each sequence."""
     accepted_tokens: int = 0
-    """How many of them were right."""
+    """How many of them were right, those behind the end of an output included, which `DraftCounts` leaves out."""
 
     @property
     def decode_rows(self) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from baton.messages.node import NodeShape
+from baton.messages.node_shape import NodeShape
+from baton.values import value
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ class Timeline:
         return [0, *accumulate(stage.duration_ns for stage in self.stages)][:-1]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PlacementWay:
     """A candidate placement of a request, and the parts of its predicted cost in milliseconds."""
 
@@ -220,6 +221,11 @@ class PlacementWay:
     total_ms: float
     tokens_per_step: float = 1.0
     """Tokens that a sequence gets from a step on average: more than 1 where drafts are right. 0: an older router."""
+
+    @property
+    def first_token_ms(self) -> float:
+        """Time to the first token."""
+        return self.queue_ms + self.prefill_ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,12 +77,12 @@ def _is_size(value: object) -> bool:
 def _entry(header: bytes) -> dict[str, Any]:
     """The one tensor in a header."""
     try:
-        found = json.loads(header)
+        entries = json.loads(header)
     except (ValueError, RecursionError):
         raise UnsoundRows("is no safetensors file: its header is not JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         raise UnsoundRows("is no safetensors file: its header is no JSON object")
-    tensors = [entry for name, entry in found.items() if name != "__metadata__"]
+    tensors = [entry for name, entry in entries.items() if name != "__metadata__"]
     if len(tensors) != 1 or not isinstance(tensors[0], dict):
         raise UnsoundRows(f"has {len(tensors)} tensors; it must have one, with dtype, shape and data_offsets")
     return tensors[0]

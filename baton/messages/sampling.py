@@ -120,8 +120,8 @@ class SamplingParams:
         kind = self.constraint_kind
         if kind is None:
             return None
-        found: str | Sequence[str] = getattr(self, kind)
-        return Constraint(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False), kind)
+        value: str | Sequence[str] = getattr(self, kind)
+        return Constraint(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), kind)
 
 
 NUMBER_RANGES = {one.name: one.metadata[NumberRange] for one in fields(SamplingParams) if NumberRange in one.metadata}
@@ -144,8 +144,8 @@ class SamplingDefaults:
 
     def given(self) -> dict[str, float]:
         """The values by their names, without those that are None."""
-        found = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: number for name, number in found.items() if number is not None}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: number for name, number in values.items() if number is not None}
 
 
 MAX_PATTERN_SIZE = 64

@@ -75,7 +75,7 @@ class SpeculationConfig:
             raise ConfigError(f"is no JSON: {error}") from None
         if not isinstance(given, dict):
             raise ConfigError('must be a JSON object, such as {"method": "ngram"}')
-        known = [one.name for one in fields(cls)]
+        known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
                 raise ConfigError(f"has no key {name!r:.40}{did_you_mean(name, known)}; it has {', '.join(known)}")

@@ -76,14 +76,14 @@ class Idefics3Images:
         """The layout of an image of so many pixels."""
         rows, columns = self._tiles(width, height)
         in_tile = self.image_token * self.rows_per_tile
-        whole = f"{self._around}{self._whole}{in_tile}{self._around}"
+        overview = f"{self._around}{self._whole}{in_tile}{self._around}"
         if not rows:
-            return ImageLayout(whole, self.rows_per_tile)
+            return ImageLayout(overview, self.rows_per_tile)
         lines = [
             "".join(f"{self._around}<row_{row + 1}_col_{column + 1}>{in_tile}" for column in range(columns)) + "\n"
             for row in range(rows)
         ]
-        return ImageLayout("".join(lines) + "\n" + whole, self.rows_per_tile * (rows * columns + 1))
+        return ImageLayout("".join(lines) + "\n" + overview, self.rows_per_tile * (rows * columns + 1))
 
     def _tiles(self, width: int, height: int) -> tuple[int, int]:
         """Rows and columns of the tiles; none for an image that is not cut."""
@@ -236,10 +236,10 @@ def read_processor(directory: Path) -> Mapping[str, Any]:
     """
     if (path := directory / "preprocessor_config.json").is_file():
         return read_object(path)
-    found = read_object(directory / "processor_config.json").get("image_processor")
-    if not isinstance(found, dict):
+    processor = read_object(directory / "processor_config.json").get("image_processor")
+    if not isinstance(processor, dict):
         raise ConfigError(f"{directory} lacks its image processor's configuration; copy preprocessor_config.json there")
-    return found
+    return processor
 
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -308,8 +308,8 @@ def orientation_of(image: Image) -> int:
     exif = Image.Exif()
     try:
         exif.load(data)
-        found = exif.get(_ORIENTATION)
+        orientation = exif.get(_ORIENTATION)
     # Pillow has no list of what its reader of EXIF raises.
     except Exception:
         return 1
-    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+    return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1

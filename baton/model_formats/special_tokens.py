@@ -80,5 +80,5 @@ def _id_of(text: str, tokenizer: Mapping[str, Any]) -> frozenset[int]:
             return frozenset({token["id"]})
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    found = vocabulary.get(text) if isinstance(vocabulary, dict) else None
-    return frozenset({found} if type(found) is int else ())
+    token_id = vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    return frozenset({token_id} if type(token_id) is int else ())

@@ -68,8 +68,8 @@ def _read_header(file: IO[bytes], path: Path) -> dict[str, _Stored]:
         data = file.read(struct.calcsize(fmt))
         if len(data) < struct.calcsize(fmt):
             raise ConfigError(f"{path} is cut short; copy it again")
-        found: int = struct.unpack("<" + fmt, data)[0]
-        return found
+        value: int = struct.unpack("<" + fmt, data)[0]
+        return value
 
     def text() -> str:
         return file.read(number("H")).rstrip(b"\0").decode("utf-8", "replace")
@@ -78,7 +78,7 @@ def _read_header(file: IO[bytes], path: Path) -> dict[str, _Stored]:
     number("I")
     if (version, spec) != (_VERSION, _SPEC):
         raise ConfigError(f"{path} holds {spec[:40]!r} in version {version} of CTranslate2's format, no {_SPEC}")
-    found: dict[str, _Stored] = {}
+    tensors: dict[str, _Stored] = {}
     for _ in range(min(number("I"), _MOST_TENSORS)):
         name, axes = text(), number("B")
         shape = tuple(number("I") for _ in range(min(axes, _MOST_AXES)))
@@ -86,20 +86,20 @@ def _read_header(file: IO[bytes], path: Path) -> dict[str, _Stored]:
         start = file.tell()
         if start + num_bytes > size:
             raise ConfigError(f"{path} is cut short in {name[:80]!r}; copy it again")
-        found[name] = _Stored(shape, dtype, start, num_bytes)
+        tensors[name] = _Stored(shape, dtype, start, num_bytes)
         file.seek(num_bytes, os.SEEK_CUR)
-    return found
+    return tensors
 
 
 def _named(stored: Mapping[str, _Stored], path: Path) -> dict[str, _Stored]:
     """The tensors by the names that transformers has for them."""
-    found: dict[str, _Stored] = {}
+    tensors: dict[str, _Stored] = {}
 
     def put(name: str, stored_name: str, part: int = 0, num_parts: int = 1) -> None:
         tensor = stored.get(stored_name)
         if tensor is None or tensor.dtype != _FLOAT16 or not tensor.shape or tensor.shape[0] % num_parts:
             raise ConfigError(f"{path} has no usable tensor {stored_name}; copy it again")
-        found[f"model.{name}"] = tensor.rows(part, num_parts)
+        tensors[f"model.{name}"] = tensor.rows(part, num_parts)
 
     def put_layer(name: str, stored_name: str, part: int = 0, num_parts: int = 1) -> None:
         put(f"{name}.weight", f"{stored_name}/weight", part, num_parts)
@@ -131,7 +131,7 @@ def _named(stored: Mapping[str, _Stored], path: Path) -> dict[str, _Stored]:
     for name in ("conv1", "conv2"):
         put_layer(f"encoder.{name}", f"encoder/{name}")
     put("decoder.embed_tokens.weight", "decoder/embeddings/weight")
-    return found
+    return tensors
 
 
 def _layers(stored: Mapping[str, _Stored], side: str) -> Iterator[int]:

@@ -82,8 +82,8 @@ def fetched_directory(name: HubName) -> Path:
 def _reason_of(error: Exception) -> str:
     """What to tell about an error of the library that is not about this model: one of network or disk, or another."""
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-        place = "" if error.filename is None else f": {error.filename}"
-        return f"its cache can't be written ({error.strerror}{place}); set HF_HOME to a directory with enough room"
+        path = "" if error.filename is None else f": {error.filename}"
+        return f"its cache can't be written ({error.strerror}{path}); set HF_HOME to a directory with enough room"
     lines = str(error).split("\n") if str(error) else [type(error).__name__]
     return f"{lines[0][:300]}; what has arrived is kept, so try again"
 

@@ -67,9 +67,9 @@ class ModelCache:
                 if not directory.is_dir():
                     self._make(directory, find_source, num_bytes)
         except OSError as error:
-            place = "" if error.filename is None else f": {error.filename}"
+            path = "" if error.filename is None else f": {error.filename}"
             raise ConfigError(
-                f"the cache {self._root} can't be written ({error.strerror or error}{place}): choose a "
+                f"the cache {self._root} can't be written ({error.strerror or error}{path}): choose a "
                 f"{'larger' if error.errno in _NO_ROOM else 'writable'} directory: XDG_CACHE_HOME=DIRECTORY"
             ) from error
         return directory
@@ -149,8 +149,8 @@ class FileState:
     @classmethod
     def of(cls, path: Path) -> FileState:
         """The present state of a file; raises OSError."""
-        found = path.stat()
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        status = path.stat()
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class KnownDigests:
@@ -187,12 +187,12 @@ class KnownDigests:
         return digest if times == _times(state) and _SHA256.fullmatch(digest) else None
 
     def _remember(self, state: FileState, digest: str) -> None:
-        place = self._entry_path(state)
-        written = place.with_name(f"{place.name}.{os.getpid()}")
+        entry = self._entry_path(state)
+        written = entry.with_name(f"{entry.name}.{os.getpid()}")
         try:
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
             written.write_text(f"{_times(state)} {digest}", encoding="ascii")
-            written.replace(place)
+            written.replace(entry)
         except OSError:
             with suppress(OSError):
                 written.unlink()

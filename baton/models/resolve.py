@@ -56,10 +56,10 @@ def with_model_directory(config: C) -> C:
     if config.runner != "torch":
         return config
     changes: dict[str, object] = {}
-    found = find_model(config.model, os.environ)
-    if found.directory != config.model:
-        changes = {"model": found.directory, "model_name": config.model_name or found.name}
-        if found.dequantize and isinstance(config, NodeSettings):
+    model = find_model(config.model, os.environ)
+    if model.directory != config.model:
+        changes = {"model": model.directory, "model_name": config.model_name or model.name}
+        if model.dequantize and isinstance(config, NodeSettings):
             changes["dequantize"] = True
     if isinstance(config, NodeSettings) and config.speculative_config:
         changes["speculative_config"] = _with_draft_directory(config.speculative_config)
@@ -171,10 +171,10 @@ def convert_in_child(source: Path, directory: Path) -> None:
 def add_to_json(path: Path, more: Mapping[str, object]) -> None:
     """Write further keys to a JSON file of a model directory, and flush it."""
     with path.open("r+", encoding="utf-8") as file:
-        found = json.load(file)
+        content = json.load(file)
         file.seek(0)
         file.truncate()
-        json.dump({**found, **more}, file, indent=2)
+        json.dump({**content, **more}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
 
@@ -191,8 +191,8 @@ def _convert(source: Path, directory: Path) -> None:
     ):
         try:
             assert child.stdout is not None
-            found = (_PROGRESS_LINE.fullmatch(line) for line in child.stdout)
-            reports = ((int(report[1]), int(report[2])) for report in found if report)
+            matches = (_PROGRESS_LINE.fullmatch(line) for line in child.stdout)
+            reports = ((int(report[1]), int(report[2])) for report in matches if report)
             if next(reports, None) is not None:
                 say(f"Converting {source.name} ({mebibytes(source.stat().st_size)}) once …")
                 with bar_of_bytes() as show:

@@ -73,7 +73,7 @@ class Drain:
         """
         since: float | None = None
         while not self._idle.is_set():
-            left, now = self._role.handoff_report().open, self._clock.monotonic()
+            left, now = self._role.handoff.report().open, self._clock.monotonic()
             if self._has_requests or not only_reads_left(left):
                 since = None
             elif since is None:

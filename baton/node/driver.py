@@ -30,7 +30,8 @@ from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.request import Request
 from baton.engine.runner import ModelRunner, StepExecutor
 from baton.engine.scheduler import Scheduler
-from baton.errors import BatonError, CacheInUse, InvalidRequest
+from baton.engine.scheduler_state import failure_of
+from baton.errors import BatonError, CacheInUse
 from baton.messages.node import Outcome
 from baton.node.adapters.adapter_cache import (
     AdapterCache,
@@ -145,7 +146,7 @@ class EngineDriver:
             self._grammars.compile(
                 request,
                 lambda matchers: inbox.put(lambda: scheduler.grammar_compiled(request_id, matchers)),
-                lambda error: inbox.put(lambda: self._on_grammar_failed(request_id, error)),
+                lambda error: inbox.put(lambda: scheduler.finish_requests([request_id], *failure_of(error))),
             )
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -253,10 +254,6 @@ class EngineDriver:
             return _merge([refusals, ended])
         return refusals
 
-    def _on_grammar_failed(self, request_id: str, error: BatonError) -> EngineCoreOutputs:
-        outcome = Outcome.INVALID if isinstance(error, InvalidRequest) else Outcome.ERROR
-        return self._scheduler.finish_requests([request_id], outcome, str(error))
-
     def _on_encoded(self, note: Callable[[], None]) -> EngineCoreOutputs:
         """Let the encoder tell the scheduler of an input. One that can't be encoded may have ended requests."""
         note()
@@ -341,7 +338,7 @@ class EngineDriver:
 
 
 def _refused(request: Request, error: BatonError) -> EngineCoreOutput:
-    return EngineCoreOutput(request.request_id, (), 0, outcome=Outcome.ERROR, error=str(error))
+    return EngineCoreOutput(request.attempt, (), 0, outcome=Outcome.ERROR, error=str(error))
 
 
 def _merge(parts: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:

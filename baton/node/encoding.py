@@ -92,7 +92,7 @@ _MOST_FETCHES = 8
 class RowSource(Protocol):
     """Where rows may come from, other than the encoder here. Its methods return at once; any thread may call them."""
 
-    def fetch(self, each: EncoderInput, done: Callable[[bytes], None], none: Callable[[], None]) -> None:
+    def fetch(self, encoder_input: EncoderInput, done: Callable[[bytes], None], none: Callable[[], None]) -> None:
         """Fetch the rows of an input whose content says who has them.
 
         Either `done` is called with their bytes (float32, row by row, little-endian), or `none`; on any thread.
@@ -124,8 +124,8 @@ class RowFetcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch = current_watch.get()
 
-    def fetch(self, each: EncoderInput, done: Callable[[bytes], None], none: Callable[[], None]) -> None:
-        self._post(lambda: self._begin(each, done, none))
+    def fetch(self, encoder_input: EncoderInput, done: Callable[[bytes], None], none: Callable[[], None]) -> None:
+        self._post(lambda: self._begin(encoder_input, done, none))
 
     def encoded(self, num_rows: int, seconds: float) -> None:
         self._post(lambda: self._policy.encoded(num_rows, seconds))
@@ -136,28 +136,28 @@ class RowFetcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _begin(self, each: EncoderInput, done: Callable[[bytes], None], none: Callable[[], None]) -> None:
-        peer = each.content.held_by
+    def _begin(self, encoder_input: EncoderInput, done: Callable[[bytes], None], none: Callable[[], None]) -> None:
+        peer = encoder_input.content.held_by
         seconds = None
         if peer is not None and len(self._tasks) < _MOST_FETCHES:
-            seconds = self._policy.seconds_for(peer.incarnation, each.num_rows, self._clock.monotonic())
+            seconds = self._policy.seconds_for(peer.incarnation, encoder_input.num_rows, self._clock.monotonic())
         if seconds is None:
             none()
             return
         # If the work raised unnoticed, the requests that wait for these rows would do so for ever.
-        work = partial(self._fetch, each, seconds, done, none)
-        task = self._watch.start(work, "rows", each.digest[:12], on_fault=OnFault.END_PROCESS, may_end=True)
+        work = partial(self._fetch, encoder_input, seconds, done, none)
+        task = self._watch.start(work, "rows", encoder_input.digest[:12], on_fault=OnFault.END_PROCESS, may_end=True)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _fetch(
-        self, each: EncoderInput, seconds: float, done: Callable[[bytes], None], none: Callable[[], None]
+        self, encoder_input: EncoderInput, seconds: float, done: Callable[[bytes], None], none: Callable[[], None]
     ) -> None:
-        peer, model, began = each.content.held_by, self._model, self._clock.monotonic()
+        peer, model, began = encoder_input.content.held_by, self._model, self._clock.monotonic()
         assert peer is not None
-        asked = RowsRequest(peer.incarnation, each.digest, model.fingerprint, model.dtype, model.numerics)
+        asked = RowsRequest(peer.incarnation, encoder_input.digest, model.fingerprint, model.dtype, model.numerics)
         try:
-            num_bytes = 4 * each.num_rows * model.row_width
+            num_bytes = 4 * encoder_input.num_rows * model.row_width
             rows = await read_rows(peer.address, asked, num_bytes, seconds, self._dialer)
         except BatonError as error:
             _log.info("rows are made here, since they could not be fetched", peer=peer.node_id, reason=str(error))
@@ -166,7 +166,7 @@ class RowFetcher:
         else:
             if rows is not None:
                 now = self._clock.monotonic()
-                self._policy.fetched(each.num_rows, now - began, now)
+                self._policy.fetched(encoder_input.num_rows, now - began, now)
         if rows is None:
             none()
         else:
@@ -197,15 +197,15 @@ class EncoderThread:
         self._waiting: dict[str, Future[None]] = {}
         """What is still to be encoded, by digest."""
 
-    def start(self, each: EncoderInput) -> None:
-        if self._rows is None or each.content.held_by is None:
-            self._encode(each)
+    def start(self, encoder_input: EncoderInput) -> None:
+        if self._rows is None or encoder_input.content.held_by is None:
+            self._encode(encoder_input)
             return
-        self._fetching.add(each.digest)
+        self._fetching.add(encoder_input.digest)
         self._rows.fetch(
-            each,
-            lambda rows: self._post(lambda: self._on_fetched(each, rows)),
-            lambda: self._post(lambda: self._on_fetched(each, None)),
+            encoder_input,
+            lambda rows: self._post(lambda: self._on_fetched(encoder_input, rows)),
+            lambda: self._post(lambda: self._on_fetched(encoder_input, None)),
         )
 
     def forget(self, digests: Sequence[str]) -> None:
@@ -222,42 +222,42 @@ class EncoderThread:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._runner.encoder.forget(None)
 
-    def _on_fetched(self, each: EncoderInput, rows: bytes | None) -> None:
+    def _on_fetched(self, encoder_input: EncoderInput, rows: bytes | None) -> None:
         """Take the rows of an input that another node made, None if they could not be fetched."""
-        was_open = each.digest in self._fetching
-        self._fetching.discard(each.digest)
-        if not (was_open and self._scheduler.encoder_cache.awaits(each.digest)):
+        was_open = encoder_input.digest in self._fetching
+        self._fetching.discard(encoder_input.digest)
+        if not (was_open and self._scheduler.encoder_cache.awaits(encoder_input.digest)):
             return
         if rows is not None:
             try:
-                self._runner.encoder.keep(each.digest, each.num_rows, rows)
+                self._runner.encoder.keep(encoder_input.digest, encoder_input.num_rows, rows)
             except ValueError as error:
                 _log.warning("rows that were fetched can't be used, and are made here", reason=str(error))
             else:
-                self._scheduler.input_encoded(each.digest, is_fetched=True)
+                self._scheduler.input_encoded(encoder_input.digest, is_fetched=True)
                 return
-        self._encode(each)
+        self._encode(encoder_input)
 
-    def _encode(self, each: EncoderInput) -> None:
+    def _encode(self, encoder_input: EncoderInput) -> None:
         # A fetch for a request that has ended may still be open. Its answer must not have the input encoded once more.
-        self._fetching.discard(each.digest)
+        self._fetching.discard(encoder_input.digest)
         self._waiting = {digest: future for digest, future in self._waiting.items() if not future.done()}
-        self._waiting[each.digest] = self._pool.submit(self._run, each)
+        self._waiting[encoder_input.digest] = self._pool.submit(self._run, encoder_input)
 
-    def _run(self, each: EncoderInput) -> None:
+    def _run(self, encoder_input: EncoderInput) -> None:
         """Encode an input, on the thread."""
         clock = self._scheduler.clock
         began = clock.monotonic()
         try:
-            self._runner.encoder.encode(each.content, each.num_rows)
+            self._runner.encoder.encode(encoder_input.content, encoder_input.num_rows)
         except BatonError as error:
-            self._post(partial(self._scheduler.input_failed, each.digest, error))
+            self._post(partial(self._scheduler.input_failed, encoder_input.digest, error))
             return
         except Exception as error:
             _log.exception("could not encode an input: the requests that need it fail")
             fault = EngineFault(f"the encoder failed: {error!r}")
-            self._post(partial(self._scheduler.input_failed, each.digest, fault))
+            self._post(partial(self._scheduler.input_failed, encoder_input.digest, fault))
             return
         if self._rows is not None:
-            self._rows.encoded(each.num_rows, clock.monotonic() - began)
-        self._post(lambda: self._scheduler.input_encoded(each.digest))
+            self._rows.encoded(encoder_input.num_rows, clock.monotonic() - began)
+        self._post(lambda: self._scheduler.input_encoded(encoder_input.digest))

@@ -27,8 +27,8 @@ def describe_left(left: Sequence[OpenHandoff]) -> str:
     """One line for operators: the number of blocks, and the oldest of the hand-offs that keep them."""
     oldest = sorted(left, key=lambda handoff: -handoff.age_s)
     named = [
-        f"{one.attempt} {one.state} with {one.peer or 'nobody'}, {one.num_blocks} blocks, {one.age_s:.0f} s"
-        for one in oldest[:_MAX_NAMED]
+        f"{block.attempt} {block.state} with {block.peer or 'nobody'}, {block.num_blocks} blocks, {block.age_s:.0f} s"
+        for block in oldest[:_MAX_NAMED]
     ]
     more = [f"{len(left) - _MAX_NAMED} more"] if len(left) > _MAX_NAMED else []
     num_blocks = sum(handoff.num_blocks for handoff in left)

@@ -36,9 +36,9 @@ async def require_first(membership: Membership, own: NodeRecord, asks: Asks) -> 
     Records that earlier processes of this name left behind are removed, so that nobody waits for their leases to end.
     """
     try:
-        found = await membership.namesakes(own.name)
-        names = [record.incarnation for record in found]
-        earlier = found[: names.index(own.incarnation)] if own.incarnation in names else ()
+        namesakes = await membership.namesakes(own.name)
+        names = [record.incarnation for record in namesakes]
+        earlier = namesakes[: names.index(own.incarnation)] if own.incarnation in names else ()
         unclear = await _unclear_records(earlier, asks)
         for record in earlier:
             if record not in unclear:

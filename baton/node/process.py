@@ -97,7 +97,7 @@ def _other_hosts(config: NodeConfig) -> StageLeader | None:
     _, port = config.first_host_address
     with closing(StageListener(config.host, port, node_id=config.node_id, cluster=config.cluster, tls=tls)) as hosts:
         links = hosts.accept(config.hosts)
-    _log.info("all hosts of this node are here, and load the model", hosts=[each.name for each in links])
+    _log.info("all hosts of this node are here, and load the model", hosts=[link.name for link in links])
     return StageLeader(links)
 
 

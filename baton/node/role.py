@@ -53,6 +53,22 @@ class Servicer(Protocol):
     def add_to_server(self, server: Any) -> None: ...
 
 
+class HandoffEnd(Protocol):
+    """A node's end of its hand-offs."""
+
+    def report(self) -> HandoffReport:
+        """Open hand-offs, and how earlier ones ended. The cost grows with the number of hand-offs."""
+        ...
+
+    def refused_links(self) -> Sequence[RefusedLink]:
+        """The refused links of that report, at low cost."""
+        ...
+
+    def failed_probes(self) -> Sequence[FailedProbe]:
+        """The failed probes of that report, at low cost."""
+        ...
+
+
 class NodeRole(Protocol):
     """What makes a node a prefill node or a decode node. Belongs to the event loop, except for its connector."""
 
@@ -68,6 +84,9 @@ class NodeRole(Protocol):
 
     @property
     def servicers(self) -> Sequence[Servicer]: ...
+
+    @property
+    def handoff(self) -> HandoffEnd: ...
 
     async def start(self) -> None:
         """Start what moves the KV; raises ConfigError."""
@@ -95,16 +114,4 @@ class NodeRole(Protocol):
 
     def figures(self) -> Sequence[Figure | Distribution]:
         """The role's metrics, for the node's metrics page."""
-        ...
-
-    def handoff_report(self) -> HandoffReport:
-        """Open hand-offs, and how earlier ones ended. The cost grows with the number of hand-offs."""
-        ...
-
-    def refused_links(self) -> Sequence[RefusedLink]:
-        """The refused links of that report, at low cost."""
-        ...
-
-    def failed_probes(self) -> Sequence[FailedProbe]:
-        """The failed probes of that report, at low cost."""
         ...

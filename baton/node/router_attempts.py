@@ -113,10 +113,9 @@ class RouterAttempts:
 
     def record_event(self, event: EngineCoreEvent) -> None:
         """Log an event of the engine, and note it for the attempt's timings."""
-        attempt, sequence_index = self.book.get(event.request_id), event.sequence_index
-        key = attempt.key if attempt is not None else AttemptKey.parse(event.request_id)
+        attempt, sequence_index = self.book.get(event.attempt), event.sequence_index
         detail = f"sequence {sequence_index}" if sequence_index else ""
-        self._log.record_at(event.time, event.type.value, key, event.value, detail)
+        self._log.record_at(event.time, event.type.value, event.attempt, event.value, detail)
         if sequence_index or event.type is EngineCoreEventType.CHUNK_COMPUTED:
             return
         if attempt is not None and attempt.runs:
@@ -151,14 +150,14 @@ class RouterAttempts:
             self._reject(port, submit.attempt, f"attempt: already runs here for {self._owner_name(running)}")
         elif problem is not None:
             self._reject(port, submit.attempt, problem)
-        elif submit.adapter and (why := self._adapters.why_not(submit.adapter)):
+        elif (adapter := submit.spec.adapter) and (why := self._adapters.book.why_not(adapter)):
             self._reject(port, submit.attempt, why, Outcome.ADAPTER_UNAVAILABLE)
         else:
             self._start_attempt(port, submit)
 
     def _start_attempt(self, port: Port, submit: Submit) -> None:
         # The time in the engine's inbox counts as time in the queue: the client waits during both.
-        num_sequences = 1 if submit.leg is Leg.PREFILL else submit.sampling_params.n
+        num_sequences = 1 if submit.leg is Leg.PREFILL else submit.spec.sampling_params.n
         clock = AttemptClock(self._clock.monotonic(), num_sequences=num_sequences)
         owner, router = port.client_index, port.router_incarnation
         attempt = Attempt(submit.attempt, owner, router, clock, submit.output_token_ids, submit.takeover)
@@ -170,7 +169,7 @@ class RouterAttempts:
         # This tells the router that the attempt has begun here. One that had not may be tried elsewhere at no cost.
         self._streams.tell(port, RequestDelta(submit.attempt))
         request = engine_request(submit, self._description.eos_token_ids, port.client_index)
-        self._driver.submit(request, self._adapters.directory_of(submit.adapter) if submit.adapter else "")
+        self._driver.submit(request, self._adapters.book.directory_of(request.adapter) if request.adapter else "")
 
     def _owner_name(self, attempt: Attempt) -> str:
         owner = self._streams.get(attempt.owner)
@@ -184,7 +183,7 @@ class RouterAttempts:
             self._log.record("fenced_adopt", key, takeover, port.router_id)
             self._reject_moved(port, key, "a router with a later call of the client has adopted it", newer)
             return
-        known = self.book.get(str(key))
+        known = self.book.get(key)
         before = self._streams.get(known.owner) if known is not None else None
         attempt = self.book.adopt(key, port.client_index, port.router_incarnation, self._clock.monotonic(), takeover)
         if attempt is None:
@@ -200,7 +199,7 @@ class RouterAttempts:
         self._set_sweep_timer()
 
     def _abort(self, port: Port, abort: Abort) -> None:
-        attempt = self.book.get(str(abort.attempt))
+        attempt = self.book.get(abort.attempt)
         has_other_owner = attempt is not None and attempt.owner not in (None, port.client_index)
         newer = self.book.newer_takeover(abort.attempt, abort.takeover, port.router_incarnation)
         if has_other_owner or abort.attempt in port.moved_away or newer is not None:
@@ -245,11 +244,11 @@ class RouterAttempts:
             self._sweep = asyncio.get_running_loop().call_later(delay, expire)
 
     @staticmethod
-    def _log_end(key: AttemptKey, outcome: Outcome, error: str | None) -> None:
+    def _log_end(key: AttemptKey, outcome: Outcome, error: str) -> None:
         if outcome is Outcome.ERROR:
             _log.warning("attempt failed: %s", error, extra=of_attempt(key))
         elif _log.isEnabledFor(logging.DEBUG):
-            _log.debug("attempt ended", extra={**of_attempt(key), "outcome": outcome.value, "error": error or ""})
+            _log.debug("attempt ended", extra={**of_attempt(key), "outcome": outcome.value, "error": error})
 
     def _end_span(self, key: AttemptKey, error: str) -> None:
         if self._spans is not None:
@@ -271,7 +270,7 @@ class RouterAttempts:
         self._reject(port, attempt, error)
 
     def _port_closed(self, port: Port) -> None:
-        self._adapters.forget_port(port.client_index)
+        self._adapters.book.forget_port(port.client_index)
         now = self._clock.monotonic()
         self.book.detached(port.client_index, now)
         self._abort_unwanted(self.book.expire(now))
@@ -281,28 +280,29 @@ class RouterAttempts:
 
     def _delta_and_owner(self, client_index: int, output: EngineCoreOutput) -> tuple[int | None, RequestDelta]:
         """The client index of the router that is told of an output, or None if no router is, and the delta for it."""
-        attempt, outcome, is_first = self.book.get(output.request_id), output.outcome, output.sequence_index == 0
+        key, outcome, is_first = output.attempt, output.outcome, output.sequence_index == 0
+        attempt = self.book.get(key)
         if attempt is None:
             # The attempt was aborted a moment ago: its router is told of its end, if that still owned it.
-            key = AttemptKey.parse(output.request_id)
             port = self._streams.get(client_index)
             owner = client_index if port is not None and key not in port.moved_away else None
-            return owner, request_delta(key, output)
+            return owner, request_delta(output)
         timings = prompt_timings = None
         if is_first and (outcome is not None or output.first_index - len(attempt.given) <= 1):
-            moved, now = self._role.transfer_figures(attempt.key), self._clock.monotonic()
+            moved, now = self._role.transfer_figures(key), self._clock.monotonic()
             timings = attempt.clock.timings(now, output.num_cached_tokens, output.num_external_tokens, moved)
-            self._role.attempt_timed(attempt.key, timings)
+            self._role.attempt_timed(key, timings)
             prompt_timings = moved.prompt_timings if moved is not None else None
         elif outcome is not None and attempt.timings is not None:
             timings = replace(attempt.timings, decode_ms=attempt.clock.decode_ms(self._clock.monotonic()))
-        delta = request_delta(attempt.key, output, timings, prompt_timings)
+        delta = request_delta(output, timings, prompt_timings)
         if self._drain.gives_back and outcome is Outcome.ABORTED:
             delta = replace(delta, error=GIVEN_BACK)
         if attempt.runs:
             attempt.note(delta)
             if outcome is not None and attempt.clock.sequence_ended(outcome):
                 self.book.finished(attempt, self._clock.monotonic())
-                self._end_span(attempt.key, output.error or "")
-                self._log_end(attempt.key, outcome, output.error)
+                error = str(output.error or "")
+                self._end_span(key, error)
+                self._log_end(key, outcome, error)
         return attempt.owner, delta

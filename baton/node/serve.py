@@ -179,7 +179,7 @@ class Node:
         def on_step(news: StepNews) -> None:
             self._latest = news
             if news.step is not None:
-                self._computed.note(news.step)
+                self._computed.note(news.step.figures)
             service.on_step(news)
 
         def publish(news: StepNews) -> None:
@@ -329,7 +329,7 @@ class Node:
         try:
             ends = (idle, forced, for_good)
             await asyncio.wait(ends, timeout=self._config.drain_s, return_when=asyncio.FIRST_COMPLETED)
-            if not any(one.done() for one in ends):
+            if not any(end.done() for end in ends):
                 given_back = service.draining.give_back_work()
                 _log.info("requests that were not done in time continue at other nodes", requests=given_back)
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

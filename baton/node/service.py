@@ -20,7 +20,7 @@ from baton.node.attempts.attempts import AttemptBook
 from baton.node.drain import Drain
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.reports.logs import EventLog, StepLog
-from baton.node.reports.reports import handoff_notice, load_report, step_figures
+from baton.node.reports.reports import handoff_notice, load_report
 from baton.node.role import NodeRole
 from baton.node.router_attempts import RouterAttempts
 from baton.node.router_streams import Port, RouterStreams
@@ -86,7 +86,7 @@ class NodeService:
             self._description,
             self._streams.load,
             self._waiting_by_reason,
-            self._role.handoff_report(),
+            self._role.handoff.report(),
             self._compute_paths,
             self._ranks(),
             self._adapters.rows(),
@@ -120,9 +120,9 @@ class NodeService:
         DeadlineExceeded when a step takes too long.
         """
         self._require_incarnation(incarnation)
-        found = await self._forget_cached_blocks()
-        _log.info("the prefix cache was reset, as an operator asked", extra={"blocks": found})
-        return found
+        outcome = await self._forget_cached_blocks()
+        _log.info("the prefix cache was reset, as an operator asked", extra={"blocks": outcome})
+        return outcome
 
     async def inspect_adapter(self, incarnation: str, directory: str) -> AdapterInfo:
         """Read the adapter in a directory and compare it with the model.
@@ -148,7 +148,7 @@ class NodeService:
         """Send a report to every router that got none for a while, as a sign of life. Runs until cancelled."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            notice = handoff_notice(self._role.refused_links(), self._role.failed_probes())
+            notice = handoff_notice(self._role.handoff.refused_links(), self._role.handoff.failed_probes())
             self._streams.tell_notice(self.draining.gave_up or notice)
             self._streams.beat()
 
@@ -161,14 +161,14 @@ class NodeService:
         self._waiting_by_reason = dict(news.stats.num_requests_waiting_by_reason.items())
         self._streams.load = load_report(news.stats, draining=self.draining.refuses_new_work)
         self.draining.note_change()
-        step = step_figures(news.step) if news.step is not None else None
-        goes_on = news.step is not None and news.step.goes_on
-        if news.step is not None and step is not None:
-            self._steps.record(news.step.ended_at, step, goes_on)
+        step = news.step
+        goes_on = step is not None and step.goes_on
+        if step is not None:
+            self._steps.record(step.ended_at, step.figures, goes_on)
         results = self._attempts.results(news.outputs)
         # Where another step follows, a router that is not told of this one is told of a later one.
         owners = self._attempts.book.owners() if goes_on and len(self._streams.ports) > 1 else None
-        self._streams.tell_step(results, step, owners)
+        self._streams.tell_step(results, step.figures if step is not None else None, owners)
         if news.kv_cache is not None:
             # After the tokens, because nobody waits for it.
             self._streams.tell_kv_cache(news.kv_cache)
@@ -194,22 +194,22 @@ class NodeService:
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[int | CacheInUse] = loop.create_future()
 
-        def answer(found: int | CacheInUse) -> None:
+        def answer(outcome: int | CacheInUse) -> None:
             # This runs on the engine's thread, which may outlive the event loop by its last step.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_resolve, answered, found)
+                loop.call_soon_threadsafe(_resolve, answered, outcome)
 
         self._driver.reset_prefix_cache(answer)
         try:
-            found = await asyncio.wait_for(answered, _RESET_S)
+            outcome = await asyncio.wait_for(answered, _RESET_S)
         except TimeoutError:
             raise DeadlineExceeded(f"the engine was busy for {_RESET_S:g} s: try again") from None
-        if isinstance(found, CacheInUse):
-            raise found
-        return found
+        if isinstance(outcome, CacheInUse):
+            raise outcome
+        return outcome
 
 
-def _resolve(answered: asyncio.Future[int | CacheInUse], found: int | CacheInUse) -> None:
+def _resolve(answered: asyncio.Future[int | CacheInUse], outcome: int | CacheInUse) -> None:
     # The caller may have given up.
     if not answered.done():
-        answered.set_result(found)
+        answered.set_result(outcome)

@@ -11,10 +11,9 @@ from pathlib import Path
 from baton.background import current_watch
 from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.metrics import Distribution, Figure, by_label
+from baton.processes.process_stat import process_stat
 
 _PROC = Path("/proc/self")
-_UTIME, _STIME, _NUM_THREADS = 11, 12, 17
-"""Positions in /proc/self/stat after the name of the command (proc_pid_stat(5))."""
 _RESIDENT = 1
 """Position in /proc/self/statm of the resident memory in pages (proc_pid_statm(5))."""
 
@@ -42,16 +41,15 @@ def resident_bytes() -> int:
 
 
 def _kernel_figures() -> Iterator[Figure]:
-    fields = (_PROC / "stat").read_text().rpartition(")")[2].split()
-    cpu_s = (int(fields[_UTIME]) + int(fields[_STIME])) / os.sysconf("SC_CLK_TCK")
+    stat = process_stat(os.getpid())
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     # One descriptor is that of the directory that is being read.
     descriptors = len(os.listdir(_PROC / "fd")) - 1
     for name, text, value in (
-        ("process_cpu_seconds_total", "Processor time of all threads.", cpu_s),
+        ("process_cpu_seconds_total", "Processor time of all threads.", stat.cpu_s),
         ("process_resident_memory_bytes", "Memory that is in use and not swapped out.", resident_bytes()),
         ("process_open_fds", "Open file descriptors.", descriptors),
         ("process_max_fds", "How many file descriptors may be open.", soft_limit),
-        ("process_threads", "Threads.", int(fields[_NUM_THREADS])),
+        ("process_threads", "Threads.", stat.num_threads),
     ):
         yield Figure(name, text, value, {})

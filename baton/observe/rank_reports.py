@@ -7,29 +7,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.messages.node_report import RankReport
-
-_UTIME, _STIME = 11, 12
-"""Positions in /proc/PID/stat after the name of the command (proc_pid_stat(5))."""
-_ENDED = ("Z", "X")
-_PROC = Path("/proc")
+from baton.processes.process_stat import PROC, process_stat
 
 
-def rank_reports(rank_pids: Sequence[int], proc: Path = _PROC) -> list[RankReport]:
+def rank_reports(rank_pids: Sequence[int], proc: Path = PROC) -> list[RankReport]:
     """Reports on this process and the ranks beside it on this host, in order; empty if there are none beside it."""
     if not rank_pids:
         return []
     return [rank_report(rank, pid, proc) for rank, pid in enumerate((os.getpid(), *rank_pids))]
 
 
-def rank_report(rank: int, pid: int, proc: Path = _PROC) -> RankReport:
+def rank_report(rank: int, pid: int, proc: Path = PROC) -> RankReport:
     """The report on a rank in a process of this host."""
-    process = proc / str(pid)
     try:
-        stat = (process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        lines = (process / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+        stat = process_stat(pid, proc)
+        lines = (proc / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return RankReport(rank, pid, is_up=False)
-    if stat[0] in _ENDED:
+    if stat.has_ended:
         return RankReport(rank, pid, is_up=False)
     status = {name: value for name, _, value in (line.partition(":") for line in lines)}
     return RankReport(
@@ -38,7 +33,7 @@ def rank_report(rank: int, pid: int, proc: Path = _PROC) -> RankReport:
         is_up=True,
         resident_bytes=_bytes(status, "VmRSS"),
         shared_bytes=_bytes(status, "RssShmem"),
-        cpu_s=(int(stat[_UTIME]) + int(stat[_STIME])) / os.sysconf("SC_CLK_TCK"),
+        cpu_s=stat.cpu_s,
         num_threads=int(status.get("Threads", 0)),
     )
 

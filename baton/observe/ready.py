@@ -54,9 +54,9 @@ def _tell_systemd(address: str) -> None:
 
 def parse_announcement(line: bytes) -> Ready | Failed:
     """Parse a line that `announce` wrote; raises ValueError for any other."""
-    found = json.loads(line)
+    announcement = json.loads(line)
     try:
-        return Failed(**found) if "error" in found else Ready(**found)
+        return Failed(**announcement) if "error" in announcement else Ready(**announcement)
     except TypeError as error:
         raise ValueError(str(error)) from None
 

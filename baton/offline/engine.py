@@ -122,8 +122,8 @@ class RunningRequest:
                     self.prompt_logprobs = positions
                 case EmitTokens() as tokens:
                     self._collect(self._answer.push(tokens))
-                    if (found := self._answer.stop_string_found(tokens.sequence_index)) is not None:
-                        pending.extend(self._flight.handle(StopStringFound(found, tokens.sequence_index)))
+                    if (stop_string := self._answer.stop_string_found(tokens.sequence_index)) is not None:
+                        pending.extend(self._flight.handle(StopStringFound(stop_string, tokens.sequence_index)))
                 case SequenceEnded() as ended:
                     self._collect(self._answer.end_sequence(ended))
                 case Finish() as finish:
@@ -194,8 +194,8 @@ class OfflineEngine:
         """
         if self._crash is not None:
             raise EngineFault(f"the engine died: {self._crash!r}") from self._crash
-        first = [self._checked(place, request) for place, request in enumerate(requests)]
-        live = {str(request.key): request for request in requests}
+        first = [self._checked(index, request) for index, request in enumerate(requests)]
+        live = {request.key: request for request in requests}
         num_tokens = 0
         try:
             for messages in first:
@@ -206,7 +206,7 @@ class OfflineEngine:
                     self._take(live, output)
                 on_progress(len(requests) - len(live), num_tokens)
         finally:
-            self._driver.abort(list(live))
+            self._driver.abort([str(key) for key in live])
 
     def close(self) -> None:
         """End the engine's thread after the current step and the runner, and free what they hold."""
@@ -214,7 +214,7 @@ class OfflineEngine:
         self._threads.end()
         self._runner.close()
 
-    def _checked(self, place: int, request: RunningRequest) -> Sequence[Submit | Abort]:
+    def _checked(self, index: int, request: RunningRequest) -> Sequence[Submit | Abort]:
         """The request's first messages; raises InvalidRequest that names the prompt by its place."""
         try:
             messages = request.start()
@@ -224,12 +224,12 @@ class OfflineEngine:
                     raise InvalidRequest(*why.split(": ", 1))
             return messages
         except InvalidRequest as error:
-            raise at_prompt(place, error) from None
+            raise at_prompt(index, error) from None
 
     def _send(self, messages: Sequence[Submit | Abort]) -> None:
         for message in messages:
             if isinstance(message, Submit):
-                directory = self._directories[message.adapter] if message.adapter else ""
+                directory = self._directories[message.spec.adapter] if message.spec.adapter else ""
                 self._driver.submit(engine_request(message, self.description.eos_token_ids), directory)
             elif message.sequence_index is None:
                 self._driver.abort([str(message.attempt)])
@@ -244,15 +244,15 @@ class OfflineEngine:
             raise EngineFault(f"the engine died: {news!r}") from news
         return [output for outputs in news.outputs.values() for output in outputs]
 
-    def _take(self, live: dict[str, RunningRequest], output: EngineCoreOutput) -> None:
+    def _take(self, live: dict[AttemptKey, RunningRequest], output: EngineCoreOutput) -> None:
         """Give an output to its request; one of a request that has ended is dropped."""
-        request = live.get(output.request_id)
+        request = live.get(output.attempt)
         if request is None:
             return
         timings = StageTimings(cached_tokens=output.num_cached_tokens) if output.sequence_index == 0 else None
-        self._send(request.take(request_delta(request.key, output, timings)))
+        self._send(request.take(request_delta(output, timings)))
         if request.is_over:
-            del live[output.request_id]
+            del live[output.attempt]
 
 
 def _checked_adapters(config: NodeConfig, runner: ModelRunner) -> Mapping[str, AdapterSource]:
@@ -263,7 +263,7 @@ def _checked_adapters(config: NodeConfig, runner: ModelRunner) -> Mapping[str, A
     }
 
 
-def at_prompt(place: int, error: InvalidRequest) -> InvalidRequest:
+def at_prompt(index: int, error: InvalidRequest) -> InvalidRequest:
     """The error of one prompt of a list, with the place of the prompt in its field."""
     reason = error.reason if error.field == "prompt" else str(error)
-    return InvalidRequest(f"prompts[{place}]", reason)
+    return InvalidRequest(f"prompts[{index}]", reason)

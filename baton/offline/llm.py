@@ -134,9 +134,9 @@ class LLM:
         log_to_standard_loggers()
         config = with_model_directory(node_config(model, settings))
         # A directory without a configuration is refused below, with what it lacks first.
-        if (config.model / "config.json").is_file() and (found := encoder_decoder(config.model)) is not None:
+        if (config.model / "config.json").is_file() and (architecture := encoder_decoder(config.model)) is not None:
             raise ConfigError(
-                f"{config.model} has an encoder and a decoder ({found.source}), which LLM does not compute: "
+                f"{config.model} has an encoder and a decoder ({architecture.source}), which LLM does not compute: "
                 "serve it with baton up --model"
             )
         self._codec = Tokenizer.load(config.model)
@@ -181,11 +181,11 @@ class LLM:
         listed = _listed(prompts)
         params = _one_each(sampling_params, len(listed))
 
-        def request(place: int) -> GenerateRequest:
-            prompt, embeds = taken_apart(listed[place])
-            return replace(params[place].request(prompt or ""), prompt=prompt, prompt_embeds=embeds, model=adapter)
+        def request(index: int) -> GenerateRequest:
+            prompt, embeds = taken_apart(listed[index])
+            return replace(params[index].request(prompt or ""), prompt=prompt, prompt_embeds=embeds, model=adapter)
 
-        return self._run(len(listed), request, lambda place, one: _generated(one, listed[place]), use_tqdm=use_tqdm)
+        return self._run(len(listed), request, lambda index, ended: _generated(ended, listed[index]), use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -212,16 +212,16 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
         }
 
-        def request(place: int) -> GenerateRequest:
-            body = read_as(ChatBody, {"messages": chats[place], **options})
+        def request(index: int) -> GenerateRequest:
+            body = read_as(ChatBody, {"messages": chats[index], **options})
             prompt = chat_prompt(body, self._chats)
-            given = replace(params[place].request(prompt), model=adapter)
+            given = replace(params[index].request(prompt), model=adapter)
             if given.max_tokens is not None:
                 return given
             num_sequences = max(given.n or 1, given.best_of or 0)
             return replace(given, max_tokens=longest_answer(self._card, len(prompt), num_sequences, given.logprobs))
 
-        return self._run(len(chats), request, lambda place, one: _generated(one), use_tqdm=use_tqdm)
+        return self._run(len(chats), request, lambda index, running: _generated(running), use_tqdm=use_tqdm)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, adapter: str = ""
@@ -232,11 +232,11 @@ class LLM:
         """
         listed = _listed(prompts)
 
-        def request(place: int) -> GenerateRequest:
-            prompt, embeds = taken_apart(listed[place])
+        def request(index: int) -> GenerateRequest:
+            prompt, embeds = taken_apart(listed[index])
             return GenerateRequest(prompt, model=adapter, prompt_embeds=embeds, pooling=PoolingRequest())
 
-        return self._run(len(listed), request, lambda place, one: _embedded(one), use_tqdm=use_tqdm)
+        return self._run(len(listed), request, lambda index, running: _embedded(running), use_tqdm=use_tqdm)
 
     @property
     def spec_decoding(self) -> SpecDecodingStats:
@@ -273,21 +273,21 @@ class LLM:
         with self._turn:
             if self._is_closed:
                 raise ConfigError("this LLM is closed; make another one")
-            requests = [self._validated(place, request) for place in range(count)]
-            running = [RunningRequest(one, self._codec, self._engine.description) for one in requests]
+            requests = [self._validated(index, request) for index in range(count)]
+            running = [RunningRequest(item, self._codec, self._engine.description) for item in requests]
             with progress_bar(count, is_wanted=use_tqdm) as on_progress:
                 self._engine.run(running, on_progress)
-        results = [one.error or result(place, one) for place, one in enumerate(running)]
-        good = [one for one in results if not isinstance(one, BatonError)]
+        results = [item.error or result(index, item) for index, item in enumerate(running)]
+        good = [item for item in results if not isinstance(item, BatonError)]
         if len(good) < len(results):
             raise RequestsFailed(results)
         return good
 
-    def _validated(self, place: int, request: Callable[[int], GenerateRequest]) -> ValidRequest:
+    def _validated(self, index: int, request: Callable[[int], GenerateRequest]) -> ValidRequest:
         try:
             codec = self._codec
             valid = validate(
-                request(place),
+                request(index),
                 self._card,
                 codec.encode,
                 self._rng,
@@ -299,7 +299,7 @@ class LLM:
                 self._constraints.check(*constraint)
             return valid
         except InvalidRequest as error:
-            raise at_prompt(place, error) from None
+            raise at_prompt(index, error) from None
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[object]:
@@ -316,26 +316,26 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
         return [params or SamplingParams()] * count
     if len(params) != count:
         raise InvalidRequest("sampling_params", f"has {len(params)} entries, but there are {count} prompts")
-    if not all(isinstance(one, SamplingParams) for one in params):
+    if not all(isinstance(item, SamplingParams) for item in params):
         raise InvalidRequest("sampling_params", "must be baton.SamplingParams, or a list of them")
     return params
 
 
-def _generated(one: RunningRequest, prompt: object = None) -> RequestOutput:
-    request, finish = one.request, one.finish
+def _generated(finished: RunningRequest, prompt: object = None) -> RequestOutput:
+    request, finish = finished.request, finished.finish
     return RequestOutput(
         request.request_id,
         text_of(prompt),
         request.prompt_token_ids,
-        one.outputs(),
+        finished.outputs(),
         request.sampling_params.seed,
         finish.timings.cached_tokens if finish is not None else 0,
-        one.prompt_logprobs,
-        one.draft_counts.num_drafted,
-        one.draft_counts.num_accepted,
+        finished.prompt_logprobs,
+        finished.draft_counts.num_drafted,
+        finished.draft_counts.num_accepted,
     )
 
 
-def _embedded(one: RunningRequest) -> EmbeddingOutput:
-    vector = one.finish.embedding if one.finish is not None else b""
-    return EmbeddingOutput(one.request.prompt_token_ids, np.frombuffer(vector, dtype="<f4").astype(np.float32))
+def _embedded(finished: RunningRequest) -> EmbeddingOutput:
+    vector = finished.finish.embedding if finished.finish is not None else b""
+    return EmbeddingOutput(finished.request.prompt_token_ids, np.frombuffer(vector, dtype="<f4").astype(np.float32))

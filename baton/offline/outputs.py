@@ -76,7 +76,7 @@ class RequestsFailed(EngineFault):
 
     def __init__(self, outputs: Sequence[RequestOutput | EmbeddingOutput | BatonError]) -> None:
         self.outputs = tuple(outputs)
-        failed = [place for place, one in enumerate(outputs) if isinstance(one, BatonError)]
+        failed = [index for index, output in enumerate(outputs) if isinstance(output, BatonError)]
         first = failed[0]
         super().__init__(f"{len(failed)} of {len(outputs)} requests failed, first prompt {first}: {outputs[first]}")
 

@@ -143,7 +143,7 @@ class SamplingParams:
             first = error.errors(include_url=False, include_input=False)[0]
             message = first["msg"].replace("Input should be", "must be")
             raise InvalidRequest(str(first["loc"][0]) if first["loc"] else "sampling_params", message) from None
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         schema = self.json_schema
         return GenerateRequest(
             prompt,

@@ -15,10 +15,10 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from baton.processes.ends import die_with_parent
 from baton.processes.fork_server import LOADED, ForkedProcess, ForkServer, give_fork_server
+from baton.processes.process_stat import process_stat
 
 _TITLE = ("baton", "fork-server")
 _MAX_REQUEST = 1 << 17
@@ -87,9 +87,9 @@ def _fork(parent: int, tell: Callable[[int], object]) -> bool:
         for descriptor in (pid_read, pid_write, go_write):
             os.close(descriptor)
         # The kernel kills this process with its parent, so the parent has to be the right one by now.
-        told = os.read(go_read, 1)
+        signal_byte = os.read(go_read, 1)
         die_with_parent()
-        if not told or os.getppid() != parent:
+        if not signal_byte or os.getppid() != parent:
             os._exit(1)
         os.close(go_read)
         os.setsid()
@@ -155,8 +155,7 @@ def show_command(words: Sequence[str]) -> None:
 
     The kernel reads it from the process's memory, whose addresses /proc/self/stat has (proc(5), arg_start, arg_end).
     """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
+    start, end = process_stat(os.getpid()).arguments
     text = b"\0".join(map(os.fsencode, words))[: end - start - 1]
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 

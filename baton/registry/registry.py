@@ -256,14 +256,16 @@ class Registry:
             for kind in DESIRED_SETS:
                 pipe.smembers(self._key("desired", kind))
             known, *wanted = await pipe.execute()
-        desired = DesiredState.of({kind: map(_text, found) for kind, found in zip(DESIRED_SETS, wanted, strict=True)})
+        desired = DesiredState.of(
+            {kind: map(_text, records) for kind, records in zip(DESIRED_SETS, wanted, strict=True)}
+        )
         names = sorted(_text(name) for name in known)
         values = await self._client.mget([self._key("epoch"), *(self._key("node", name) for name in names)])
-        epoch, found = values[0], dict(zip(names, values[1:], strict=True))
-        gone = [name for name, value in found.items() if value is None]
+        epoch, records = values[0], dict(zip(names, values[1:], strict=True))
+        gone = [name for name, value in records.items() if value is None]
         if gone:
             await self._client.srem(self._key("nodes"), *gone)
-        stored = [(name, _bytes(value)) for name, value in found.items() if value is not None]
+        stored = [(name, _bytes(value)) for name, value in records.items() if value is not None]
         return _Stored(None if epoch is None else _text(epoch), stored, desired)
 
     async def _want(self, change: DesiredChange) -> None:
@@ -300,11 +302,11 @@ class Registry:
             # A reader may have removed the incarnation from the set just before the record was written. This is the
             # only one of the three commands that needs memory.
             pipe.sadd(self._key("nodes"), record.incarnation)
-            found, renewed, added = await pipe.execute(raise_on_error=False)
-        for answer in (found, renewed, added):
+            replies, renewed, added = await pipe.execute(raise_on_error=False)
+        for answer in (replies, renewed, added):
             if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
                 raise answer
-        return bool(renewed) and found == data
+        return bool(renewed) and replies == data
 
     async def _write(self, record: NodeRecord, data: bytes) -> None:
         async with self._client.pipeline(transaction=True) as pipe:
@@ -340,8 +342,8 @@ class Registry:
         async with self._client.pipeline(transaction=False) as pipe:
             for key in keys:
                 pipe.pexpire(key, _RESERVE_MS)
-            found = await pipe.execute()
-        missing = [key for key, is_there in zip(keys, found, strict=True) if not is_there]
+            replies = await pipe.execute()
+        missing = [key for key, is_there in zip(keys, replies, strict=True) if not is_there]
         if missing:
             async with self._client.pipeline(transaction=False) as pipe:
                 for key in missing:

@@ -135,7 +135,7 @@ class TransformersLogits:
             return f"transformers itself fails with it ({self.failure})"
         count = self._num_compared(transformer)
         tokens, blocks = self.tokens[:count], block_count(transformer, count)
-        whole, parts = (check_state(name, tokens, 1 + place * blocks, blocks) for place, name in enumerate("wp"))
+        whole, parts = (check_state(name, tokens, 1 + number * blocks, blocks) for number, name in enumerate("wp"))
         behind = check_state("behind", tokens, 1, blocks)
         behind.num_computed_tokens = min(_CONTEXT, count - 1)
         differences = {

@@ -109,14 +109,14 @@ def _in_rgb(image: Image) -> Image:
         return image.convert("RGB")
     from PIL import Image
 
-    found = Image.new("RGB", image.size)
+    canvas = Image.new("RGB", image.size)
     # A few rows at a time: what is computed on the way has many times the bytes of the result.
     for top in range(0, image.height, _ROWS_AT_ONCE):
         rows = image.crop((0, top, image.width, min(image.height, top + _ROWS_AT_ONCE)))
         rows = _eight_bits(rows) if is_deep else rows.convert("RGBA")
         white = Image.new("RGBA", rows.size, "white")
-        found.paste(Image.alpha_composite(white, rows.convert("RGBA")).convert("RGB"), (0, top))
-    return found
+        canvas.paste(Image.alpha_composite(white, rows.convert("RGBA")).convert("RGB"), (0, top))
+    return canvas
 
 
 def _eight_bits(image: Image) -> Image:
@@ -166,7 +166,7 @@ def replace_patch_convolutions(module: nn.Module, operations: Operations) -> Non
 
 def _cuts_into_patches(convolution: nn.Conv2d | nn.Conv3d) -> bool:
     no_padding = convolution.padding == "valid" or not any(convolution.padding)
-    dense = convolution.groups == 1 and all(each == 1 for each in convolution.dilation)
+    dense = convolution.groups == 1 and all(dilation == 1 for dilation in convolution.dilation)
     return bool(no_padding and dense and convolution.stride == convolution.kernel_size)
 
 

@@ -215,9 +215,7 @@ class TorchModelRunner:
         for share, results in zip(samplers, sample_and_verify(logits, samplers, self._sample), strict=True):
             request_id, first = share.state.request_id, results[0]
             if (error := first.error or faults.get(request_id)) is not None:
-                step.failed[request_id] = str(error)
-                if isinstance(error, InvalidRequest):
-                    step.invalid.add(request_id)
+                step.failed[request_id] = error if isinstance(error, InvalidRequest) else str(error)
                 continue
             step.tokens[request_id] = [result.token_id for result in results]
             step.sampled.append(share.state)
@@ -259,7 +257,6 @@ class TorchModelRunner:
             step.tokens,
             step.logprobs,
             step.failed,
-            step.invalid,
             step.embeddings,
             step.prompt_logprobs,
             draft_token_ids=drafts.token_ids,

@@ -43,10 +43,10 @@ def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> s
         return TOO_SMALL
     tokens = check_tokens(length, vocab_size)
     mate_tokens = [(104729 * (position + 1)) % vocab_size for position in range(mate_length)]
-    whole = check_state("whole", tokens, 1, blocks)
+    at_once = check_state("whole", tokens, 1, blocks)
     parts = check_state("parts", tokens, 1 + blocks, blocks)
     mate = check_state("mate", mate_tokens, 1 + 2 * blocks, mate_blocks)
-    expected = _advance(transformer, [(whole, length)])[0]
+    expected = _advance(transformer, [(at_once, length)])[0]
     require_finite(expected, "logits")
     logits = expected
     for count, mate_count in zip(_CHUNKS, _MATE_CHUNKS, strict=True):
@@ -56,7 +56,7 @@ def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> s
         logits = _advance(transformer, [share for share in fitting if share[1] > 0])[-1]
         if parts.num_computed_tokens == length:
             break
-    same_kv = bool((_kv(transformer, whole) == _kv(transformer, parts)).all())
+    same_kv = bool((_kv(transformer, at_once) == _kv(transformer, parts)).all())
     transformer.clear_blocks(1 + 2 * blocks + mate_blocks)
     if not same_kv or not np.array_equal(expected.view(np.uint32), logits.view(np.uint32)):
         return DIFFERENT_IN_CHUNKS

@@ -87,13 +87,13 @@ def likeliest_tokens(kv: Bytes, count: int, vocab_size: int) -> list[tuple[int, 
 
     The first one is the token that greedy sampling without constraints returns; the others are arbitrary.
     """
-    found: dict[int, float] = {}
+    likeliest: dict[int, float] = {}
     logprob, number = 0.0, _digest(kv)
-    while len(found) < min(count, vocab_size):
+    while len(likeliest) < min(count, vocab_size):
         logprob -= 0.01 + number % 997 / 1000
-        found.setdefault(number % vocab_size, logprob)
-        number = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little"), seed=len(found))
-    return list(found.items())
+        likeliest.setdefault(number % vocab_size, logprob)
+        number = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little"), seed=len(likeliest))
+    return list(likeliest.items())
 
 
 def expected_prompt_logprobs(
@@ -107,9 +107,9 @@ def expected_prompt_logprobs(
 def _prompt_logprob(kv: Bytes, token_id: int, top: int, spec: SimulatedSpec) -> TokenLogprobs:
     """The log-probability of a prompt's token behind the history kv. Those not among the likeliest have equal ones."""
     likeliest = likeliest_tokens(kv, max(top, 1), spec.vocab_size)
-    place = next((place for place, one in enumerate(likeliest) if one[0] == token_id), None)
-    logprob = likeliest[-1][1] - 1.0 if place is None else likeliest[place][1]
-    return TokenLogprobs(token_id, logprob, 1 + (len(likeliest) if place is None else place), likeliest[:top])
+    rank = next((rank for rank, entry in enumerate(likeliest) if entry[0] == token_id), None)
+    logprob = likeliest[-1][1] - 1.0 if rank is None else likeliest[rank][1]
+    return TokenLogprobs(token_id, logprob, 1 + (len(likeliest) if rank is None else rank), likeliest[:top])
 
 
 def expected_beams(
@@ -271,7 +271,7 @@ class SimulatedRunner(OneProcessRunner):
                 embeddings[state.request_id] = _embedding_of(kv, state.pooler.params)
                 continue
             sampled = self._sample_and_verify(state, kv, share.drafts)
-            tokens[state.request_id] = [one.token_id for one in sampled]
+            tokens[state.request_id] = [token.token_id for token in sampled]
             if state.sampling_params.logprobs is not None:
                 logprobs[state.request_id] = sampled
         self._requests.commit(scheduled, tokens)

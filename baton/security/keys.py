@@ -151,10 +151,10 @@ class KeyRing:
         if len(key) > MAX_KEY_CHARS:
             raise Unauthenticated(f"the API key has {len(key)} characters; no valid key has more than {MAX_KEY_CHARS}")
         digest = _digest(key)
-        found = self._by_digest.get(digest)
-        if found is None or not hmac.compare_digest(bytes.fromhex(found.sha256), digest):
+        known = self._by_digest.get(digest)
+        if known is None or not hmac.compare_digest(bytes.fromhex(known.sha256), digest):
             raise Unauthenticated("this API key is unknown or has been removed")
-        return found.caller
+        return known.caller
 
     def _read_if_changed(self) -> None:
         stamp = _stamp(self._path)
@@ -186,10 +186,10 @@ def _by_digest(keys: Sequence[ApiKey]) -> Mapping[bytes, ApiKey]:
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     """Modification time, size and inode of a file, which tell whether it has changed; None if there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _key(entry: Mapping[str, Any]) -> ApiKey:

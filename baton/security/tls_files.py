@@ -178,10 +178,10 @@ def _stamps(files: TlsFiles) -> list[tuple[int, int, int] | None]:
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _read(path: Path) -> bytes:

@@ -126,13 +126,13 @@ def answer_to(work: str, memory_bytes: int) -> str:
 
 
 def _exactly(channel: socket.socket, count: int) -> bytes | None:
-    found = bytearray()
-    while len(found) < count:
-        piece = channel.recv(count - len(found))
+    received = bytearray()
+    while len(received) < count:
+        piece = channel.recv(count - len(received))
         if not piece:
             return None
-        found += piece
-    return bytes(found)
+        received += piece
+    return bytes(received)
 
 
 if __name__ == "__main__":

@@ -192,11 +192,11 @@ def _continued(content: Any) -> Any:
 
 def _cut_at_tag(text: str) -> str:
     """The rendered text before the tag; raises InvalidRequest if the template left the tag out."""
-    place = text.rfind(_CONTINUED.strip())
-    if place < 0:
+    start = text.rfind(_CONTINUED.strip())
+    if start < 0:
         raise InvalidRequest("messages", "the model's chat template changes the last one, so it can't be continued")
     # A template that trims messages would have trimmed the end of this one, too.
-    return text[:place] if text.startswith(_CONTINUED, place) else text[:place].rstrip()
+    return text[:start] if text.startswith(_CONTINUED, start) else text[:start].rstrip()
 
 
 def _to_json(
@@ -261,9 +261,9 @@ class TemplateWork:
         if not self.is_models:
             return ChatTemplate.of_request(self.special_tokens, self.sources[DEFAULT])
         key = (*self.sources.items(), *self.special_tokens.items())
-        if (found := _compiled_by_child.get(key)) is None:
-            found = _compiled_by_child[key] = ChatTemplate(self.sources, self.special_tokens)
-        return found
+        if (template := _compiled_by_child.get(key)) is None:
+            template = _compiled_by_child[key] = ChatTemplate(self.sources, self.special_tokens)
+        return template
 
 
 def read_traits(content: str) -> TemplateTraits:

@@ -108,15 +108,15 @@ class ModelTemplate(PromptTemplate):
         if name not in self._sources:
             return None
         with self._lock:
-            found = self._named.get(name)
-            if found is None:
-                found = ModelTemplate(self._sources[name], self.special_tokens, workers=self._workers)
-                self._named[name] = found
+            template = self._named.get(name)
+            if template is None:
+                template = ModelTemplate(self._sources[name], self.special_tokens, workers=self._workers)
+                self._named[name] = template
         try:
-            _ = found.traits
+            _ = template.traits
         except ConfigError as error:
             raise InvalidRequest(FIELD, f"{name!r}: {error}") from None
-        return found
+        return template
 
     def render(
         self,

@@ -56,13 +56,13 @@ class ImagePrompts:
 
     def read(self, images: Sequence[bytes], limits: ImageLimits) -> Sequence[PromptImage]:
         """The images of a prompt, of which only the headers are read. Raises InvalidRequest for one out of bounds."""
-        return [self._read(data, limits, place, len(images)) for place, data in enumerate(images)]
+        return [self._read(data, limits, index, len(images)) for index, data in enumerate(images)]
 
-    def _read(self, data: bytes, limits: ImageLimits, place: int, count: int) -> PromptImage:
+    def _read(self, data: bytes, limits: ImageLimits, index: int, count: int) -> PromptImage:
         try:
             return PromptImage(EncoderContent.of(data), self._family.layout(*image_size(data, limits)))
         except UnusableImage as error:
-            which = "" if count == 1 else f"number {place} "
+            which = "" if count == 1 else f"number {index} "
             raise InvalidRequest(FIELD, f"{which}can't be used: {error}") from None
 
     def expanded(self, text: str, images: Sequence[PromptImage]) -> str:
@@ -84,7 +84,7 @@ class ImagePrompts:
         Raises InvalidRequest unless the prompt has an image token for each row of the images.
         """
         ids = list(token_ids)
-        places = [place for place, token_id in enumerate(ids) if token_id == self._image_token_id]
+        places = [position for position, token_id in enumerate(ids) if token_id == self._image_token_id]
         num_rows = sum(image.layout.num_rows for image in images)
         if len(places) != num_rows:
             raise InvalidRequest(
@@ -97,8 +97,8 @@ class ImagePrompts:
             taken += image.layout.num_rows
         if len(spans) > MAX_IMAGE_SPANS:
             raise InvalidRequest(FIELD, f"have rows in {len(spans)} places; at most {MAX_IMAGE_SPANS} are taken")
-        for place in places:
-            ids[place] = PLACEHOLDER
+        for position in places:
+            ids[position] = PLACEHOLDER
         return tuple(ids), tuple(spans)
 
 
@@ -162,7 +162,7 @@ class SpeechPrompts:
         path = model_dir / "generation_config.json"
         generation = read_object(path) if path.is_file() else config
         special = {text: token for token, text in tokens.items() if _SPECIAL.fullmatch(text)}
-        languages = {found[1]: token for text, token in special.items() if (found := _LANGUAGE.fullmatch(text))}
+        languages = {match[1]: token for text, token in special.items() if (match := _LANGUAGE.fullmatch(text))}
         # Tokenizers of models for English alone may have the tokens of languages, too.
         if generation.get("is_multilingual") is False:
             languages = {}
@@ -200,11 +200,11 @@ class SpeechPrompts:
 
 
 def _suppressed(generation: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    found = generation.get("suppress_tokens") or ()
-    if not isinstance(found, Sequence) or any(type(token) is not int for token in found):
+    listed = generation.get("suppress_tokens") or ()
+    if not isinstance(listed, Sequence) or any(type(token) is not int for token in listed):
         raise ConfigError(f"{path}: suppress_tokens must be token ids; copy it again")
     vocab_size = config.get("vocab_size")
-    tokens = tuple(token for token in dict.fromkeys(found) if 0 <= token < (vocab_size or 0))
+    tokens = tuple(token for token in dict.fromkeys(listed) if 0 <= token < (vocab_size or 0))
     if len(tokens) > MAX_LOGIT_BIAS:
         raise ConfigError(f"{path}: suppress_tokens has {len(tokens)} tokens; at most {MAX_LOGIT_BIAS} are taken")
     return tokens

@@ -129,16 +129,16 @@ class ReasoningSplitter:
             self._state, self._num_skipped = then, 0
 
     def _reasoning(self, *, is_last: bool) -> str:
-        place = self._held.find(END)
-        if place >= 0:
-            text, self._held = self._held[:place], self._held[place + len(END) :]
+        start = self._held.find(END)
+        if start >= 0:
+            text, self._held = self._held[:start], self._held[start + len(END) :]
             self._state = _State.BEHIND_END
             return text[: _without_spaces(text)]
         if is_last:
             text, self._held = self._held, ""
             return text
-        place = self._held.rfind(END[0], max(0, len(self._held) - len(END) + 1))
-        before = self._held[:place] if place >= 0 and END.startswith(self._held[place:]) else self._held
+        start = self._held.rfind(END[0], max(0, len(self._held) - len(END) + 1))
+        before = self._held[:start] if start >= 0 and END.startswith(self._held[start:]) else self._held
         sure = _without_spaces(before)
         text, self._held = self._held[:sure], self._held[sure:]
         return text

@@ -30,18 +30,18 @@ def find_templates(model_dir: Path) -> Mapping[str, str]:
     """The templates of a model by their names; none where it has no template. Raises ConfigError, also for templates
     that are too long together.
     """
-    found = _templates_in(model_dir)
-    num_bytes = sum(len(source.encode(errors="surrogatepass")) for source in found.values())
+    templates = _templates_in(model_dir)
+    num_bytes = sum(len(source.encode(errors="surrogatepass")) for source in templates.values())
     if num_bytes > MAX_TEMPLATE_BYTES:
         raise ConfigError(f"{model_dir} has chat templates of {num_bytes} bytes; at most {MAX_TEMPLATE_BYTES} are read")
-    return found
+    return templates
 
 
 def _templates_in(model_dir: Path) -> Mapping[str, str]:
     files = {DEFAULT: model_dir / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja"))}
-    if found := {name: _text(path) for name, path in files.items() if path.is_file()}:
-        return found
+    if templates := {name: _text(path) for name, path in files.items() if path.is_file()}:
+        return templates
     for file in ("chat_template.json", "processor_config.json", CONFIG_FILE):
         path = model_dir / file
         if (value := read_json(path).get("chat_template")) is not None:
@@ -63,7 +63,9 @@ def _named(value: Any, path: Path) -> Iterator[tuple[str, str]]:
     """The templates in one value, by their names; raises ConfigError."""
     pairs: list[tuple[Any, Any]]
     if isinstance(value, list):
-        pairs = [(one.get("name"), one.get("template")) if isinstance(one, dict) else (None, None) for one in value]
+        pairs = [
+            (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None) for entry in value
+        ]
     else:
         pairs = list(value.items()) if isinstance(value, dict) else [(DEFAULT, value)]
     for name, source in pairs:

@@ -34,10 +34,10 @@ class _Frame:
     def of(cls, backend: Any, *, pair: bool) -> _Frame:
         """Find the frame by what the tokenizer makes of two texts. Raises ConfigError for one that does otherwise."""
         probe = ("a", "b") if pair else "a"
-        found = backend.encode_batch([probe], add_special_tokens=True)[0]
+        encoding = backend.encode_batch([probe], add_special_tokens=True)[0]
         texts: list[list[int]] = [[] for _ in range(1 + pair)]
         special: list[list[int]] = [[]]
-        for token_id, owner in zip(found.ids, found.sequence_ids, strict=True):
+        for token_id, owner in zip(encoding.ids, encoding.sequence_ids, strict=True):
             if owner is None:
                 special[-1].append(token_id)
                 continue
@@ -49,8 +49,10 @@ class _Frame:
         if len(special) != len(texts) + 1:
             raise ConfigError("the tokenizer makes no tokens of a letter, so what it puts around a text is not known")
         second_type = None
-        if 1 in found.type_ids:
-            second_type = len(special[0]) + len(texts[0]) + len(special[1]) - found.type_ids.index(1) if pair else None
+        if 1 in encoding.type_ids:
+            second_type = (
+                len(special[0]) + len(texts[0]) + len(special[1]) - encoding.type_ids.index(1) if pair else None
+            )
         return cls(tuple(map(tuple, special)), second_type)
 
 
@@ -69,7 +71,7 @@ class Tokenizer:
         self._special = frozenset(token for token, entry in self._added.items() if entry["special"])
         decoder = spec.get("decoder") or {}
         self._byte_level = decoder.get("type") == "ByteLevel"
-        self._spells_bytes = any(one["type"] == "ByteLevel" for one in decoder.get("decoders", (decoder,)) if one)
+        self._spells_bytes = any(part["type"] == "ByteLevel" for part in decoder.get("decoders", (decoder,)) if part)
         """Whether the characters of tokens stand for bytes, also where the text is decoded in further steps."""
         self._byte_tokens: dict[int, bytes] = {}
         self._whole_texts: dict[int, str | None] = {}
@@ -115,7 +117,7 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without the special tokens that the tokenizer puts around a text."""
-        return [found.ids for found in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def num_special_tokens(self, *, pair: bool) -> int:
         """How many special tokens the tokenizer puts around a text, or around and between a pair of texts."""
@@ -139,10 +141,10 @@ class Tokenizer:
         return ids, 0 if frame.second_type is None else starts[-1] - frame.second_type
 
     def _frame(self, *, pair: bool) -> _Frame:
-        found = self._frames.get(pair)
-        if found is None:
-            found = self._frames[pair] = _Frame.of(self._backend, pair=pair)
-        return found
+        frame = self._frames.get(pair)
+        if frame is None:
+            frame = self._frames[pair] = _Frame.of(self._backend, pair=pair)
+        return frame
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`; special tokens and ids without a token are skipped."""
@@ -166,15 +168,15 @@ class Tokenizer:
         return ByteLevelDetokenizer(self) if self._byte_level else WindowDetokenizer(self, context)
 
     def _that_shows(self, tokens: tuple[int, ...]) -> Tokenizer:
-        found = self._showing.get(tokens)
-        if found is None:
-            found = copy(self)
-            found._special = self._special - set(tokens)
-            found._whole_texts, found._byte_tokens = {}, {}
+        tokenizer = self._showing.get(tokens)
+        if tokenizer is None:
+            tokenizer = copy(self)
+            tokenizer._special = self._special - set(tokens)
+            tokenizer._whole_texts, tokenizer._byte_tokens = {}, {}
             if len(self._showing) >= _MAX_SHOWING:
                 self._showing.clear()
-            self._showing[tokens] = found
-        return found
+            self._showing[tokens] = tokenizer
+        return tokenizer
 
     def special_ids(self, texts: Iterable[str]) -> list[int]:
         """The ids of those texts that are special tokens."""
@@ -242,7 +244,7 @@ def _byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(value): value for value in printable}
     hidden = [value for value in range(256) if value not in set(printable)]
-    table.update({chr(256 + place): value for place, value in enumerate(hidden)})
+    table.update({chr(256 + number): value for number, value in enumerate(hidden)})
     return table
 
 

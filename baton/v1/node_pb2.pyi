@@ -475,7 +475,7 @@ class AllBlocksCleared(_message.Message):
     def __init__(self) -> None: ...
 
 class RequestDelta(_message.Message):
-    __slots__ = ("attempt", "first_index", "token_ids", "logprobs", "outcome", "stop_token_id", "error", "timings", "transfer_cause", "sequence_index", "embedding", "takeover", "prompt_logprobs", "draft_counts", "prompt_timings")
+    __slots__ = ("attempt", "first_index", "token_ids", "logprobs", "outcome", "stop_token_id", "error", "timings", "transfer_cause", "sequence_index", "embedding", "takeover", "prompt_logprobs", "draft_counts", "prompt_timings", "error_field")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -491,6 +491,7 @@ class RequestDelta(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -506,7 +507,8 @@ class RequestDelta(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.PositionLogprobs]
     draft_counts: DraftCounts
     prompt_timings: StageTimings
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., timings: _Optional[_Union[StageTimings, _Mapping]] = ..., transfer_cause: _Optional[_Union[TransferCause, str]] = ..., sequence_index: _Optional[int] = ..., embedding: _Optional[bytes] = ..., takeover: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., draft_counts: _Optional[_Union[DraftCounts, _Mapping]] = ..., prompt_timings: _Optional[_Union[StageTimings, _Mapping]] = ...) -> None: ...
+    error_field: str
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., timings: _Optional[_Union[StageTimings, _Mapping]] = ..., transfer_cause: _Optional[_Union[TransferCause, str]] = ..., sequence_index: _Optional[int] = ..., embedding: _Optional[bytes] = ..., takeover: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., draft_counts: _Optional[_Union[DraftCounts, _Mapping]] = ..., prompt_timings: _Optional[_Union[StageTimings, _Mapping]] = ..., error_field: _Optional[str] = ...) -> None: ...
 
 class DraftCounts(_message.Message):
     __slots__ = ("num_drafted", "num_accepted")

@@ -105,10 +105,10 @@ class StageListener:
                     said = missing
                 self._changed.wait(INTERVAL_S)
             arrived = [self._arriving.pop(rank).connections for rank in range(1, num_hosts)]
-        addresses = [_address_of(each["up"]) for each in arrived]
+        addresses = [_address_of(stage["up"]) for stage in arrived]
         return [
-            StageLinks(f"rank {rank} at {address}", each["down"], each["up"], each["moves"], address)
-            for rank, (each, address) in enumerate(zip(arrived, addresses, strict=True), 1)
+            StageLinks(f"rank {rank} at {address}", stage["down"], stage["up"], stage["moves"], address)
+            for rank, (stage, address) in enumerate(zip(arrived, addresses, strict=True), 1)
         ]
 
     def close(self) -> None:
@@ -320,8 +320,8 @@ def _set_options(connection: socket.socket) -> None:
 
 def _check_certificate(connection: ssl.SSLSocket, cluster: str) -> None:
     """Raise _Refused unless the other side has shown the certificate of a node of the cluster."""
-    found = connection.getpeercert() or {}
-    alternatives: Sequence[Any] = found.get("subjectAltName", ())
+    certificate = connection.getpeercert() or {}
+    alternatives: Sequence[Any] = certificate.get("subjectAltName", ())
     names = [value for kind, value in alternatives if kind == "DNS"]
     if certificate_role(names, cluster) is not CallerRole.NODE:
         raise _Refused(f"the certificate is not that of a node of the cluster {cluster!r}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -43,6 +43,12 @@ _DEFAULTS = {
     "UCX_TCP_USER_TIMEOUT": "30s",
 }
 """Environment variables that are set where the environment does not."""
+_HOST_DEFAULTS = {
+    # To keep what it registers for reads, UCX would watch all that a process allocates, which takes a fifth of a second
+    # to set up. Here memory is registered once; with a GPU the watch also says which memory is whose.
+    "UCX_MEM_EVENTS": "n",
+}
+"""The same, for a process whose KV memory is the host's."""
 
 
 @dataclass(slots=True)
@@ -80,7 +86,7 @@ class NixlBackend:
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
         self._last_handle = 0
-        api, self._errors = _load_nixl()
+        api, self._errors = _load_nixl(_DEFAULTS | (_HOST_DEFAULTS if memory.kind == "DRAM" else {}))
         config = api.nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=[_UCX])
         try:
             self._agent = api.nixl_agent(incarnation, config)
@@ -251,9 +257,9 @@ class _NixlErrors:
     not_found: type[Exception]
 
 
-def _load_nixl() -> tuple[Any, _NixlErrors]:
+def _load_nixl(defaults: Mapping[str, str]) -> tuple[Any, _NixlErrors]:
     """Load NIXL's API and its exceptions, as late as possible, because UCX reads its environment then."""
-    for variable, value in _DEFAULTS.items():
+    for variable, value in defaults.items():
         os.environ.setdefault(variable, value)
     raise_exceptions = logging.raiseExceptions
     try:

@@ -153,9 +153,10 @@ class PartMover(Protocol):
     ) -> None:
         """Read sub-blocks of a peer; answered by one ReadDone or ReadFailed once none of it writes any more.
 
-        Beside ReadDone, each of the local sub-blocks in `to_digest` is in one BlocksDigested, or DigestsFailed comes.
-        `digest_parts`: how many of those sub-blocks, which may be smaller than those that are read, a local block has.
-        Raises ValueError for a read id that is in use. Negative ids are those of probes.
+        Beside ReadDone, each of the local sub-blocks in `to_digest`, all of which are of these ranges, is in one
+        BlocksDigested, or DigestsFailed comes. `digest_parts`: how many of those sub-blocks, which may be smaller than
+        those that are read, a local block has. Raises ValueError for a read id that is in use. Negative ids are those
+        of probes.
         """
         ...
 

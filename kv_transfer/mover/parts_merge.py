@@ -242,7 +242,9 @@ class PartsMerge:
             gone = PeerGone(f"{incarnation} is not connected")
             return [Deliver(ReadFailed(read_id, gone.cause, str(gone)))]
         read = _Read(read_id, peer, Machine(f"read {read_id}", MergeState.READING, MERGE_TABLE))
-        digested = self._digested_blocks(peer, ranges, frozenset(to_digest), digest_parts)
+        # A pair that brings all that is read is asked for all digests.
+        is_only = len(peer.pairs) == 1
+        digested = {} if is_only else self._digested_blocks(peer, ranges, frozenset(to_digest), digest_parts)
         effects: list[MergeEffect] = []
         for pair, groups in peer.pairs.items():
             theirs = [r for r in ranges if groups is None or r.group in groups]
@@ -250,7 +252,7 @@ class PartsMerge:
                 sub_read = next(self._numbers) * (-1 if read_id < 0 else 1)
                 read.sub_reads[sub_read] = pair.part
                 groups_here = {r.group for r in theirs}
-                wanted = [block for group in groups_here for block in digested[group]]
+                wanted = [*to_digest] if is_only else [block for group in groups_here for block in digested[group]]
                 read.shares_missing.update(wanted)
                 effects.append(ReadPart(pair.part, sub_read, pair.agent, theirs, wanted, digest_parts))
         if not effects:

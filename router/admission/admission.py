@@ -234,6 +234,6 @@ def _class_key(ticket: Ticket[T]) -> tuple[int, int]:
     return ticket.class_key
 
 
-def _remove_at(tickets: list[Ticket[T]], ticket: Ticket[T], place: int) -> None:
-    if place < len(tickets) and tickets[place] is ticket:
-        del tickets[place]
+def _remove_at(tickets: list[Ticket[T]], ticket: Ticket[T], position: int) -> None:
+    if position < len(tickets) and tickets[position] is ticket:
+        del tickets[position]

@@ -113,9 +113,9 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
     # Without a step of Python for each id: prompts have a hundred thousand.
     if not token_ids or (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
-    for place, token in enumerate(token_ids):
+    for position, token in enumerate(token_ids):
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise InvalidRequest(field, f"token {place} is {token!r}; ids are 0 to {vocab_size - 1}")
+            raise InvalidRequest(field, f"token {position} is {token!r}; ids are 0 to {vocab_size - 1}")
 
 
 def check_integer(field: str, value: int, low: int, high: int) -> int:

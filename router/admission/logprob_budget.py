@@ -116,19 +116,19 @@ def reservation_for(request: ValidRequest, delivery: Delivery) -> LogprobReserva
     params, of_prompt = request.sampling_params, _prompt_bytes(request)
     if params.logprobs is None or request.embeds:
         return LogprobReservation(of_prompt)
-    each, longest = row_bytes(params.logprobs), params.max_tokens
+    per_token, longest = row_bytes(params.logprobs), params.max_tokens
     if delivery == "json":
-        each, first = each + _JSON_BYTES * (1 + params.logprobs), params.n * min(longest, UNREAD_TOKENS)
-        return LogprobReservation(of_prompt + first * each, each, first, params.n * longest, keeps_all=True)
+        per_token, first = per_token + _JSON_BYTES * (1 + params.logprobs), params.n * min(longest, UNREAD_TOKENS)
+        return LogprobReservation(of_prompt + first * per_token, per_token, first, params.n * longest, keeps_all=True)
     is_best_of = request.num_returned < params.n
     if delivery == "whole" or is_best_of:
         kept = 0 if delivery == "whole" else min(longest, _MOST_KEPT)
-        return LogprobReservation(of_prompt + params.n * (longest + kept) * each)
+        return LogprobReservation(of_prompt + params.n * (longest + kept) * per_token)
     if longest <= BLOCK_ROWS:  # what is unread is what is kept
-        return LogprobReservation(of_prompt + params.n * longest * each)
+        return LogprobReservation(of_prompt + params.n * longest * per_token)
     kept, unread = min(longest, _MOST_KEPT), min(longest, UNREAD_TOKENS)
-    num_bytes = of_prompt + params.n * (kept + unread) * each
-    return LogprobReservation(num_bytes, each if unread < longest else 0, params.n * unread, params.n * longest)
+    num_bytes = of_prompt + params.n * (kept + unread) * per_token
+    return LogprobReservation(num_bytes, per_token if unread < longest else 0, params.n * unread, params.n * longest)
 
 
 def _prompt_bytes(request: ValidRequest) -> int:

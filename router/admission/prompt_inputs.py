@@ -31,7 +31,7 @@ def read_prompt_embeds(raw: GenerateRequest, card: ModelCard, most_bytes: int) -
         raise InvalidRequest(_FIELD, NOT_TAKEN)
     if len(given) > MAX_SPANS:
         raise InvalidRequest(_FIELD, f"has {len(given)} entries; at most {MAX_SPANS} are taken")
-    num_bytes = sum(len(one.data) for one in given)
+    num_bytes = sum(len(embeds.data) for embeds in given)
     if num_bytes > most_bytes:
         raise InvalidRequest(_FIELD, f"has {num_bytes} bytes; at most {most_bytes} are taken here")
     if not card.capabilities:
@@ -39,11 +39,11 @@ def read_prompt_embeds(raw: GenerateRequest, card: ModelCard, most_bytes: int) -
     check_capable(card.name, {Capability.PROMPT_EMBEDS}, card.capabilities)
     if raw.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", f"does not go with {_FIELD}: rows have no log-probabilities")
-    if any(one.start is None for one in given) and len(given) > 1:
+    if any(embeds.start is None for embeds in given) and len(given) > 1:
         raise InvalidRequest(f"{_FIELD}.start", "is required in each of several entries")
     if given[0].start is not None and isinstance(raw.prompt, str):
         raise InvalidRequest(f"{_FIELD}.start", "is a place among token ids; this prompt is a text")
-    return [_rows(one.data, card, _name(place, len(given))) for place, one in enumerate(given)]
+    return [_rows(embeds.data, card, _name(index, len(given))) for index, embeds in enumerate(given)]
 
 
 def with_spans(
@@ -58,13 +58,13 @@ def with_spans(
         if len(prompt) >= card.max_model_len:
             raise too_long("prompt", len(prompt), card.max_model_len - 1, card, "tokens and rows")
     else:
-        prompt, starts = list(prompt), [one.start or 0 for one in raw.prompt_embeds]
+        prompt, starts = list(prompt), [embeds_input.start or 0 for embeds_input in raw.prompt_embeds]
     spans: list[Span] = []
-    for place, (rows, start) in enumerate(zip(embeds, starts, strict=True)):
+    for index, (rows, start) in enumerate(zip(embeds, starts, strict=True)):
         before, stop = spans[-1].stop if spans else 0, start + rows.length
         if not before <= start or stop > len(prompt):
             message = f"puts rows at {start} to {stop}; they must lie behind {before} in a prompt of {len(prompt)}"
-            raise InvalidRequest(f"{_name(place, len(embeds))}.start", message)
+            raise InvalidRequest(f"{_name(index, len(embeds))}.start", message)
         prompt[start:stop] = [PLACEHOLDER] * rows.length
         digest = digest_of_rows(rows.dtype, rows.length, rows.width, rows.rows)
         spans.append(Span(start, rows.length, digest, rows.dtype, bytes(rows.rows)))
@@ -83,8 +83,8 @@ def _rows(data: bytes, card: ModelCard, field: str) -> PromptRows:
     return rows
 
 
-def _name(place: int, count: int) -> str:
-    return _FIELD if count == 1 else f"{_FIELD}[{place}]"
+def _name(index: int, count: int) -> str:
+    return _FIELD if count == 1 else f"{_FIELD}[{index}]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import Annotated
 
 from pydantic import PlainSerializer
 
 from baton.messages.capabilities import GENERATES, Capability
 from baton.messages.generation import ReasoningBegin
-from baton.messages.pooling import PoolingParams
-from baton.messages.sampling import SamplingParams
-from baton.messages.spans import EncoderContent, Span
+from baton.messages.request_spec import RequestSpec
 from baton.values import value
 
 _TokenIds = Annotated[Sequence[int], PlainSerializer(tuple, tuple[int, ...])]
@@ -20,16 +18,16 @@ _TokenIds = Annotated[Sequence[int], PlainSerializer(tuple, tuple[int, ...])]
 
 
 @value(frozen=True, slots=True)
-class ValidRequest:
-    """A request within all bounds, with every default filled in. Its output is a function of this value alone."""
+class ValidRequest(RequestSpec):
+    """A request that has passed every check: what nodes compute, and what the router makes of it.
 
-    request_id: str
-    model: str
+    Of a request without its prompt (`without_prompt`) spans have no rows, and contents no data.
+    """
+
     prompt_token_ids: _TokenIds
-    sampling_params: SamplingParams
+    request_id: str = field(kw_only=True)
+    model: str = field(kw_only=True)
     stop: Sequence[str] = ()
-    priority: int = 0
-    cache_salt: str = ""
     num_returned: int = 1
     """Number of sequences that the client gets: the best ones of the `sampling_params.n` that are generated."""
     wants_logprobs: bool = False
@@ -37,8 +35,6 @@ class ValidRequest:
     """The longest time to first token that is acceptable, from the request's arrival at the router."""
     tpot_slo_ms: float | None = None
     """The longest mean time per output token after the first that is acceptable."""
-    pooling: PoolingParams | None = None
-    """The vector that is wanted of the prompt, and no output; None: an output is wanted."""
     prompt_length: int = 0
     """Number of tokens of the prompt, if the prompt itself is missing; see `without_prompt`."""
     shown_tokens: _TokenIds = ()
@@ -49,16 +45,10 @@ class ValidRequest:
     """Whether a resumed stream begins with `KnownText`."""
     reasoning: ReasoningBegin = "none"
     """Whether the text may begin with reasoning, in which stop strings mean nothing."""
-    spans: Sequence[Span] = ()
-    """The spans of the prompt, in order; without their rows if the prompt is missing."""
-    contents: Sequence[EncoderContent] = ()
-    """What encoders make rows of for the prompt, each once; without their data if the prompt is missing."""
     keeps_stop: bool = False
     """Whether the text ends with the stop string, or the stop token's text, instead of before it."""
-    adapter: str = ""
-    """Digest of the adapter with which it is computed; empty: none."""
     adapter_name: str = ""
-    """The name by which the client asked for it; the name may have another adapter by now."""
+    """The name by which the client asked for the adapter; the name may have another adapter by now."""
 
     @property
     def shown_model(self) -> str:
@@ -79,7 +69,7 @@ class ValidRequest:
         """Bytes of the rows, and of what encoders make rows of, that it has in place of tokens."""
         if not self.spans:
             return 0
-        return sum([len(span.rows) for span in self.spans]) + sum([len(each.data) for each in self.contents])
+        return sum([len(span.rows) for span in self.spans]) + sum([len(content.data) for content in self.contents])
 
     @property
     def needs(self) -> frozenset[Capability]:

@@ -42,7 +42,9 @@ _WITH_BEAMS = frozenset(
 )
 _NO_DEFAULTS = SamplingDefaults()
 _NOT_WITH_BEAMS = (
-    *("best_of", "stop", "bad_words"),
+    "best_of",
+    "stop",
+    "bad_words",
     *(one.name for one in fields(SamplingParams) if one.name not in _WITH_BEAMS | {"bad_words_token_ids"}),
 )
 _HARMLESS_WITH_BEAMS = {"temperature": 0.0, "speculation": False}
@@ -198,9 +200,9 @@ def with_constraint(
     if sampling.n > MAX_GRAMMAR_SEQUENCES:
         raise InvalidRequest("n", f"must be at most {MAX_GRAMMAR_SEQUENCES} with {field}, not {sampling.n}")
     # Where the constraint allows only the end, these parameters would forbid it.
-    for other in ("ignore_eos", "min_tokens"):
-        if getattr(sampling, other):
-            raise InvalidRequest(other, f"does not go with {field}")
+    for option in ("ignore_eos", "min_tokens"):
+        if getattr(sampling, option):
+            raise InvalidRequest(option, f"does not go with {field}")
     match kind:
         case "json_schema":
             return replace(sampling, json_schema=_schema(field, raw.json_schema or "", card))
@@ -302,4 +304,4 @@ def _bad_words(
         raise InvalidRequest("bad_words", "this model is served without a tokenizer; use logit_bias")
     spellings = [tuple(encode(before + word.lstrip())) for word in words for before in ("", " ")]
     # A token beyond the model's vocabulary is never sampled.
-    return tuple(dict.fromkeys(one for one in spellings if one and max(one) < card.vocab_size))
+    return tuple(dict.fromkeys(spelling for spelling in spellings if spelling and max(spelling) < card.vocab_size))

@@ -181,8 +181,8 @@ def _for_pooling(
     spans: Sequence[Span] = ()
     contents: Sequence[EncoderContent] = ()
     if pooling.kind is Pooling.ALIGN:
-        found = read_transcript(raw, card, partial(_prompt, raw.prompt, card, encode))
-        prompt, spans, contents = found.token_ids, found.spans, (found.content,)
+        transcript = read_transcript(raw, card, partial(_prompt, raw.prompt, card, encode))
+        prompt, spans, contents = transcript.token_ids, transcript.spans, (transcript.content,)
         # The client's places are those of the decoder's tokens, which lie behind the input.
         pooling = replace(pooling, second_start=pooling.second_start + spans[-1].stop)
     else:

@@ -398,8 +398,7 @@ class Flight:
                     InvalidRequest("prompt", delta.error or f"is too long for the KV cache of node {node.node_id}")
                 )
             case Outcome.INVALID:
-                field, _, reason = delta.error.partition(": ")
-                return self._give_up(InvalidRequest(field, reason))
+                return self._give_up(InvalidRequest(delta.error_field, delta.error))
             case Outcome.REPETITION:
                 return self._give_up(RepetitiveOutput(delta.error))
             case Outcome.UNKNOWN:

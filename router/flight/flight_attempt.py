@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from baton.messages.generation import Path
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Leg, NodeDescription, Outcome, StageTimings, Submit
-from baton.messages.spans import EncoderContent
+from baton.messages.request_spec import RequestSpec
 from router.admission.request import ValidRequest
 from router.flight.flight_table import AbortLeg, FlightEffect, LegEnded, SubmitLeg
 from router.placement.placement import Placement
@@ -190,7 +190,7 @@ class Attempt:
         return [SubmitLeg(leg.node.incarnation, self._submit(leg.kind, takeover)) for leg in self.legs.values()]
 
     def _submit(self, leg: Leg, takeover: int) -> Submit:
-        placement, request = self.placement, self.request
+        placement = self.placement
         prefill = placement.prefill if placement else None
         reader_block_size = 0
         if placement and prefill and leg is Leg.PREFILL and placement.decode.block_size != prefill.block_size:
@@ -198,27 +198,21 @@ class Attempt:
         return Submit(
             attempt=self.key,
             leg=leg,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling_params=request.sampling_params,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
+            # A decode node needs the rows, too: it computes the prompt again if it is preempted or its load is lost.
+            spec=self._spec(leg),
             kv_source=prefill.as_peer if prefill and leg is Leg.DECODE else None,
             output_token_ids=self.given,
             takeover=takeover,
             reader_block_size=reader_block_size,
-            pooling=request.pooling,
-            # A decode node needs the rows, too: it computes the prompt again if it is preempted or its load is lost.
-            spans=request.spans,
-            adapter=request.adapter,
-            contents=self._contents(leg),
         )
 
-    def _contents(self, leg: Leg) -> Sequence[EncoderContent]:
-        """The contents of the prompt; the node that computes it hears who has rows of them."""
+    def _spec(self, leg: Leg) -> RequestSpec:
+        """The request; the node that computes its prompt hears who has rows of the contents."""
         holders = dict(self.placement.holders) if self.placement and leg is not Leg.DECODE else {}
         if not holders:
-            return self.request.contents
-        return [replace(content, held_by=holders.get(content.digest)) for content in self.request.contents]
+            return self.request
+        contents = [replace(content, held_by=holders.get(content.digest)) for content in self.request.contents]
+        return replace(self.request, contents=contents)
 
     def abort_sequence(self, leg: FlightLeg, index: int, takeover: int) -> list[FlightEffect]:
         """Tell a node that one of the sequences is over, unless it was told so."""

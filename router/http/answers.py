@@ -129,8 +129,8 @@ async def collect(accepted: Accepted, events: Events, num_sequences: int) -> Col
         elif isinstance(event, Finished):
             if num_sequences == 1:
                 ends[0] = (event.finish_reason, event.stop_reason)
-            whole = [[*one, *last] for one, last in zip(chunks, latest, strict=True)]
-            return Collected(accepted, whole, ends, event, prompt_logprobs)
+            all_chunks = [[*earlier, *last] for earlier, last in zip(chunks, latest, strict=True)]
+            return Collected(accepted, all_chunks, ends, event, prompt_logprobs)
     raise BatonError("the stream ended before its request did")
 
 
@@ -151,8 +151,8 @@ class Collected:
 
 async def in_turns(chunks: Sequence[Chunk]) -> AsyncGenerator[Chunk, None]:
     """The chunks of a sequence. They may take long to parse, so other requests get their turns between them."""
-    for place, chunk in enumerate(chunks):
-        if place:
+    for index, chunk in enumerate(chunks):
+        if index:
             await asyncio.sleep(0)
         yield chunk
 
@@ -218,35 +218,35 @@ async def merged(request_id: str, streams: Sequence[Events], num_sequences: int)
         for events in streams:
             await stack.enter_async_context(aclosing(events))
         accepted = await gather_all([accepted_of(events) for events in streams])
-        contexts = [context for one in accepted for context in one.contexts]
-        yield Accepted(request_id, accepted[0].seed, sum(one.prompt_tokens for one in accepted), contexts)
+        contexts = [context for answer in accepted for context in answer.contexts]
+        yield Accepted(request_id, accepted[0].seed, sum(answer.prompt_tokens for answer in accepted), contexts)
         queue: asyncio.Queue[tuple[int, GenerateEvent | Exception]] = asyncio.Queue(1)
-        pumps = [asyncio.create_task(_pump(place, events, queue)) for place, events in enumerate(streams)]
+        pumps = [asyncio.create_task(_pump(index, events, queue)) for index, events in enumerate(streams)]
         stack.push_async_callback(_cancelled, pumps)
         ends: dict[int, Finished] = {}
         while len(ends) < len(streams):
-            place, event = await queue.get()
-            first = place * num_sequences
+            index, event = await queue.get()
+            first = index * num_sequences
             if isinstance(event, Exception):
                 raise event
             if isinstance(event, Chunk | SequenceFinished):
                 yield replace(event, sequence_index=first + event.sequence_index)
             elif isinstance(event, Finished):
-                ends[place] = event
+                ends[index] = event
                 if num_sequences == 1:
                     yield SequenceFinished(first, event.finish_reason, event.stop_reason, event.completion_tokens)
-        yield _sum_of([ends[place] for place in range(len(streams))])
+        yield _sum_of([ends[index] for index in range(len(streams))])
 
 
-async def _pump(place: int, events: Events, queue: asyncio.Queue[tuple[int, GenerateEvent | Exception]]) -> None:
+async def _pump(index: int, events: Events, queue: asyncio.Queue[tuple[int, GenerateEvent | Exception]]) -> None:
     try:
         async for event in events:
-            await queue.put((place, event))
+            await queue.put((index, event))
             if isinstance(event, Finished):
                 return
         raise BatonError("the stream ended before its request did")
     except Exception as error:
-        await queue.put((place, error))
+        await queue.put((index, error))
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -20,11 +20,12 @@ from baton.errors import BatonError
 from baton.messages.ids import new_request_id
 from baton.security.matrix import current_caller, is_page
 from baton.security.pages import PageAuthenticator
+from router.handler import Handler
 from router.http.audio.endpoint import AudioBodies, SpeechEndpoint, SpeechRules
 from router.http.bodies.fields import HEADER, collect_ignored
 from router.http.completions.endpoints import ChatCompletions, Completions
 from router.http.completions.tokens import Detokenize, Tokenize
-from router.http.endpoint import Handler, request_id_of
+from router.http.endpoint import request_id_of
 from router.http.errors import HttpError, Kind, error_headers, form_of
 from router.http.json_body import CLOSE, ClientGone, check_headers, is_unread
 from router.http.messages.endpoint import CountTokens, MessagesEndpoint
@@ -270,15 +271,24 @@ def use_instead(path: str) -> str:
     """What to use instead of PATH; empty if neither it nor a path above it is in the table."""
     segments = path.split("/", _MAX_SEGMENTS + 1)[1 : _MAX_SEGMENTS + 1]
     for count in range(len(segments), 0, -1):
-        if found := INSTEAD.get("/" + "/".join(segments[:count])):
-            return found.format(path=path[:200])
+        if advice := INSTEAD.get("/" + "/".join(segments[:count])):
+            return advice.format(path=path[:200])
     return ""
 
 
 METHODS = ("DELETE", "GET", "HEAD", "POST")
 EXPOSED = (
-    *("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry", "baton-seed"),
-    *("baton-prefill-node", "baton-decode-node", "baton-attempts", "baton-path-reason", "baton-kv-bytes"),
+    "x-request-id",
+    "request-id",
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+    "baton-seed",
+    "baton-prefill-node",
+    "baton-decode-node",
+    "baton-attempts",
+    "baton-path-reason",
+    "baton-kv-bytes",
     "x-baton-ignored-fields",
 )
 """The headers of answers that pages may read."""

@@ -144,7 +144,7 @@ def plan_offer(
         grammar,
         grammar_field,
         shown_tokens,
-        {offer.fields.parameters(place): tool.parameters for place, tool in enumerate(tools) if tool in in_grammar},
+        {offer.fields.parameters(index): tool.parameters for index, tool in enumerate(tools) if tool in in_grammar},
     )
 
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from random import Random
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import InvalidRequest
-from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.generation import ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
 from baton.text.chat_template import FIELD as TEMPLATE_FIELD
+from router.handler import Handler
 from router.http.bodies.content_parts import message_parts
 from router.http.bodies.fields import Strict
 from router.http.client import COMMENT, Client
 from router.http.errors import OPENAI
 from router.http.json_body import MAX_BODY_BYTES, LargeBodies, LargeBody, base64_bytes, is_small, parse_json, read_body
 from router.http.model import ServedModel
-from router.pooling import PoolingHandler
 
 T = TypeVar("T")
 JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
@@ -27,36 +27,6 @@ JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 """The parts that are images, in all APIs."""
-
-
-class Handler(PoolingHandler, Protocol):
-    """The router's core as the HTTP front uses it; `router.front.GenerationHandler` is the real one.
-
-    `generate` yields Accepted, Chunks, Finished; closing the generator cancels the request. `in_thread` is for long
-    work, and raises Overloaded if too much of it waits.
-    """
-
-    def resume(
-        self,
-        request_id: str,
-        next_token_index: Sequence[int],
-        timeout_s: float | None,
-        *,
-        repeat: GenerateRequest | None = None,
-    ) -> AsyncGenerator[GenerateEvent, None]:
-        """Accepted, the events after these positions, Finished; raises RequestNotFound.
-
-        `repeat`: the request itself, which a client of HTTP sends again with each call.
-        """
-        ...
-
-    async def in_waiting_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Do work that waits for a child process, in a thread; raises Overloaded if too much of it waits."""
-        ...
-
-    async def in_chat_thread(self, work: Callable[..., T], *args: object, is_long: bool) -> T:
-        """Do work that renders a chat with the model's template, in a thread; raises Overloaded if too much waits."""
-        ...
 
 
 class HttpCall:
@@ -192,10 +162,10 @@ class BodyEndpoint:
     ) -> HttpCall:
         content = await read_body(scope, receive, self.max_body_bytes, place, is_json=self.takes_json)
         if is_small(content):
-            found = parse(content)
+            body = parse(content)
         else:
-            found = await self._handler.in_thread(copy_context().run, parse, content)
-        return HttpCall(self._handler, self._model.card, scope, place, content, found)
+            body = await self._handler.in_thread(copy_context().run, parse, content)
+        return HttpCall(self._handler, self._model.card, scope, place, content, body)
 
     async def _answer(self, client: Client, call: HttpCall) -> None:
         """Answer one request; raises BatonErrors."""
@@ -204,10 +174,10 @@ class BodyEndpoint:
 
 def request_id_of(scope: Scope, rng: Random) -> str:
     """The client's x-request-id, or a new id; raises InvalidRequest for an id that is not valid."""
-    found = dict(scope["headers"]).get(b"x-request-id")
-    if found is None:
+    header = dict(scope["headers"]).get(b"x-request-id")
+    if header is None:
         return new_request_id(rng)
-    text = found.decode("latin-1")
+    text = header.decode("latin-1")
     if not REQUEST_ID_PATTERN.match(text):
         raise InvalidRequest("x-request-id", "must be 1 to 64 letters, digits or _ . : -")
     return str(text)

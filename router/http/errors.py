@@ -164,12 +164,12 @@ def error_object(error: BatonError, request_id: str) -> bytes:
             )
         message = f"{words} ({message})"
     kind = _ANTHROPIC_TYPES.get(_anthropic_status(error), "invalid_request_error")
-    found: dict[str, Any] = {"type": kind, "message": message}
+    fields: dict[str, Any] = {"type": kind, "message": message}
     if isinstance(error, InvalidRequest) and error.field == "thread":
         # With this Anthropic's client, whose tool_runner tries threads first, goes on without them.
-        found["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        fields["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     # ASCII, since a message may quote text that is not valid Unicode.
-    return json.dumps({"type": "error", "error": found, "request_id": request_id}).encode()
+    return json.dumps({"type": "error", "error": fields, "request_id": request_id}).encode()
 
 
 def _anthropic_status(error: BatonError) -> int:

@@ -13,6 +13,7 @@ from baton.clock import Clock
 from baton.errors import InvalidRequest, VersionGone
 from baton.messages.generation import Accepted, Delivery, GenerateRequest
 from baton.messages.request_limits import MAX_SEQUENCES
+from router.handler import Handler
 from router.http.answers import (
     Collected,
     Events,
@@ -26,7 +27,7 @@ from router.http.answers import (
     stream,
 )
 from router.http.client import Client
-from router.http.endpoint import JSON, BodyEndpoint, Handler, HttpCall
+from router.http.endpoint import JSON, BodyEndpoint, HttpCall
 from router.http.model import ServedModel
 
 P = TypeVar("P", bound="EndpointRequest")

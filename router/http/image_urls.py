@@ -55,8 +55,8 @@ class _Budget:
         self.used += count
         if self.used > self.most_bytes:
             raise InvalidRequest("images", f"have more than {self.most_bytes} bytes together")
-        for place in self.places:
-            place.came(self.used)
+        for slot in self.places:
+            slot.came(self.used)
 
 
 class ImageFetcher:
@@ -81,23 +81,23 @@ class ImageFetcher:
         # Loading the system's authorities takes 35 ms.
         self._tls = ssl.create_default_context()
 
-    async def with_images(self, found: dict[str, Any], large: LargeBody) -> dict[str, Any]:
+    async def with_images(self, body: dict[str, Any], large: LargeBody) -> dict[str, Any]:
         """A body with images in place of the URLs in its messages; others than those on the list are left there.
 
         `large`: the body's place among the large ones, which it takes by the bytes of its images, too, so that URLs
         from which nothing comes keep nobody else from sending images. Raises InvalidRequest, and QueueFull if too many
         requests fetch images, or if this one waited too long while others needed its place.
         """
-        texts = [text for part in message_parts(found) if (text := _url_of(part)) is not None]
+        texts = [text for part in message_parts(body) if (text := _url_of(part)) is not None]
         wanted = {text: url for text in texts if (url := self._allowed(text)) is not None}
         if not wanted:
-            return found
+            return body
         if len(texts) > self._most_images:
             raise InvalidRequest("images", f"are {len(texts)}; at most {self._most_images} are taken")
         with self._fetches.place() as fetch:
             fetch.take()
             fetched = dict(zip(wanted, await self._fetch_all(list(wanted.values()), [fetch, large]), strict=True))
-        return await asyncio.to_thread(_with_images, found, fetched)
+        return await asyncio.to_thread(_with_images, body, fetched)
 
     async def _fetch_all(self, urls: Sequence[httpx2.URL], places: Sequence[LargeBody]) -> Sequence[_Image]:
         budget, turns = _Budget(self._most_bytes, places), asyncio.Semaphore(_MOST_AT_ONCE)
@@ -177,7 +177,7 @@ def _url_of(part: dict[str, Any]) -> str | None:
     return None
 
 
-def _with_images(found: dict[str, Any], images: Mapping[str, _Image]) -> dict[str, Any]:
+def _with_images(body: dict[str, Any], images: Mapping[str, _Image]) -> dict[str, Any]:
     """The body with these images in place of their URLs. It may be anything."""
 
     def message_with(message: Any) -> Any:
@@ -185,8 +185,8 @@ def _with_images(found: dict[str, Any], images: Mapping[str, _Image]) -> dict[st
             return message
         return {**message, "content": [_with_image(part, images) for part in content]}
 
-    lists = {name: value for name in ("messages", "input") if isinstance(value := found.get(name), list)}
-    return {**found, **{name: list(map(message_with, messages)) for name, messages in lists.items()}}
+    lists = {name: value for name in ("messages", "input") if isinstance(value := body.get(name), list)}
+    return {**body, **{name: list(map(message_with, messages)) for name, messages in lists.items()}}
 
 
 def _with_image(part: Any, images: Mapping[str, _Image]) -> Any:

@@ -126,7 +126,7 @@ class LargeBodies:
         if body in self._open:
             return
         if len(self._open) >= self._most:
-            slowest = min(self._open, key=lambda each: each.slow_from)
+            slowest = min(self._open, key=lambda upload: upload.slow_from)
             if slowest.slow_from > self.now():
                 raise QueueFull(f"{len(self._open)} {self._kind}")
             slowest.give_way()
@@ -233,7 +233,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if len(body) > _SMALL_BYTES:
         _check_counts(body)
     try:
-        found = json.loads(
+        value = json.loads(
             body.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant, parse_float=_finite
         )
     except UnicodeDecodeError:
@@ -245,13 +245,13 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except ValueError:
         # An integer with more digits than Python reads.
         raise InvalidRequest("body", "has a number that is too long") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise InvalidRequest("body", "must be a JSON object")
-    if len(found) > MAX_BODY_FIELDS:
-        raise InvalidRequest("body", f"has {len(found)} fields; at most {MAX_BODY_FIELDS} are taken")
+    if len(value) > MAX_BODY_FIELDS:
+        raise InvalidRequest("body", f"has {len(value)} fields; at most {MAX_BODY_FIELDS} are taken")
     if body.count(b"[") + body.count(b"{") > MAX_BODY_DEPTH:
-        _check_depth(found)
-    return found
+        _check_depth(value)
+    return value
 
 
 def _check_counts(body: bytes) -> None:
@@ -291,12 +291,12 @@ def _too_deep() -> InvalidRequest:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise InvalidRequest(twice[:80], "is there twice")
-    return found
+    return unique
 
 
 def _refuse_constant(name: str) -> Never:
@@ -310,8 +310,8 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _check_depth(found: Mapping[str, Any]) -> None:
-    level: list[Any] = [found]
+def _check_depth(body: Mapping[str, Any]) -> None:
+    level: list[Any] = [body]
     for _ in range(MAX_BODY_DEPTH):
         level = [child for value in level for child in _children(value)]
         if not level:

@@ -195,8 +195,8 @@ class ParsedSequence:
                     parts.append(event)
         return parts
 
-    def _id(self, place: int) -> str:
-        digest = hashlib.sha256(f"{self._name}.{place}".encode()).digest()
+    def _id(self, index: int) -> str:
+        digest = hashlib.sha256(f"{self._name}.{index}".encode()).digest()
         letters = base64.b32encode(digest).decode().lower()
         return letters[:_SHORT_ID_CHARS] if self._has_short_ids else f"call_{letters[:_ID_CHARS]}"
 

@@ -137,9 +137,9 @@ class _Server(uvicorn.Server):
         assert sockets is not None
         await self.lifespan.startup()
         self.servers = []
-        for one in sockets:
-            name = f"http {one.getsockname()[1]}"
-            listener = Listener(name, one, self._protocol, self._limit, self.config.ssl, self._num_unheard)
+        for listening in sockets:
+            name = f"http {listening.getsockname()[1]}"
+            listener = Listener(name, listening, self._protocol, self._limit, self.config.ssl, self._num_unheard)
             self.servers.append(listener)  # type: ignore[arg-type]  # it is closed like asyncio's
             listener.start()
         self.started = True

@@ -260,10 +260,10 @@ class ClusterAdapters:
         info = _agreed(directory, inspections)
         async with self._naming:
             is_new = await self._give_name(AdapterSource(name, directory, info.digest), replaces)
-        found = {each.node.incarnation: each.node.node_id for each in inspections if each.info is not None}
-        await self._acknowledged(info.digest, found.keys())
-        warnings = [f"{each.node.node_id}: {each.refusal}" for each in inspections if each.refusal is not None]
-        warnings += self._unacknowledged(info.digest, found.values())
+        loaded = {reply.node.incarnation: reply.node.node_id for reply in inspections if reply.info is not None}
+        await self._acknowledged(info.digest, loaded.keys())
+        warnings = [f"{reply.node.node_id}: {reply.refusal}" for reply in inspections if reply.refusal is not None]
+        warnings += self._unacknowledged(info.digest, loaded.values())
         return LoadedAdapter(info.digest, info.rank, info.num_bytes, unchanged=not is_new, warnings=warnings)
 
     async def _give_name(self, source: AdapterSource, replaces: bool) -> bool:
@@ -317,19 +317,19 @@ class ClusterAdapters:
 
 def _agreed(directory: str, inspections: Sequence[_Inspection]) -> AdapterInfo:
     """What the nodes that take the adapter say of it. Raises AdapterRefused if none takes it or they disagree."""
-    found = [(each.node.node_id, each.info) for each in inspections if each.info is not None]
-    if not found:
-        refusals = [each for each in inspections if each.refusal is not None]
-        first = next((each for each in refusals if isinstance(each.refusal, AdapterRefused)), refusals[0])
+    infos = [(reply.node.node_id, reply.info) for reply in inspections if reply.info is not None]
+    if not infos:
+        refusals = [reply for reply in inspections if reply.refusal is not None]
+        first = next((reply for reply in refusals if isinstance(reply.refusal, AdapterRefused)), refusals[0])
         assert first.refusal is not None
         if isinstance(first.refusal, AdapterRefused):
             raise AdapterRefused(f"{first.node.node_id}: {first.refusal}")
         raise first.refusal.not_raised()
-    (one, info), *others = found
-    for another, other in others:
-        if other.digest != info.digest:
+    (node_id, info), *others = infos
+    for another, other_info in others:
+        if other_info.digest != info.digest:
             raise AdapterRefused(
-                f"{directory} holds different adapters: {one} finds {info.digest}, {another} finds {other.digest}; "
-                "copy the same files to all nodes"
+                f"{directory} holds different adapters: {node_id} finds {info.digest}, {another} finds "
+                f"{other_info.digest}; copy the same files to all nodes"
             )
     return info

@@ -104,12 +104,12 @@ class LiveHistory:
     def add(self, time: float, routers: Iterable[RouterTotals]) -> None:
         """Adds the totals of all routers at a time. Totals with other buckets than ours, of another version, are left
         out."""
-        fitting = [each for each in routers if self._fits(each)][:MAX_ROUTERS]
+        fitting = [router for router in routers if self._fits(router)][:MAX_ROUTERS]
         if self._samples and time <= self._samples[-1].time:
             # The clock was set back: what was sampled before cannot be put in order with what follows.
             self._samples.clear()
             self._points.clear()
-        self._samples.append(_Sample(time, {each.incarnation: each for each in fitting}))
+        self._samples.append(_Sample(time, {router.incarnation: router for router in fitting}))
         self._points.append(self._point())
 
     def totals(self) -> dict[str, Any]:
@@ -117,8 +117,8 @@ class LiveHistory:
         latest = self._samples[-1].routers.values() if self._samples else ()
         recent, counted = self._since(LATENCY_S), self._since(NUM_SAMPLES * SAMPLE_EVERY_S)
         return {
-            "running": sum(each.running for each in latest),
-            "waiting": sum(each.waiting for each in latest),
+            "running": sum(router.running for router in latest),
+            "waiting": sum(router.waiting for router in latest),
             **_rates(self._since(RATE_S)),
             **{name: counted.total(name) for name in ("failed", "cancelled", "retried")},
             **self._quantiles("ttft", recent, (0.5, 0.99)),
@@ -134,16 +134,18 @@ class LiveHistory:
         counted = self._since(NUM_SAMPLES * SAMPLE_EVERY_S)
         return [
             {
-                "name": each.name,
-                "incarnation": each.incarnation,
-                "running": each.running,
-                "waiting": each.waiting,
-                **_rates(rated, each.incarnation),
-                **{name: counted.total(name, each.incarnation) for name in ("failed", "cancelled")},
-                **self._quantiles("ttft", recent, (0.5,), each.incarnation),
-                **self._quantiles("gaps", recent, (0.5,), each.incarnation),
+                "name": router.name,
+                "incarnation": router.incarnation,
+                "running": router.running,
+                "waiting": router.waiting,
+                **_rates(rated, router.incarnation),
+                **{name: counted.total(name, router.incarnation) for name in ("failed", "cancelled")},
+                **self._quantiles("ttft", recent, (0.5,), router.incarnation),
+                **self._quantiles("gaps", recent, (0.5,), router.incarnation),
             }
-            for each in sorted(self._samples[-1].routers.values(), key=lambda each: (each.name, each.incarnation))
+            for router in sorted(
+                self._samples[-1].routers.values(), key=lambda router: (router.name, router.incarnation)
+            )
         ]
 
     def columns(self) -> dict[str, list[float | None]]:
@@ -151,7 +153,7 @@ class LiveHistory:
         if not self._samples:
             return {}
         end = self._samples[-1].time
-        columns: dict[str, list[float | None]] = {"age_s": [round(end - each.time, 1) for each in self._samples]}
+        columns: dict[str, list[float | None]] = {"age_s": [round(end - sample.time, 1) for sample in self._samples]}
         for name in self._points[-1]:
             columns[name] = [point[name] for point in self._points]
         return columns
@@ -163,8 +165,8 @@ class LiveHistory:
         latest, recent = self._samples[-1].routers.values(), self._since(RATE_S)
         return {
             **_rates(recent),
-            "running": sum(each.running for each in latest),
-            "waiting": sum(each.waiting for each in latest),
+            "running": sum(router.running for router in latest),
+            "waiting": sum(router.waiting for router in latest),
             **self._quantiles("ttft", recent, (0.5,)),
             **self._quantiles("gaps", recent, (0.5,)),
         }
@@ -173,8 +175,8 @@ class LiveHistory:
         self, name: str, recent: _Increase, shares: Sequence[float], incarnation: str | None = None
     ) -> dict[str, float | None]:
         bounds, counts = getattr(self._buckets, name), recent.counts(name, incarnation)
-        found = {f"{name}_p{round(100 * share)}_ms": quantile(bounds, counts, share) for share in shares}
-        return {key: None if value is None else round(1e3 * value, 1) for key, value in found.items()}
+        quantiles = {f"{name}_p{round(100 * share)}_ms": quantile(bounds, counts, share) for share in shares}
+        return {key: None if value is None else round(1e3 * value, 1) for key, value in quantiles.items()}
 
     def _since(self, seconds: float) -> _Increase:
         """What was counted since the first sample that is at most so old."""
@@ -182,7 +184,7 @@ class LiveHistory:
             return _Increase({}, 0.0)
         # Half an interval of tolerance, since samples are never exactly on time.
         oldest = self._samples[-1].time - seconds - SAMPLE_EVERY_S / 2
-        return _Increase.over([each for each in self._samples if each.time >= oldest])
+        return _Increase.over([sample for sample in self._samples if sample.time >= oldest])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from baton.messages.operator import (
     NodeStatus,
     PlacementDecision,
     PlacementOutcome,
-    PlacementWay,
     RequestRow,
     Timeline,
 )
@@ -23,7 +22,6 @@ from router.dispatcher import Dispatcher
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import FlightState
 from router.flight.timeline import EndedRequest, timeline
-from router.placement.cost_model import CostTerms
 from router.placement.decisions import Explanation
 from router.placement.placement import may_serve, note_of_left_out
 from router.placement.view import ClusterView
@@ -39,7 +37,7 @@ def running_rows(active_requests: Iterable[ActiveRequest], router: str, now: flo
 
 def ended_rows(ended: Iterable[EndedRequest], router: str, now: float) -> Iterator[RequestRow]:
     """The rows of ended requests. `now`: seconds on the router's clock."""
-    return (_ended(each, router, now) for each in ended)
+    return (_ended(row, router, now) for row in ended)
 
 
 def _running(active: ActiveRequest, router: str, now: float) -> RequestRow:
@@ -105,7 +103,7 @@ def explained(explanation: Explanation, now: float) -> PlacementDecision:
         prompt_tokens=decision.prompt_tokens,
         prefill_node=decision.prefill,
         decode_node=decision.decode,
-        ways=tuple([_way(terms) for terms in explanation.ways]),
+        ways=tuple(explanation.ways),
         outcome=_outcome(explanation),
         bits=decision.bits,
         continues_only_at=decision.continues_only_at,
@@ -123,25 +121,8 @@ def _outcome(explanation: Explanation) -> PlacementOutcome | None:
         cached_tokens=measured.timings.cached_tokens,
         kv_bytes=measured.timings.kv_bytes,
         first_token_ms=measured.first_token_ms,
-        best=None if explanation.best is None else _way(explanation.best),
+        best=explanation.best,
         regret_ms=explanation.regret_ms,
-    )
-
-
-def _way(terms: CostTerms) -> PlacementWay:
-    return PlacementWay(
-        prefill_node=terms.prefill,
-        decode_node=terms.decode,
-        queue_ms=terms.queue_ms,
-        cached_tokens=terms.cached_tokens,
-        prefill_ms=terms.prefill_ms,
-        decode_cached_tokens=terms.decode_cached_tokens,
-        handoff_ms=terms.handoff_ms,
-        decode_ms=terms.decode_ms,
-        stall_ms=terms.stall_ms,
-        token_ms=terms.token_ms,
-        total_ms=terms.total_ms,
-        tokens_per_step=terms.tokens_per_step,
     )
 
 
@@ -210,10 +191,10 @@ class OperatorHandler:
     def explain(self, request_id: str) -> Sequence[PlacementDecision]:
         """Why a request was placed as it was; raises RequestNotFound if it is unknown or too long ago."""
         now = self._clock.monotonic()
-        found = self._dispatcher.requests.placer.explain(request_id, now)
-        if not found:
+        decision = self._dispatcher.requests.placer.explain(request_id, now)
+        if not decision:
             raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
-        return [explained(explanation, now) for explanation in found]
+        return [explained(explanation, now) for explanation in decision]
 
     def timeline(self, request_id: str) -> Timeline:
         """Where a request's time went; raises RequestNotFound if it is unknown, live, or too long ago."""

@@ -93,11 +93,11 @@ class BlockIndex:
         if not keys or self.is_empty:
             return {}
         words = _words(keys)
-        found: dict[str, int] = {}
+        lengths: dict[str, int] = {}
         for bank in self._banks:
             if bank.num_keys:
-                bank.leading(words, found)
-        return found
+                bank.leading(words, lengths)
+        return lengths
 
     def _join(self, node: str) -> _Bank:
         bank = next((bank for bank in self._banks if bank.has_room), None)
@@ -172,17 +172,17 @@ class _Bank:
         self._counts[node] -= gone
         self.num_keys -= gone
 
-    def leading(self, words: FewOrMany, found: dict[str, int]) -> None:
+    def leading(self, words: FewOrMany, lengths: dict[str, int]) -> None:
         if isinstance(words, list):
-            self._leading_few(words, found)
+            self._leading_few(words, lengths)
         elif self._mask(int(words[0])):
-            self._leading_many(words, found)
+            self._leading_many(words, lengths)
 
     def _mask(self, word: int) -> int:
         mask = self._table.mask(word)
         return mask | self._old.mask(word) if self._old is not None else mask
 
-    def _leading_few(self, words: list[int], found: dict[str, int]) -> None:
+    def _leading_few(self, words: list[int], lengths: dict[str, int]) -> None:
         table, old, before = self._table, self._old, (1 << NODES_PER_BANK) - 1
         for number, word in enumerate(words):
             mask = table.mask(word)
@@ -190,13 +190,13 @@ class _Bank:
                 mask |= old.mask(word)
             mask &= before
             if mask != before and number:
-                self._note_length(before & ~mask, number, found)
+                self._note_length(before & ~mask, number, lengths)
             before = mask
             if not mask:
                 return
-        self._note_length(before, len(words), found)
+        self._note_length(before, len(words), lengths)
 
-    def _leading_many(self, words: Words, found: dict[str, int]) -> None:
+    def _leading_many(self, words: Words, lengths: dict[str, int]) -> None:
         masks = self._table.masks(words)
         if self._old is not None:
             masks |= self._old.masks(words)
@@ -205,16 +205,16 @@ class _Bank:
         last = masks.size
         ends = [*(np.flatnonzero(masks[1:] != masks[:-1]) + 1).tolist(), last]
         for end in ends:
-            self._note_length(int(masks[end - 1]) & ~(int(masks[end]) if end < last else 0), end, found)
+            self._note_length(int(masks[end - 1]) & ~(int(masks[end]) if end < last else 0), end, lengths)
 
-    def _note_length(self, mask: int, length: int, found: dict[str, int]) -> None:
+    def _note_length(self, mask: int, length: int, lengths: dict[str, int]) -> None:
         """Note for each node of the mask that it has so many leading keys."""
         while mask:
             lowest = mask & -mask
             mask ^= lowest
             node = self._nodes[lowest.bit_length() - 1]
             if node is not None:
-                found[node] = length
+                lengths[node] = length
 
     def _live_mask(self) -> np.uint64:
         return np.uint64(sum(1 << bit for bit in self._bits.values()))
@@ -290,10 +290,10 @@ class _Table:
         view, first = self._view, (word & self._last) * _BUCKET
         while True:
             for slot in range(first, first + _WORDS):
-                found = view[slot]
-                if found == word:
+                stored = view[slot]
+                if stored == word:
                     return int(view[slot + _WORDS])
-                if found == 0:
+                if stored == 0:
                     return 0
             first = (first + _BUCKET) % self._nowhere
 
@@ -317,8 +317,8 @@ class _Table:
         for word in words:
             slot = (word & last) * _BUCKET
             end = slot + _WORDS
-            while (found := view[slot]) != word:
-                if found == 0:
+            while (stored := view[slot]) != word:
+                if stored == 0:
                     view[slot] = word
                     self.num_used += 1
                     break
@@ -326,10 +326,10 @@ class _Table:
                 if slot == end:
                     slot = (slot + _WORDS) % self._nowhere
                     end = slot + _WORDS
-            place = slot + _WORDS
-            mask = view[place]
+            offset = slot + _WORDS
+            mask = view[offset]
             if not mask & bit:
-                view[place] = mask | bit
+                view[offset] = mask | bit
                 new += 1
         return new
 
@@ -338,14 +338,14 @@ class _Table:
         for word in words:
             slot = (word & last) * _BUCKET
             end = slot + _WORDS
-            while (found := view[slot]) != word and found:
+            while (stored := view[slot]) != word and stored:
                 slot += 1
                 if slot == end:
                     slot = (slot + _WORDS) % self._nowhere
                     end = slot + _WORDS
-            place = slot + _WORDS
-            if found and view[place] & bit:
-                view[place] ^= bit
+            offset = slot + _WORDS
+            if stored and view[offset] & bit:
+                view[offset] ^= bit
                 gone += 1
         return gone
 

@@ -81,20 +81,20 @@ class PromptKeys:
         """Hashes of the first one, two, four, eight … full blocks: enough to know about how long a beginning the prompt
         has in common with another one. Cheaper than keys, since the key of a block takes those of all blocks before it.
         """
-        found = self._milestones.get(scheme)
-        if found is None:
+        milestones = self._milestones.get(scheme)
+        if milestones is None:
             block_size = scheme.block_size
             num_blocks = min(EXPECTED_BLOCKS, len(self._token_ids) // block_size)
             name = hashlib.sha256(self._root(scheme))
-            found, done = [], 0
+            milestones, done = [], 0
             for end in (block_size << power for power in range(num_blocks.bit_length())):
                 name.update(struct.pack(f"<{end - done}I", *self._token_ids[done:end]))
                 if self._spans:
                     name.update(" ".join(span_items(self._spans, done, end)).encode())
-                found.append(name.digest())
+                milestones.append(name.digest())
                 done = end
-            self._milestones[scheme] = found
-        return found
+            self._milestones[scheme] = milestones
+        return milestones
 
     def _root(self, scheme: KeyScheme) -> bytes:
         is_long = 0 < scheme.most_short_tokens < len(self._token_ids)
@@ -175,15 +175,15 @@ class CacheView:
         has_expected = not self._expected.is_empty
         if not (reported or has_expected):
             return {}
-        found: dict[str, int] = {}
+        cached: dict[str, int] = {}
         for scheme in schemes:
             num_blocks = _leading(prompt, scheme, reported)
             on_their_way = self._expected.leading(prompt.milestones(scheme)) if has_expected else {}
             for incarnation, passed in on_their_way.items():
                 num_blocks[incarnation] = max(1 << passed - 1, num_blocks.get(incarnation, 0))
             for incarnation, count in num_blocks.items():
-                found[incarnation] = count * scheme.block_size
-        return found
+                cached[incarnation] = count * scheme.block_size
+        return cached
 
     def _forget_reported(self, incarnation: str) -> None:
         for index in (*self._tiers.values(), self._rows):
@@ -209,12 +209,12 @@ def _leading(prompt: PromptKeys, scheme: KeyScheme, indices: Sequence[BlockIndex
     num_blocks = 1
     while True:
         keys = prompt.first(scheme, num_blocks)
-        found: dict[str, int] = {}
+        lengths: dict[str, int] = {}
         for index in indices:
             for incarnation, count in index.leading(keys).items():
-                found[incarnation] = max(count, found.get(incarnation, 0))
-        if len(keys) < num_blocks or max(found.values(), default=0) < num_blocks:
-            return found
+                lengths[incarnation] = max(count, lengths.get(incarnation, 0))
+        if len(keys) < num_blocks or max(lengths.values(), default=0) < num_blocks:
+            return lengths
         num_blocks *= _LOOKED_UP_MORE
 
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from baton.messages.kv_cache import KVFormat
 from baton.messages.node import NodeDescription, Role
+from baton.messages.operator import PlacementWay
 from baton.values import value
 from router.placement.placement import Candidate, Demand
 from router.placement.rates import StepRates
@@ -91,35 +92,6 @@ class NodeCosts:
     def prefill_ms(self, tokens: int) -> float:
         """The time to compute so many tokens of a prompt, once it is its turn."""
         return -(-tokens // self.chunk) * self.step_ms + tokens * self.token_ms
-
-
-@value(frozen=True, slots=True)
-class CostTerms:
-    """The parts of the cost of one way."""
-
-    prefill: str
-    """The name of the prefill node; empty: one node does it all."""
-    decode: str
-    queue_ms: float
-    cached_tokens: int
-    """Prompt tokens that are cached where the prompt is computed."""
-    prefill_ms: float
-    decode_cached_tokens: int
-    handoff_ms: float
-    decode_ms: float
-    stall_ms: float
-    token_ms: float
-    """Predicted time per output token."""
-    tokens_per_step: float = 1.0
-    """Predicted tokens that a sequence gets from a step on the decode node."""
-
-    @property
-    def first_token_ms(self) -> float:
-        return self.queue_ms + self.prefill_ms
-
-    @property
-    def total_ms(self) -> float:
-        return self.queue_ms + self.prefill_ms + self.handoff_ms + self.decode_ms + self.stall_ms
 
 
 def node_costs(
@@ -199,42 +171,48 @@ class PlacementQuery:
     pairs_passed_over: Set[tuple[str, str]] = frozenset()
     """Pairs that are passed over, by the names of prefill and decode node."""
 
-    def pair_terms(self, prefill: NodeCosts, decode: NodeCosts) -> CostTerms:
+    def pair_terms(self, prefill: NodeCosts, decode: NodeCosts) -> PlacementWay:
         """The cost of a pair."""
         tokens = self.demand.num_prompt_tokens
         there, here = self._cached(prefill), self._cached(decode, at_most=tokens)
         left = tokens - there
         prefill_ms = prefill.prefill_ms(left)
-        return CostTerms(
-            prefill=prefill.node.node_id,
-            decode=decode.node.node_id,
+        handoff_ms = _handoff_ms(decode, tokens - here, min(left, prefill.chunk), prefill_ms)
+        decode_ms, stall_ms = self.output_tokens * decode.decode_ms, WORK_SHARE * prefill_ms
+        return PlacementWay(
+            prefill_node=prefill.node.node_id,
+            decode_node=decode.node.node_id,
             queue_ms=prefill.queue_ms,
             cached_tokens=there,
             prefill_ms=prefill_ms,
             decode_cached_tokens=here,
-            handoff_ms=_handoff_ms(decode, tokens - here, min(left, prefill.chunk), prefill_ms),
-            decode_ms=self.output_tokens * decode.decode_ms,
-            stall_ms=WORK_SHARE * prefill_ms,
+            handoff_ms=handoff_ms,
+            decode_ms=decode_ms,
+            stall_ms=stall_ms,
             token_ms=decode.decode_ms,
+            total_ms=prefill.queue_ms + prefill_ms + handoff_ms + decode_ms + stall_ms,
             tokens_per_step=decode.tokens_per_step,
         )
 
-    def alone_terms(self, node: NodeCosts) -> CostTerms:
+    def alone_terms(self, node: NodeCosts) -> PlacementWay:
         """The cost of one node that does it all."""
         there = self._cached(node)
         left = self.demand.num_prompt_tokens - there
         prefill_ms = node.prefill_ms(left)
-        return CostTerms(
-            prefill="",
-            decode=node.node.node_id,
+        decode_ms = self.output_tokens * node.decode_ms
+        stall_ms = WORK_SHARE * prefill_ms + node.streams * node.token_ms * left
+        return PlacementWay(
+            prefill_node="",
+            decode_node=node.node.node_id,
             queue_ms=node.queue_ms,
             cached_tokens=there,
             prefill_ms=prefill_ms,
             decode_cached_tokens=there,
             handoff_ms=0.0,
-            decode_ms=self.output_tokens * node.decode_ms,
-            stall_ms=WORK_SHARE * prefill_ms + node.streams * node.token_ms * left,
+            decode_ms=decode_ms,
+            stall_ms=stall_ms,
             token_ms=node.decode_ms,
+            total_ms=node.queue_ms + prefill_ms + decode_ms + stall_ms,
             tokens_per_step=node.tokens_per_step,
         )
 
@@ -265,7 +243,7 @@ class Way:
 
     prefill: NodeCosts | None
     decode: NodeCosts
-    terms: CostTerms
+    terms: PlacementWay
     reason: str
     """Empty if there was no pair to compare with."""
 
@@ -287,7 +265,7 @@ def cheapest(query: PlacementQuery) -> Way | None:
     return alone if alone_key < pair_key else pair
 
 
-def alternative_ways(query: PlacementQuery, way: Way) -> list[CostTerms]:
+def alternative_ways(query: PlacementQuery, way: Way) -> list[PlacementWay]:
     """The costs of the chosen way and of those that differ from it in one node, the cheapest first."""
     prefills = [cost for cost in query.costs if cost.node.role is Role.PREFILL]
     decodes = [cost for cost in query.costs if cost.node.role is Role.DECODE]
@@ -310,7 +288,7 @@ def _allowed(query: PlacementQuery, role: Role) -> list[NodeCosts]:
     return [cost for cost in able if cost.node.incarnation not in query.passed_over] or able
 
 
-def key_of(query: PlacementQuery, terms: CostTerms) -> tuple[int, float]:
+def key_of(query: PlacementQuery, terms: PlacementWay) -> tuple[int, float]:
     """The key by which ways are compared: how many targets of the service level are missed, then the cost."""
     level = query.level
     missed = (terms.first_token_ms > level.first_token_ms) + (terms.token_ms > level.token_ms)
@@ -354,7 +332,7 @@ def _cheapest_alone(query: PlacementQuery, nodes: Sequence[NodeCosts], has_pair:
     return Way(None, node, query.alone_terms(node), "cheaper on one node" if has_pair else "")
 
 
-# The keys below are like `key_of`, for the part of a way that depends on one node. `CostTerms` has the parts of the
+# The keys below are like `key_of`, for the part of a way that depends on one node. `PlacementWay` has the parts of the
 # same sums, and `cost_table` computes them for all nodes at once.
 
 

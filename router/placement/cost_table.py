@@ -113,7 +113,7 @@ class CostTable:
         return row is not None and self._of_row[row].node is candidate.node
 
     def _begin_anew(self) -> None:
-        candidates = self._of_row = sorted(self._candidates, key=lambda one: one.node.role is not Role.PREFILL)
+        candidates = self._of_row = sorted(self._candidates, key=lambda entry: entry.node.role is not Role.PREFILL)
         self._make_columns(len(candidates))
         self._row_of = {candidate.node.incarnation: row for row, candidate in enumerate(candidates)}
         self._num_prefills = sum(candidate.node.role is Role.PREFILL for candidate in candidates)
@@ -190,7 +190,7 @@ class CostTable:
             fits = np.array(holds)[self._size]
             able = fits if able is None else able & fits
         if demand.adapter:
-            has_adapter = np.array([demand.adapter in one.adapters for one in self._of_row], np.bool_)
+            has_adapter = np.array([demand.adapter in candidate.adapters for candidate in self._of_row], np.bool_)
             able = has_adapter if able is None else able & has_adapter
         if demand.origin is not None and (only := demand.origin.incarnation):
             exclude = exclude - {only}
@@ -375,8 +375,8 @@ def fitting_kinds(kinds: Sequence[KVFormat]) -> npt.NDArray[np.bool_]:
     for index, kind in enumerate(kinds):
         alike.setdefault(kind._replace(block_size=0), []).append(index)
     for same in alike.values():
-        for one in same:
-            fits[one, same] = [kinds[one].fits(kinds[other]) for other in same]
+        for row in same:
+            fits[row, same] = [kinds[row].fits(kinds[other_kind]) for other_kind in same]
     return fits
 
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from cachetools import FIFOCache
 
 from baton.messages.node import Role, StageTimings
+from baton.messages.operator import PlacementWay
 from baton.observe.metrics import Distribution, Figure, Histogram
 from baton.values import value
 from router.admission.request import ValidRequest
-from router.placement.cost_model import CostTerms, PlacementQuery, Way
+from router.placement.cost_model import PlacementQuery, Way
 from router.placement.placement import Origin, Placement
 
 _KEPT = 2048
@@ -82,16 +83,16 @@ class Explanation:
     """A decision as it is judged now."""
 
     decision: Decision
-    ways: Sequence[CostTerms] = ()
+    ways: Sequence[PlacementWay] = ()
     """The costs that were predicted for the decision, the cheapest first: see `alternative_ways`."""
-    best: CostTerms | None = None
+    best: PlacementWay | None = None
     """The cheapest way in hindsight; None until the request has ended well."""
     regret_ms: float = 0.0
 
 
-def regret_ms(taken: CostTerms, measured: MeasuredTimes, best: Way) -> float:
+def regret_ms(taken: PlacementWay, measured: MeasuredTimes, best: Way) -> float:
     """The regret in milliseconds. `taken`: the cost of the chosen way at the rates that are known now."""
-    if (taken.prefill, taken.decode) == (best.terms.prefill, best.terms.decode):
+    if (taken.prefill_node, taken.decode_node) == (best.terms.prefill_node, best.terms.decode_node):
         return 0.0
     total_ms = taken.total_ms - taken.first_token_ms + measured.timings.queue_ms + measured.timings.prefill_ms
     return max(0.0, total_ms - best.terms.total_ms)

@@ -132,35 +132,37 @@ class FleetRates:
         self._class_of[node.incarnation] = self._class(ComputeClass.of(node))
 
     def _class(self, key: ComputeClass) -> _Class:
-        found = self._classes.get(key)
-        if found is None:
+        compute_class = self._classes.get(key)
+        if compute_class is None:
             if len(self._classes) >= _MAX_CLASSES:
                 used = set(map(id, self._class_of.values()))
-                self._classes = {each: one for each, one in self._classes.items() if id(one) in used}
-            found = self._classes[key] = _Class(key, GUESS)
+                self._classes = {kept: value for kept, value in self._classes.items() if id(value) in used}
+            compute_class = self._classes[key] = _Class(key, GUESS)
             self._assume()
-        return found
+        return compute_class
 
     def _assume(self) -> None:
         """Compute the rates that each class is assumed to have."""
-        for one in self._classes.values():
-            own = one.learner
-            prompts = one if own.num_prompt_steps else self._most_like(one, lambda other: other.num_prompt_steps)
-            decodes = one if own.num_decode_steps else self._most_like(one, lambda other: other.num_decode_steps)
-            if prompts is one and decodes is one:
-                one.rates = own.rates
+        for kind in self._classes.values():
+            own = kind.learner
+            prompts = kind if own.num_prompt_steps else self._most_like(kind, lambda source: source.num_prompt_steps)
+            decodes = kind if own.num_decode_steps else self._most_like(kind, lambda source: source.num_decode_steps)
+            if prompts is kind and decodes is kind:
+                kind.rates = own.rates
                 continue
             of_prompts, of_decodes = (
-                own.rates if other is one or other is None else one.key.assumed(other.learner.rates, other.key)
-                for other in (prompts, decodes)
+                own.rates if source is kind or source is None else kind.key.assumed(source.learner.rates, source.key)
+                for source in (prompts, decodes)
             )
             step_ms = own.rates.step_ms if own.num_steps else max(of_prompts.step_ms, of_decodes.step_ms)
-            one.rates = replace(of_decodes, step_ms=step_ms, token_ms=of_prompts.token_ms)
+            kind.rates = replace(of_decodes, step_ms=step_ms, token_ms=of_prompts.token_ms)
 
-    def _most_like(self, one: _Class, num_steps: Callable[[StepLearner], int]) -> _Class | None:
+    def _most_like(self, kind: _Class, num_steps: Callable[[StepLearner], int]) -> _Class | None:
         """The class that has most of these steps: one that differs in its size only, if there is any such class."""
-        able = [other for other in self._classes.values() if num_steps(other.learner)]
-        return max(able, key=lambda other: (one.key.is_like(other.key), num_steps(other.learner)), default=None)
+        able = [candidate for candidate in self._classes.values() if num_steps(candidate.learner)]
+        return max(
+            able, key=lambda candidate: (kind.key.is_like(candidate.key), num_steps(candidate.learner)), default=None
+        )
 
     def add_step(self, incarnation: str, step: StepFigures, now: float) -> None:
         """Take a step of a node."""

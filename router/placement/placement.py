@@ -269,12 +269,12 @@ def disagreement(node: NodeDescription, others: Sequence[NodeDescription]) -> st
 
     Such a pair is never chosen, so no link between the two is ever opened, or refused.
     """
-    partners = [other for other in others if other.role is not node.role]
-    if not partners or any(KVFormat.of(other).fits(KVFormat.of(node)) for other in partners):
+    partners = [partner for partner in others if partner.role is not node.role]
+    if not partners or any(KVFormat.of(partner).fits(KVFormat.of(node)) for partner in partners):
         return ""
     first = partners[0]
     names = KVFormat.of(node).misfits(KVFormat.of(first))
-    here, there = (" ".join(f"{name}={getattr(one, name)}" for name in names) for one in (node, first))
+    here, there = (" ".join(f"{name}={getattr(description, name)}" for name in names) for description in (node, first))
     return f"agrees with no {first.role.value} node on its KV: {node.node_id} [{here}], {first.node_id} [{there}]"
 
 

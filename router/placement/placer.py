@@ -222,7 +222,7 @@ class Placer:
         """Why no request to this model could be served now, however small; empty if one could."""
         if not candidates:
             return "no node can serve"
-        nodes = [one.node for one in may_serve(candidates, None) if one.node.model == model]
+        nodes = [candidate.node for candidate in may_serve(candidates, None) if candidate.node.model == model]
         can = frozenset[Capability]().union(*(node.can for node in nodes))
         try:
             if Capability.TRANSCRIBE in can:
@@ -360,17 +360,19 @@ class Placer:
 
     def _holders(self, request: ValidRequest, node: NodeDescription) -> Sequence[tuple[str, Peer]]:
         """The contents of which this node has no rows, each with the least loaded node that has and makes the same."""
-        found: list[tuple[str, Peer]] = []
+        holders: list[tuple[str, Peer]] = []
         for content in request.contents:
             having = self._caches.holders(content)
             if not having or node.incarnation in having:
                 continue
             others = (self._attached.get(incarnation) for incarnation in having)
-            able = [other for other in others if other is not None and other.makes_same_rows_as(node)]
+            able = [able_node for able_node in others if able_node is not None and able_node.makes_same_rows_as(node)]
             if able:
-                least = min(able, key=lambda other: (self._num_live_on[other.incarnation], other.incarnation))
-                found.append((content.digest, least.as_peer))
-        return found
+                least = min(
+                    able, key=lambda able_node: (self._num_live_on[able_node.incarnation], able_node.incarnation)
+                )
+                holders.append((content.digest, least.as_peer))
+        return holders
 
     def _costs(self, candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:
         incarnation = candidate.node.incarnation
@@ -480,8 +482,8 @@ def _incarnations(placement: Placement) -> tuple[str, ...]:
 
 
 def _level(request: ValidRequest, waited_s: float) -> ServiceLevel:
-    first, each = request.ttft_slo_ms, request.tpot_slo_ms
+    first, per_token = request.ttft_slo_ms, request.tpot_slo_ms
     return ServiceLevel(
         first_token_ms=math.inf if first is None else first - waited_s * 1e3,
-        token_ms=math.inf if each is None else each,
+        token_ms=math.inf if per_token is None else per_token,
     )

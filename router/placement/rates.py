@@ -175,11 +175,11 @@ def _solve(moments: Floats, products: Floats, before: Floats) -> Floats:
         return rates
     rates = np.zeros(4)
     while positive.any():
-        found = np.linalg.solve(moments[np.ix_(positive, positive)], products[positive])
-        if (found >= 0).all():
-            rates[positive] = found
+        solution = np.linalg.solve(moments[np.ix_(positive, positive)], products[positive])
+        if (solution >= 0).all():
+            rates[positive] = solution
             break
-        positive[np.flatnonzero(positive)[found < 0]] = False
+        positive[np.flatnonzero(positive)[solution < 0]] = False
     return rates
 
 

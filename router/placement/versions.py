@@ -69,8 +69,12 @@ def left_out(nodes: Sequence[Registered], serving: Mapping[str, Serving]) -> Map
     reasons: dict[str, str] = {}
     for model, same_model in _models(nodes):
         versions = _versions(same_model)
-        first = [one.node for one in versions.pop(serving[model].bits)]
-        reasons |= {one.node.incarnation: _other_bits(one.node, first) for other in versions.values() for one in other}
+        first = [registered.node for registered in versions.pop(serving[model].bits)]
+        reasons |= {
+            registered.node.incarnation: _other_bits(registered.node, first)
+            for version in versions.values()
+            for registered in version
+        }
         reasons |= _without_partner(first)
     return reasons
 
@@ -81,15 +85,15 @@ def _models(nodes: Sequence[Registered]) -> Iterator[tuple[str, Sequence[Registe
         yield model, [*same_model]
 
 
-def _name_of_model(one: Registered) -> str:
-    return one.node.model
+def _name_of_model(registered: Registered) -> str:
+    return registered.node.model
 
 
 def _versions(nodes: Sequence[Registered]) -> dict[str, list[Registered]]:
     """The nodes of each version of a model, by their bits."""
     versions: dict[str, list[Registered]] = {}
-    for one in nodes:
-        versions.setdefault(one.node.bits, []).append(one)
+    for registered in nodes:
+        versions.setdefault(registered.node.bits, []).append(registered)
     return versions
 
 
@@ -114,16 +118,21 @@ def _serving(
 
 def _rank(version: Sequence[Registered], needs_pairs: bool) -> tuple[bool, int, bool, int, str]:
     """The key of the version that ranks first: the largest one. Begins with whether it can serve anything."""
-    nodes = [one.node for one in version]
+    nodes = [registered.node for registered in version]
     has_pair = bool(_paired_formats(nodes))
-    oldest = min(one.start_number for one in version)
+    oldest = min(registered.start_number for registered in version)
     return has_pair or not needs_pairs, len(nodes), has_pair, -oldest, nodes[0].bits
 
 
 def _paired_formats(nodes: Sequence[NodeDescription]) -> Set[tuple[Role, KVFormat]]:
     """The formats of KV, each with the role, that fit the format of a node of the other role."""
     kinds = {(node.role, KVFormat.of(node)) for node in nodes}
-    return {(role, ours) for role, ours in kinds for other, theirs in kinds if other is not role and ours.fits(theirs)}
+    return {
+        (role, ours)
+        for role, ours in kinds
+        for other_role, theirs in kinds
+        if other_role is not role and ours.fits(theirs)
+    }
 
 
 def _without_partner(serving: Sequence[NodeDescription]) -> Mapping[str, str]:
@@ -137,6 +146,6 @@ def _other_bits(node: NodeDescription, serving: Sequence[NodeDescription]) -> st
     """Why a node gets no new requests while those of another version do."""
     first, count = serving[0], len(serving)
     names = [name for name in _DECIDE_BITS if getattr(node, name) != getattr(first, name)]
-    here, there = (" ".join(f"{name}={getattr(one, name)}" for name in names) for one in (node, first))
+    here, there = (" ".join(f"{name}={getattr(description, name)}" for name in names) for description in (node, first))
     which = f"{first.node_id}, which serves" if count == 1 else f"the {count} nodes that serve"
     return f"computes other tokens than {which}: {node.node_id} [{here}], {first.node_id} [{there}]"

@@ -171,7 +171,9 @@ class ClusterView:
     def is_acknowledged(self, digest: str, origin: Origin | None = None) -> bool:
         """Whether a node that gets new requests, or may continue a stream of this origin, acknowledges this adapter."""
         nodes = may_serve(self.candidates(), origin)
-        return any(digest in one.adapters for one in nodes if origin is None or origin.allows(one.node))
+        return any(
+            digest in registered.adapters for registered in nodes if origin is None or origin.allows(registered.node)
+        )
 
     def abilities(self, model: str) -> Set[frozenset[Capability]]:
         """What the nodes that get new requests to this model can do, each combination once; empty: there are none."""
@@ -285,15 +287,15 @@ class ClusterView:
     def _updated_candidates(self, before: Candidates) -> Candidates:
         are_same = self._ordered is not None
         if self._ordered is None:
-            self._ordered = {incarnation: place for place, incarnation in enumerate(sorted(self._nodes))}
+            self._ordered = {incarnation: number for number, incarnation in enumerate(sorted(self._nodes))}
             self._slots = [None] * len(self._ordered)
             self._changed = set(self._ordered)
         changed = []
         for incarnation in self._changed:
-            place, is_left_out = self._ordered[incarnation], incarnation in self._left_out
+            number, is_left_out = self._ordered[incarnation], incarnation in self._left_out
             candidate = self._nodes[incarnation].candidate(is_left_out=is_left_out)
-            are_same &= (candidate is None) is (self._slots[place] is None)
-            self._slots[place] = candidate
+            are_same &= (candidate is None) is (self._slots[number] is None)
+            self._slots[number] = candidate
             if candidate is not None:
                 changed.append(candidate)
         self._changed.clear()
@@ -313,12 +315,14 @@ class ClusterView:
             ready = [node for node in self._nodes.values() if node.state is NodeState.READY]
             is_mixed = len({node.version for node in ready}) > 1
             nodes = [
-                Registered(one.description, one.record.start_number) for one in ready if one.description is not None
+                Registered(entry.description, entry.record.start_number)
+                for entry in ready
+                if entry.description is not None
             ]
             self._serving = serving_versions(nodes, self._serving, self._clock(), needs_pairs=self._needs_pairs)
-            self._passes_at = min((one.passes_at for one in self._serving.values()), default=math.inf)
+            self._passes_at = min((entry.passes_at for entry in self._serving.values()), default=math.inf)
             before, self._left_out = self._left_out, left_out(nodes, self._serving) if is_mixed else {}
-            self._changed.update(one for one in before.keys() ^ self._left_out.keys() if one in self._nodes)
+            self._changed.update(entry for entry in before.keys() ^ self._left_out.keys() if entry in self._nodes)
             self._is_left_out_known = True
         return self._left_out
 
@@ -345,7 +349,7 @@ class ClusterView:
         """
         self._why_left_out()
         if self._served_by is None or self._described is None:
-            served = [one.node for one in self.candidates() if not one.is_left_out]
+            served = [candidate.node for candidate in self.candidates() if not candidate.is_left_out]
             models, versions = {node.model for node in served}, {(node.model, node.bits) for node in served}
             self._served_by = tuple(
                 node for node in self.descriptions() if node.model not in models or (node.model, node.bits) in versions

@@ -90,7 +90,7 @@ LLAMA_1B = Shape("1b", 2048, 8192, 16, 32, 8, 64, 128256, 9216, is_tied=True)
 """The shape of docs/performance.md, with room for prompts of 8,192 tokens."""
 LLAMA_8B = Shape("8b", 4096, 14336, 32, 32, 8, 128, 128256, 9216)
 LLAMA_70B = Shape("70b", 8192, 28672, 80, 64, 8, 128, 128256, 9216)
-TINY = Shape("tiny", 64, 128, 2, 4, 2, 16, 256, 128, is_tied=True)
+TINY = Shape("tiny", 64, 128, 1, 4, 2, 16, 256, 128, is_tied=True)
 """The shape with which every stage runs on a CPU in seconds."""
 
 

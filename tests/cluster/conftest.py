@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.forked_commands import fork_server
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if any("transport" in mark.kwargs.get("indirect", ()) for mark in metafunc.definition.iter_markers("parametrize")):
@@ -25,3 +27,9 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     else:
         monkeypatch.setenv("UCX_TLS", f"{chosen},self")
     return chosen
+
+
+@pytest.fixture(scope="session")
+def forked_commands() -> None:
+    """Commands are forked from now on, and start at once."""
+    fork_server()

@@ -12,6 +12,7 @@ import pytest
 
 from baton.engine.request import Request
 from baton.messages.generation import GenerateRequest
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.loading import load_runner
@@ -102,7 +103,7 @@ async def test_a_cache_in_8_bits_has_its_scales_at_their_places(
     prompts = make_prompts(256)
     with closing(load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=96, cache_dtype=dtype))) as alone:
         requests = [
-            Request(key, prompt, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True))
+            Request(key, RequestSpec(prompt, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)))
             for key, prompt in prompts.items()
         ]
         expected = run_all(make_engine(alone), requests)

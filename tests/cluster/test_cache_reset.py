@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +17,10 @@ from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 
-pytestmark = pytest.mark.one_transport
+pytestmark = [pytest.mark.one_transport, pytest.mark.usefixtures("forked_commands")]
 
 SPEC = SimulatedSpec(num_blocks=64, vocab_size=256, max_model_len=512)
 PROMPT = [7] * 70
-
-
-async def baton(cluster: MiniCluster, *words: str) -> tuple[int, str, str]:
-    """Run a command; return its exit code, stdout and stderr."""
-    command = (sys.executable, "-m", "baton.cli.main", *words, "--address", cluster.router.operator)
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-    out, err = await process.communicate()
-    return process.returncode or 0, out.decode(), err.decode()
 
 
 async def count_cached_tokens(cluster: MiniCluster, request_id: str) -> int:
@@ -46,19 +36,16 @@ async def test_a_reset_cache_is_empty_and_the_router_knows_it(tmp_path: Path) ->
     async with mini_cluster(lambda _: SimulatedRunner(SPEC), tmp_path, token_ids_only=True) as cluster:
         assert [await count_cached_tokens(cluster, f"r{number}") for number in range(2)] == [0, 64]
         nodes = ("prefill-0", "decode-0")
-        code, out, err = await baton(cluster, "cache", "reset", *nodes, "-o", "json")
-        assert (code, err) == (0, "")
-        forgotten = json.loads(out)["forgotten_blocks"]
+        forgotten = json.loads(await cluster.baton("cache", "reset", *nodes, "-o", "json"))["forgotten_blocks"]
         assert set(forgotten) == set(nodes)
         assert all(count >= 4 for count in forgotten.values())
         for node in nodes:
             assert cluster.nodes[node].node.scheduler.kv_cache_manager.num_cached_blocks == 0
         assert await count_cached_tokens(cluster, "again") == 0
 
-        code, _, err = await baton(cluster, "cache", "reset", "decode-7")
-        assert code == 3
-        assert "no node is called decode-7" in err
-        _, events, _ = await baton(cluster, "events", "-o", "json")
+        complaint = await cluster.baton("cache", "reset", "decode-7", exit_code=3)
+        assert "no node is called decode-7" in complaint
+        events = await cluster.baton("events", "-o", "json")
         assert events.count('"CacheReset"') == 2
 
 

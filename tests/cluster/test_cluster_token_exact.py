@@ -12,6 +12,7 @@ import pytest
 
 from baton.engine.request import Request
 from baton.messages.generation import GenerateRequest
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -83,7 +84,9 @@ async def test_kv_in_8_bits_gives_the_tokens_of_one_node_alone(tmp_path: Path, c
     prompts = make_prompts(256)
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=NEW_TOKENS, ignore_eos=True)
     alone = make_runner("alone")
-    expected = run_all(make_engine(alone), [Request(key, prompt, params) for key, prompt in prompts.items()])
+    expected = run_all(
+        make_engine(alone), [Request(key, RequestSpec(prompt, params)) for key, prompt in prompts.items()]
+    )
     as_they_are = load_runner(TorchSpec(tmp_path, block_size=BLOCK_SIZE, num_blocks=96))
     # A head of 16 numbers takes 16 bytes and 2 for its scale, instead of 32 in bfloat16 or 64 in float32.
     numbers = as_they_are.layout.block_elements
@@ -128,8 +131,9 @@ async def test_quantised_weights_give_the_tokens_of_one_node_alone(tmp_path: Pat
     own = [
         Request(
             key,
-            prompt,
-            SamplingParams(temperature=temperatures[key], seed=3, max_tokens=NEW_TOKENS, ignore_eos=True),
+            RequestSpec(
+                prompt, SamplingParams(temperature=temperatures[key], seed=3, max_tokens=NEW_TOKENS, ignore_eos=True)
+            ),
         )
         for key, prompt in prompts.items()
     ]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from baton.runner.simulated import SimulatedRunner
 from tests.support.metrics_page import read_metrics_samples
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 
-pytestmark = pytest.mark.one_transport
+pytestmark = [pytest.mark.one_transport, pytest.mark.usefixtures("forked_commands")]
 
 SPEC = SimulatedSpec(
     num_blocks=96,
@@ -27,15 +25,6 @@ SPEC = SimulatedSpec(
 )
 """A prompt takes 0.2 s: delays by other processes are small beside it, so the router's rates are right."""
 PROMPT = [7] * 200
-
-
-async def baton(cluster: MiniCluster, *words: str) -> str:
-    """Run a command on this cluster and return what it prints."""
-    command = (sys.executable, "-m", "baton.cli.main", *words, "--address", cluster.router.operator)
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    out, _ = await process.communicate()
-    assert process.returncode == 0
-    return out.decode()
 
 
 async def ask(cluster: MiniCluster, request_id: str, prompt: list[int]) -> int:
@@ -71,7 +60,7 @@ async def test_a_request_goes_where_its_prefix_is_cached_and_explain_says_why(tm
         assert await ask(cluster, "other", [8, *PROMPT]) == 0
         await wait_for_cached_blocks(cluster, 2 * on_both_nodes)
         assert await ask(cluster, "second", [*PROMPT, 2]) == 192
-        first, second = [json.loads(await baton(cluster, "explain", r, "-o", "json")) for r in ("first", "second")]
+        first, second = [json.loads(await cluster.baton("explain", r, "-o", "json")) for r in ("first", "second")]
         (before,), (after,) = first["decisions"], second["decisions"]
         assert after["prefill_node"] == before["prefill_node"]
         assert (after["decision"], after["reason"]) == ("pair", "cheapest pair")
@@ -82,19 +71,19 @@ async def test_a_request_goes_where_its_prefix_is_cached_and_explain_says_why(tm
         )
         assert (taken["cached_tokens"], after["outcome"]["cached_tokens"]) == (192, 192)
         assert sum(way["cached_tokens"] == 192 for way in after["ways"]) < len(after["ways"]), "others have it not"
-        listed = json.loads(await baton(cluster, "get", "requests", "-o", "json"))
+        listed = json.loads(await cluster.baton("get", "requests", "-o", "json"))
         assert [(row["request_id"], row["state"], row["output_tokens"]) for row in listed["items"]] == [
             ("second", "Finished", 4),
             ("other", "Finished", 4),
             ("first", "Finished", 4),
         ]
-        described = json.loads(await baton(cluster, "describe", "request", "first", "-o", "json"))
+        described = json.loads(await cluster.baton("describe", "request", "first", "-o", "json"))
         assert described["attempts"] == 1
         assert [found["version"] for found in (first, second, listed, described)] == [1] * 4
-        text = await baton(cluster, "explain", "second")
+        text = await cluster.baton("explain", "second")
         assert text.startswith("second, attempt 1, ")
         assert "in hindsight" in text
-        timeline = json.loads(await baton(cluster, "trace", "second", "-o", "json"))
+        timeline = json.loads(await cluster.baton("trace", "second", "-o", "json"))
         assert sum(stage["duration_ns"] for stage in timeline["stages"]) == timeline["total_ns"]
         first_token = [stage["duration_ns"] for stage in timeline["stages"] if not stage["after_first_token"]]
         assert sum(first_token) == timeline["ttft_ns"]

@@ -14,6 +14,7 @@ import pytest
 import baton
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, Outcome, RequestDelta, StepReport, Submit
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -75,15 +76,15 @@ class Legs:
         """Run the whole request on the decode node."""
         self._flight += 1
         key = AttemptKey("whole", 1, self._flight)
-        self._decode.send(Submit(key, Leg.WHOLE, prompt, params, output_token_ids=given))
+        self._decode.send(Submit(key, Leg.WHOLE, RequestSpec(prompt, params), output_token_ids=given))
         return Output(await self._until_end(self._decode, key))
 
     async def pair(self, prompt: Sequence[int], params: SamplingParams, given: Sequence[int]) -> tuple[Output, Output]:
         """Run a prefill and a decode leg; return the output of both."""
         self._flight += 1
         key = AttemptKey("pair", 2, self._flight)
-        self._prefill.send(Submit(key, Leg.PREFILL, prompt, params, output_token_ids=given))
-        decode = Submit(key, Leg.DECODE, prompt, params, kv_source=self._source, output_token_ids=given)
+        self._prefill.send(Submit(key, Leg.PREFILL, RequestSpec(prompt, params), output_token_ids=given))
+        decode = Submit(key, Leg.DECODE, RequestSpec(prompt, params), kv_source=self._source, output_token_ids=given)
         self._decode.send(decode)
         return Output(await self._until_end(self._prefill, key)), Output(await self._until_end(self._decode, key))
 

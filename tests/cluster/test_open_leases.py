@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from baton.wire.clients.node_client import NodeClient
 from baton.wire.codec.operator import CLUSTER_STATUS
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 from tests.support.step_gate import StepGate
+
+pytestmark = pytest.mark.usefixtures("forked_commands")
 
 SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
 
@@ -46,15 +47,9 @@ async def wait_for_handoff(cluster: MiniCluster, node_id: str, state: str) -> Op
         await client.close()
 
 
-async def baton(cluster: MiniCluster, *words: str) -> Any:
-    """Run a command on this cluster and return its JSON output."""
-    more = ("--address", cluster.router.operator, "-o", "json")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "baton.cli.main", *words, *more, stdout=asyncio.subprocess.PIPE
-    )
-    out, _ = await process.communicate()
-    assert process.returncode == 0
-    return json.loads(out)
+async def shown(cluster: MiniCluster, *words: str) -> Any:
+    """What a command says in JSON."""
+    return json.loads(await cluster.baton(*words, "-o", "json"))
 
 
 @pytest.mark.one_transport
@@ -75,24 +70,24 @@ async def test_a_lease_is_listed_from_both_nodes_until_it_ends(tmp_path: Path) -
         assert lease.attempt == transfer.attempt
         assert (lease.num_blocks, transfer.num_blocks) == (2, 5)
 
-        rows = (await baton(cluster, "get", "leases"))["items"]
+        rows = (await shown(cluster, "get", "leases"))["items"]
         seen = [(row["node"], row["side"], row["state"], row["peer"], row["num_blocks"]) for row in rows]
         assert seen == [
             ("prefill-0", "sender", "READING", "decode-0", 2),
             ("decode-0", "reader", "READING", "prefill-0", 5),
         ]
         assert {row["request_id"] for row in rows} == {lease.attempt.request_id}
-        decoding = await baton(cluster, "get", "leases", "-l", "role=decode")
+        decoding = await shown(cluster, "get", "leases", "-l", "role=decode")
         assert [row["node"] for row in decoding["items"]] == ["decode-0"]
-        described = (await baton(cluster, "describe", "node", "decode-0"))["report"]
+        described = (await shown(cluster, "describe", "node", "decode-0"))["report"]
         assert described["leases_by_state"] == {"READING": 1}
         assert described["waiting_by_reason"]["remote_kv"] == 1
 
         gate.allow(None)
         assert len((await answer).token_ids) == 4
         await cluster.wait_until_idle()
-        assert await baton(cluster, "get", "leases") == {"version": 1, "items": []}
-        described = (await baton(cluster, "describe", "node", "decode-0"))["report"]
+        assert await shown(cluster, "get", "leases") == {"version": 1, "items": []}
+        described = (await shown(cluster, "describe", "node", "decode-0"))["report"]
         assert described["ended_transfers"] == [{"peer": "prefill-0", "outcome": "arrived", "count": 1}]
 
 
@@ -116,6 +111,6 @@ async def test_a_link_refused_for_its_layout_is_shown_at_both_nodes(tmp_path: Pa
         for detail in (told["decode-0"], told["prefill-0"]):
             assert "KV layouts differ in geometry, block_bytes: prefill-0 [" in detail
             assert "], decode-0 [" in detail
-        described = (await baton(cluster, "describe", "node", "decode-0"))["report"]
+        described = (await shown(cluster, "describe", "node", "decode-0"))["report"]
         assert described["refused_links"][0]["cause"] == "layout_mismatch"
         assert told["decode-0"] == described["refused_links"][0]["story"]

@@ -15,6 +15,7 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.messages.generation import GenerateRequest
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -50,7 +51,7 @@ def alone(runner: TorchModelRunner, prompts: list[list[int]], params: list[Sampl
             num_blocks=runner.memory.num_blocks, block_size=BLOCK_SIZE, max_num_seqs=4, enable_prefix_caching=False
         )
         engine = EngineCore(Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), SystemClock()), runner)
-        engine.scheduler.add_request(Request(f"alone-{index}", prompt, how))
+        engine.scheduler.add_request(Request(f"alone-{index}", RequestSpec(prompt, how)))
         tokens: list[int] = []
         while engine.has_work():
             for step in engine.step().values():

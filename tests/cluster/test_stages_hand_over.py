@@ -12,6 +12,7 @@ import pytest
 
 from baton.engine.request import Request
 from baton.messages.generation import GenerateRequest
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -83,7 +84,9 @@ async def test_tokens_through_nodes_that_are_divided_in_different_ways(
     if "cache_dtype" in settings:
         with closing(load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=96, **settings))) as alone:
             greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-            expected = run_all(make_engine(alone), [Request(key, prompt, greedy) for key, prompt in prompts.items()])
+            expected = run_all(
+                make_engine(alone), [Request(key, RequestSpec(prompt, greedy)) for key, prompt in prompts.items()]
+            )
     else:
         expected = generate_with_transformers(tmp_path, prompts)
     for key, answer in zip(prompts, answers, strict=True):
@@ -104,7 +107,7 @@ async def test_a_stream_goes_on_when_a_stage_is_lost(tmp_path: Path, lose: Calla
     prompt = make_prompts(256)["prompt-33"]
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=200, ignore_eos=True)
     alone = load_runner(TorchSpec(tmp_path, dtype="float32", num_blocks=96))
-    expected = run_all(make_engine(alone), [Request("alone", prompt, params)])["alone"]
+    expected = run_all(make_engine(alone), [Request("alone", RequestSpec(prompt, params))])["alone"]
     with ExitStack() as stack:
         nodes: Mapping[str, Any] = {"prefill-0": (2, {}), "decode-0": (2, {}), "decode-1": (3, {})}
         make_runner = Runners(tmp_path, nodes, stack)

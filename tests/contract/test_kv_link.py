@@ -55,6 +55,7 @@ from tests.support.handoff_rig import (
     ReceiverHalf,
     Recorder,
     SenderHalf,
+    attempt_of,
     decode_leg,
     new_device_memory,
     new_memory,
@@ -859,7 +860,7 @@ async def _wait_until_settled(rig: HandoffRig) -> None:
     marker = f"marker{len(rig.sender.recorder.events)}#1"
     request = rig.receiver.reserve(marker, 4, rig.sender.source, [0])
     # The sender may have welcomed the receiver and not have its link yet: its answer says that it has.
-    rig.sender.handoff.withdraw(AttemptKey.parse(marker), "marker")
+    rig.sender.handoff.withdraw(attempt_of(marker), "marker")
     await rig.receiver.recorder.wait_until(lambda: marker in rig.receiver.recorder.failed)
     rig.receiver.finish(request, [0], transferring=True)
     await rig.receiver.recorder.wait_until(lambda: marker in rig.receiver.recorder.released)

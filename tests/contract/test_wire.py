@@ -58,6 +58,7 @@ from baton.messages.node import (
 )
 from baton.messages.node_report import HandoffReport, NodeReport, TraceEvent, TraceStep
 from baton.messages.pooling import EmbedInput, EmbedRequest, EmbedResponse, EmbedResult, EmbedTask
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.model_formats.adapters import AdapterInfo
 from baton.security.authority import make_certificates
@@ -78,11 +79,17 @@ from baton.wire.services.operator_service import OperatorServicer
 from tests.doubles.fake_generation_handler import FINISHED, FakeGenerationHandler
 from tests.doubles.fake_node_handler import FakeNodeHandler
 from tests.support.reports import QueuedReports
+from tests.support.requests import changed
 from tests.support.router_parts import decode
 
 SECRET = "/home/somebody/secret.py"
 KEY = AttemptKey("r", 1, 2**63)
-SUBMIT = Submit(KEY, Leg.DECODE, (1, 2, 3), SamplingParams(), 0, "", Peer("p", "p.1", "host:1"))
+SUBMIT = Submit(
+    KEY,
+    Leg.DECODE,
+    RequestSpec((1, 2, 3), SamplingParams(), priority=0, cache_salt=""),
+    kv_source=Peer("p", "p.1", "host:1"),
+)
 
 
 SERVERS: dict[str, Callable[[tuple[str, ...], FaultBarrier], RpcServer]] = {
@@ -389,7 +396,7 @@ async def test_a_router_sends_work_and_receives_reports(node: Node) -> None:
     stream.send(SUBMIT)
     stream.send(Abort(KEY, "enough"))
     assert [await port.received.get() for _ in range(2)] == [
-        replace(SUBMIT, prompt_token_ids=[1, 2, 3]),
+        changed(SUBMIT, prompt_token_ids=[1, 2, 3]),
         Abort(KEY, "enough"),
     ]
     report = StepReport([RequestDelta(KEY, 3, [9], [TokenLogprobs(9, -0.5, 1, [(9, -0.5)])])], LoadReport(running=1))

@@ -14,14 +14,26 @@ T = TypeVar("T")
 class FakeCall:
     """One call, and the events that a test sends to its client."""
 
-    def __init__(self, request_id: str, positions: Sequence[int], timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        positions: Sequence[int],
+        timeout_s: float | None,
+        request: GenerateRequest | None = None,
+    ) -> None:
         self.request_id = request_id
         self.positions = positions
         """The positions from which a stream is resumed; empty for a new request."""
         self.timeout_s = timeout_s
-        self.request: GenerateRequest | None = None
+        self._request = request
         self.is_closed = asyncio.Event()
         self._events: asyncio.Queue[GenerateEvent | Exception | None] = asyncio.Queue()
+
+    @property
+    def request(self) -> GenerateRequest:
+        """The request of a call that resumes no stream."""
+        assert self._request is not None, "it resumes a stream"
+        return self._request
 
     def tell(self, *events: GenerateEvent | Exception | None) -> None:
         """Send the client these events next. An error or Finished ends the stream. None ends it without either, which
@@ -64,9 +76,7 @@ class FakeHandler:
         """Number of functions that ran in a thread that may wait for a child process."""
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
-        call = FakeCall(request.request_id, (), timeout_s)
-        call.request = request
-        return self._begin(call)
+        return self._begin(FakeCall(request.request_id, (), timeout_s, request))
 
     def most_at_once(self) -> int | None:
         return self.most

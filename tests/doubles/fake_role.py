@@ -27,7 +27,7 @@ class FakeRole:
         self.shown: Sequence[Figure] = ()
         """The answer of `figures`."""
         self.reported = HandoffReport()
-        """The answer of `handoff_report`."""
+        """The answer of `report`."""
         self.start_error: Exception | None = None
         """The error that `start` raises; None: it starts."""
         self.is_up = False
@@ -59,7 +59,12 @@ class FakeRole:
     def figures(self) -> Sequence[Figure]:
         return self.shown
 
-    def handoff_report(self) -> HandoffReport:
+    @property
+    def handoff(self) -> FakeRole:
+        """The end of its hand-offs, of which there are none."""
+        return self
+
+    def report(self) -> HandoffReport:
         return self.reported
 
     def refused_links(self) -> Sequence[RefusedLink]:

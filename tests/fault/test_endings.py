@@ -51,9 +51,6 @@ async def test_no_process_survives_the_supervisor(tmp_path: Path, model: Path) -
             with pytest.raises(BatonError):
                 await answering
         assert cluster.baton("status").returncode != 0
-        # The run directory can be used again at once, without cleaning up.
-        again = cluster.baton("up", "--detach", "--grpc-port", "0", "--model", str(model), *FLAGS)
-        assert again.returncode == 0, again.stderr
 
 
 @pytest.mark.timeout(300)  # Nodes with torch start five times.

@@ -16,6 +16,7 @@ import pytest
 
 from baton.engine.request import Request
 from baton.messages.generation import GenerateRequest
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.messages.speculation import SpeculationConfig
 from baton.runner.loading import load_runner
@@ -52,7 +53,7 @@ def expected(model: Path) -> dict[str, list[int]]:
         for name, (_, max_tokens) in SIZES.items()
     }
     engine = make_engine(load_runner(TorchSpec(model, num_blocks=256, cache_dtype="int8")))
-    tokens = run_all(engine, [Request(name, prompt(name), params[name]) for name in SIZES])
+    tokens = run_all(engine, [Request(name, RequestSpec(prompt(name), params[name])) for name in SIZES])
     assert all(len(set(found)) > 20 for found in tokens.values()), "a model that repeats one token would prove nothing"
     return tokens
 

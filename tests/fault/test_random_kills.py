@@ -20,8 +20,9 @@ from tests.support.process_cluster import ProcessCluster, process_cluster
 
 NUM_KILLS = int(os.environ.get("BATON_KILLS", "2"))
 SEED = int(os.environ.get("BATON_KILLS_SEED", "1"))
-NUM_CLIENTS = 6
-NUM_REQUESTS = 18
+NUM_CLIENTS = 4
+NUM_REQUESTS = 6 if NUM_KILLS < 20 else 18
+"""Different requests; six are one of each kind."""
 VOCAB_SIZE = 1024
 FLAGS = ("--prefill", "2", "--decode", "2", "--routers", "2", "--threads", "1", "--http-port", "0")
 

@@ -1,4 +1,4 @@
-"""The table of docs/security.md: the measured effect of each attack on a router.
+"""The table of docs/reliability/attacks.md: the measured effect of each attack on a router.
 
     BATON_HOSTILE=long BATON_HOSTILE_TABLE=FILE python -m pytest tests/hostile
     python -m tests.hostile.table FILE

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.request import Request
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter
 from baton.runner.loading import load_runner
@@ -54,7 +55,7 @@ def test_greedy_tokens_equal_those_of_peft(tmp_path: Path, name: str) -> None:
         of_one = generate_with_peft(base, tmp_path / f"{index - 1}" if digest else None, prompts, NEW_TOKENS)
         expected |= {f"{key}-{index}": tokens for key, tokens in of_one.items()}
     requests = [
-        Request(f"{key}-{index}", prompt, GREEDY, cache_salt=digest, adapter=digest)
+        Request(f"{key}-{index}", RequestSpec(prompt, GREEDY, cache_salt=digest, adapter=digest))
         for key, prompt in prompts.items()
         for index, digest in enumerate(["", *digests])
     ]
@@ -76,8 +77,10 @@ def test_vocabulary_adapters_equal_those_of_peft(tmp_path: Path, name: str) -> N
     prompts = prompts_of(runner)
     expected = generate_with_peft(base, adapter, prompts, NEW_TOKENS)
     without = generate_with_peft(base, None, prompts, NEW_TOKENS)
-    requests = [Request(key, prompt, GREEDY, cache_salt="with", adapter=digest) for key, prompt in prompts.items()]
-    requests += [Request(f"{key}-without", prompt, GREEDY) for key, prompt in prompts.items()]
+    requests = [
+        Request(key, RequestSpec(prompt, GREEDY, cache_salt="with", adapter=digest)) for key, prompt in prompts.items()
+    ]
+    requests += [Request(f"{key}-without", RequestSpec(prompt, GREEDY)) for key, prompt in prompts.items()]
     assert run_all(make_engine(runner), requests) == expected | {f"{key}-without": of for key, of in without.items()}
     assert expected != without
 
@@ -105,7 +108,8 @@ def test_cached_preempted_and_forked_requests_keep_the_tokens_of_peft(tmp_path: 
     engine = make_engine(cramped, preemption_mode=mode, num_host_blocks=cramped.num_host_blocks)
     for turn in ("", "-again"):
         found = run_all(
-            engine, [Request(f"{key}{turn}", prompt, GREEDY, adapter=digest) for key, prompt, digest in requests]
+            engine,
+            [Request(f"{key}{turn}", RequestSpec(prompt, GREEDY, adapter=digest)) for key, prompt, digest in requests],
         )
         assert {key.removesuffix("-again"): tokens for key, tokens in found.items()} == expected
     stats = engine.scheduler.make_stats()
@@ -115,7 +119,7 @@ def test_cached_preempted_and_forked_requests_keep_the_tokens_of_peft(tmp_path: 
     two = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=2)
     tokens: dict[tuple[str, int], list[int]] = {}
     for key, prompt, digest in requests[-2:]:
-        engine.scheduler.add_request(Request(key, prompt, two, adapter=digest))
+        engine.scheduler.add_request(Request(key, RequestSpec(prompt, two, adapter=digest)))
     while engine.has_work():
         for outputs in engine.step().values():
             for output in outputs:

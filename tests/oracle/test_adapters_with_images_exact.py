@@ -9,6 +9,7 @@ import pytest
 
 from baton.engine.request import Request
 from baton.errors import AdapterRefused
+from baton.messages.request_spec import RequestSpec
 from baton.model_formats.adapters import open_adapter
 from baton.runner.images import ImageProcessor
 from baton.runner.loading import load_runner
@@ -56,7 +57,10 @@ def test_tokens_behind_images_are_those_of_peft(tmp_path: Path, name: str) -> No
 
     def made(suffix: str) -> list[Request]:
         return [
-            Request(key + suffix, list(each.token_ids), GREEDY, spans=each.spans, contents=each.images, adapter=digest)
+            Request(
+                key + suffix,
+                RequestSpec(list(each.token_ids), GREEDY, spans=each.spans, contents=each.images, adapter=digest),
+            )
             for key, each, digest in requests
         ]
 

@@ -17,6 +17,7 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.messages.node import Leg, Outcome
 from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.pooling import Pooler
@@ -57,7 +58,9 @@ def embed(
     """Compute all vectors at once, beside the engine's other requests; by default embeddings of last tokens."""
     for name, prompt in prompts.items():
         params = (pooling or {}).get(name)
-        engine.scheduler.add_request(Request(name, prompt, SamplingParams(), leg=Leg.EMBED, pooling=params))
+        engine.scheduler.add_request(
+            Request(name, RequestSpec(prompt, SamplingParams(), pooling=params), leg=Leg.EMBED)
+        )
     found: dict[str, bytes] = {}
     while len(found) < len(prompts):
         for output in (output for outputs in engine.step().values() for output in outputs):
@@ -69,7 +72,7 @@ def embed(
 
 def add_stream(engine: EngineCore) -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    stream = Request("stream", PROMPTS["of-17"][::-1], params)
+    stream = Request("stream", RequestSpec(PROMPTS["of-17"][::-1], params))
     engine.scheduler.add_request(stream)
     return stream
 
@@ -147,7 +150,9 @@ def test_streams_that_begin_in_a_step_with_embeddings_get_their_own_tokens(tmp_p
     for prompts in ({}, PROMPTS):
         engine = make_engine(runner)
         if prompts:
-            engine.scheduler.add_request(Request("before", PROMPTS["of-70"], SamplingParams(), leg=Leg.EMBED))
+            engine.scheduler.add_request(
+                Request("before", RequestSpec(PROMPTS["of-70"], SamplingParams()), leg=Leg.EMBED)
+            )
         stream = add_stream(engine)
         embed(engine, prompts)
         while engine.has_work():

@@ -20,11 +20,13 @@ from baton.errors import ConfigError
 from baton.messages.capabilities import Capability
 from baton.messages.node import Leg, Outcome
 from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.encoder.encoder_runner import EncoderRunner, load_encoder
 from baton.runner.loading import load_runner
+from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.spec import TorchSpec
 from tests.doubles.fake_clock import FakeClock
 from tests.support.tiny_encoders import TINY_ENCODERS, write_encoder
@@ -54,7 +56,9 @@ def vectors(
     )
     engine = EngineCore(Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock()), runner)
     for name, text in texts.items():
-        engine.scheduler.add_request(Request(name, text, SamplingParams(), leg=Leg.EMBED, pooling=params[name]))
+        engine.scheduler.add_request(
+            Request(name, RequestSpec(text, SamplingParams(), pooling=params[name]), leg=Leg.EMBED)
+        )
     found: dict[str, bytes] = {}
     while len(found) < len(texts):
         for output in (output for outputs in engine.step().values() for output in outputs):
@@ -169,6 +173,20 @@ def test_encoders_with_other_dtypes_and_kernels(tmp_path: Path, name: str, dtype
         for text, vector in vectors(exact, TEXTS, params).items():
             off = np.frombuffer(vector, "<f4") - np.frombuffer(together[text], "<f4")
             assert np.linalg.norm(off) < (1e-5 if plain else 0.05)
+
+
+def test_an_encoder_with_attention_sinks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.bert import modeling_bert
+
+    original = modeling_bert.BertSelfAttention.forward
+
+    def forward(self: Any, *rows: Any, **arguments: Any) -> Any:
+        return original(self, *rows, **arguments, s_aux=torch.zeros(self.num_attention_heads))
+
+    monkeypatch.setattr(modeling_bert.BertSelfAttention, "forward", forward)
+    write_encoder(tmp_path, "bert")
+    with pytest.raises(UnsupportedAttention, match="has attention sinks"):
+        load(tmp_path)
 
 
 def test_what_an_encoder_can_not_have_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from baton.engine.request import Request
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter
 from baton.runner.backends.operations import Operations
@@ -42,14 +43,14 @@ def assert_tokens_are_those_of_peft(base: Path, adapters: Sequence[Path], operat
         of_one = generate_with_peft(base, adapters[index - 1] if digest else None, prompts, NEW_TOKENS)
         expected |= {f"{key}-{index}": tokens for key, tokens in of_one.items()}
     requests = [
-        Request(f"{key}-{index}", prompt, GREEDY, cache_salt=digest, adapter=digest)
+        Request(f"{key}-{index}", RequestSpec(prompt, GREEDY, cache_salt=digest, adapter=digest))
         for key, prompt in prompts.items()
         for index, digest in every
     ]
     assert run_all(make_engine(runner), requests) == expected
     for index, digest in every[1:]:
         runner.adapters.load(adapters[index - 1], digest)
-        alone = Request("prompt-17", prompts["prompt-17"], GREEDY, cache_salt=digest, adapter=digest)
+        alone = Request("prompt-17", RequestSpec(prompts["prompt-17"], GREEDY, cache_salt=digest, adapter=digest))
         assert run_all(make_engine(runner), [alone]) == {"prompt-17": expected[f"prompt-17-{index}"]}
         differ = [key for key in prompts if expected[f"{key}-0"] != expected[f"{key}-{index}"]]
         assert len(differ) > len(prompts) / 2, f"adapter {index} changes nothing"
@@ -127,7 +128,7 @@ def test_an_adapter_of_some_experts_is_the_one_with_zeros_for_the_others(tmp_pat
     for adapter in ("some", "every"):
         digest = open_adapter(tmp_path / adapter).digest()
         runner.adapters.load(tmp_path / adapter, digest)
-        request = Request("a", [5, 6, 7, 8], GREEDY, cache_salt=digest, adapter=digest)
+        request = Request("a", RequestSpec([5, 6, 7, 8], GREEDY, cache_salt=digest, adapter=digest))
         found.append(run_all(make_engine(runner), [request]))
-    without = run_all(make_engine(runner), [Request("a", [5, 6, 7, 8], GREEDY)])
+    without = run_all(make_engine(runner), [Request("a", RequestSpec([5, 6, 7, 8], GREEDY))])
     assert found[0] == found[1] != without

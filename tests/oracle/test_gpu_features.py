@@ -16,6 +16,7 @@ from baton import LLM
 from baton import SamplingParams as OfflineParams
 from baton.engine.request import Request
 from baton.messages.generation import GenerateRequest
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.speculation import SpeculationConfig
 from baton.runner import DraftSpec
@@ -193,7 +194,9 @@ async def test_processes_hand_over_kv_on_one_gpu(tmp_path: Path) -> None:
     runner = load_runner(TorchSpec(tmp_path / "model", dtype="bfloat16", num_blocks=1200, device=DEVICE))
     assert runner.model.bit_exact
     requests = [
-        Request(name, prompt, SamplingParams(temperature=temperature, seed=7, max_tokens=24, ignore_eos=True))
+        Request(
+            name, RequestSpec(prompt, SamplingParams(temperature=temperature, seed=7, max_tokens=24, ignore_eos=True))
+        )
         for name, (prompt, temperature) in cases.items()
     ]
     expected = run_all(make_engine(runner), requests)

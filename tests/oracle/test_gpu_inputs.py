@@ -13,6 +13,7 @@ import torch
 from baton.engine.request import Request
 from baton.messages.capabilities import Capability
 from baton.messages.pooling import EMBEDDING_KINDS, Pooling, PoolingParams
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter
 from baton.runner.encoder.encoder_runner import load_encoder
@@ -51,7 +52,7 @@ def test_tokens_with_adapters_are_those_of_peft(tmp_path: Path, name: str) -> No
     runner = load_runner(TorchSpec(base, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96, device=DEVICE))
     prompts = dict(list(make_prompts(runner.model.vocab_size).items())[:4])
     expected = {f"{key}-": tokens for key, tokens in generate_with_peft(base, None, prompts).items()}
-    requests = [Request(f"{key}-", prompt, GREEDY) for key, prompt in prompts.items()]
+    requests = [Request(f"{key}-", RequestSpec(prompt, GREEDY)) for key, prompt in prompts.items()]
     for index, settings in enumerate(SETTINGS):
         adapter = tmp_path / f"{index}"
         targets: dict[str, Any] = {"target_modules": TARGETS.get(name, "all-linear")}
@@ -63,7 +64,7 @@ def test_tokens_with_adapters_are_those_of_peft(tmp_path: Path, name: str) -> No
         with_it = generate_with_peft(base, adapter, prompts)
         expected |= {f"{key}-{index}": tokens for key, tokens in with_it.items()}
         requests += [
-            Request(f"{key}-{index}", prompt, GREEDY, cache_salt=digest, adapter=digest)
+            Request(f"{key}-{index}", RequestSpec(prompt, GREEDY, cache_salt=digest, adapter=digest))
             for key, prompt in prompts.items()
         ]
     assert run_all(make_engine(runner), requests) == expected
@@ -88,7 +89,7 @@ def test_other_adapters_in_the_batch_change_no_bit(tmp_path: Path, name: str, dt
 
     def requests() -> list[Request]:
         return [
-            Request(f"{key}-{place}", prompt, LOGGED, cache_salt=digest, adapter=digest)
+            Request(f"{key}-{place}", RequestSpec(prompt, LOGGED, cache_salt=digest, adapter=digest))
             for key, prompt in prompts.items()
             for place, digest in enumerate(digests)
         ]

@@ -21,6 +21,7 @@ from baton.engine.request import Request
 from baton.engine.runner import RunnerLost
 from baton.errors import ConfigError
 from baton.messages.generation import GenerateRequest
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
@@ -92,7 +93,9 @@ async def test_stages_on_a_gpu_hand_over(tmp_path: Path, prefill: int, decode: i
     prompts = make_prompts(256)
     with on_gpu(tmp_path, 1, dtype="float32") as alone:
         greedy = SamplingParams(temperature=0.0, max_tokens=24)
-        expected = run_all(make_engine(alone), [Request(key, prompt, greedy) for key, prompt in prompts.items()])
+        expected = run_all(
+            make_engine(alone), [Request(key, RequestSpec(prompt, greedy)) for key, prompt in prompts.items()]
+        )
     with ExitStack() as stack:
 
         def make_runner(node_id: str) -> TorchModelRunner:
@@ -117,10 +120,14 @@ def test_a_stage_on_a_gpu_that_is_killed_is_noticed(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     with on_gpu(tmp_path, 2, dtype="float32") as runner:
         engine = make_engine(runner)
-        engine.scheduler.add_request(Request("first", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        engine.scheduler.add_request(
+            Request("first", RequestSpec([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        )
         engine.step()
         os.kill(runner.rank_reports()[1].pid, signal.SIGKILL)
-        engine.scheduler.add_request(Request("later", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        engine.scheduler.add_request(
+            Request("later", RequestSpec([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        )
         with pytest.raises(RunnerLost, match=r"rank 1 \(process \d+\) was ended by SIGKILL"):
             engine.step()
 

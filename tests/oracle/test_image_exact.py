@@ -18,6 +18,7 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import EncoderContent, Span
 from baton.model_formats.images import image_family
@@ -44,7 +45,7 @@ class Prompt:
     images: Sequence[EncoderContent]
 
     def request(self, name: str, params: SamplingParams = GREEDY) -> Request:
-        return Request(name, list(self.token_ids), params, spans=self.spans, contents=self.images)
+        return Request(name, RequestSpec(list(self.token_ids), params, spans=self.spans, contents=self.images))
 
 
 def prompt_of(directory: Path, seed: int, num_images: int) -> Prompt:

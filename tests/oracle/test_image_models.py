@@ -15,6 +15,7 @@ import torch
 from baton.cli.cluster.supervisor.preflight import check_architecture
 from baton.engine.request import Request
 from baton.errors import ConfigError
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.images import UnusableImage
 from baton.runner.backends.kernel_choice import choose_operations
@@ -62,7 +63,10 @@ def test_text_alone_has_the_tokens_of_generate(directory: Path, expected_model: 
     expected = generate_with(expected_model, prompts)
     assert len({token for tokens in expected.values() for token in tokens}) > 20
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-    assert run_all(make_engine(runner), [Request(key, prompt, greedy) for key, prompt in prompts.items()]) == expected
+    assert (
+        run_all(make_engine(runner), [Request(key, RequestSpec(prompt, greedy)) for key, prompt in prompts.items()])
+        == expected
+    )
 
 
 def test_ranks_and_stages_of_the_text_part_have_the_same_tokens(directory: Path) -> None:
@@ -77,7 +81,7 @@ def test_ranks_and_stages_of_the_text_part_have_the_same_tokens(directory: Path)
                 start_stages=FakeStages.start,
             )
         ) as runner:
-            requests = [Request(key, prompt, greedy) for key, prompt in prompts.items()]
+            requests = [Request(key, RequestSpec(prompt, greedy)) for key, prompt in prompts.items()]
             tokens.append(run_all(make_engine(runner), requests))
     assert tokens[0] == tokens[1]
 

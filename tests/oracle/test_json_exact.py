@@ -18,6 +18,7 @@ from baton.engine.runner import LazyExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_id, sequence_seed
 from baton.messages.node import Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.loading import load_runner
@@ -81,7 +82,7 @@ class Engine:
         tokens: dict[str, list[int]] = {}
         for name, prompt in prompts.items():
             how = params[name]
-            self.core.scheduler.add_request(Request(name, prompt, how, eos_token_ids=self._eos))
+            self.core.scheduler.add_request(Request(name, RequestSpec(prompt, how), eos_token_ids=self._eos))
             if how.has_grammar:
                 self.core.scheduler.grammar_compiled(
                     name, [self._grammars.matcher(how.json_schema) for _ in range(how.n)]
@@ -91,7 +92,7 @@ class Engine:
                 for output in outputs:
                     tokens.setdefault(name_of(output), []).extend(output.new_token_ids)
                     if output.error is not None:
-                        self.errors[name_of(output)] = output.error
+                        self.errors[name_of(output)] = str(output.error)
         self.core.scheduler.kv_cache_manager.check_invariant()
         return tokens
 
@@ -233,8 +234,7 @@ def test_an_attempt_continues_behind_the_tokens_of_an_earlier_one(
     requests = {
         name: Request(
             name,
-            prompts[name],
-            params[name],
+            RequestSpec(prompts[name], params[name]),
             eos_token_ids=frozenset({EOS}),
             output_token_ids=alone[name][:num_generated],
         )
@@ -263,7 +263,9 @@ def test_no_token_is_outside_the_mask(grammars: Grammars, sampled: Sampled, alon
 
 def test_a_constrained_request_may_end_by_its_length(runner: TorchModelRunner, grammars: Grammars) -> None:
     engine = Engine(runner, grammars)
-    request = Request("r", prompt_of(1), constrained("object", max_tokens=3), eos_token_ids=frozenset({EOS}))
+    request = Request(
+        "r", RequestSpec(prompt_of(1), constrained("object", max_tokens=3)), eos_token_ids=frozenset({EOS})
+    )
     engine.core.scheduler.add_request(request)
     engine.core.scheduler.grammar_compiled("r", [grammars.matcher(schema_text("object"))])
     while engine.core.has_work():
@@ -276,7 +278,7 @@ def test_a_schema_that_becomes_too_complex_fails_its_request_alone(
 ) -> None:
     prompts, params = sampled
     engine = Engine(runner, grammars)
-    costly = Request("costly", prompt_of(1), constrained("object"))
+    costly = Request("costly", RequestSpec(prompt_of(1), constrained("object")))
     engine.core.scheduler.add_request(costly)
     engine.core.scheduler.grammar_compiled("costly", [FakeMatcher([range(VOCAB)] * 9, {EOS}, too_complex_at=4)])
     assert engine.run({"object": prompts["object"]}, params)["object"] == alone["object"]

@@ -24,6 +24,7 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_id
 from baton.messages.node import Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.speculation import SpeculationConfig
 from baton.runner import DraftSpec
@@ -134,7 +135,7 @@ def alone(runner: TorchModelRunner, given: Mapping[str, Sequence[int]]) -> dict[
     answers: dict[str, Answer] = {}
     for name, prompt in given.items():
         engine = make_engine(runner, enable_prefix_caching=False)
-        engine.scheduler.add_request(Request(name, prompt, greedy()))
+        engine.scheduler.add_request(Request(name, RequestSpec(prompt, greedy())))
         while engine.has_work():
             step(engine, answers)
     return answers
@@ -193,7 +194,7 @@ class Schedule:
         num_given = draw.randrange(MOST_TOKENS) if n == 1 and draw.random() < 0.3 else 0
         given = self._expected[prompt].token_ids[:num_given]
         token_ids = prompts()[prompt]
-        self.engine.scheduler.add_request(Request(prompt, token_ids, greedy(n=n), output_token_ids=given))
+        self.engine.scheduler.add_request(Request(prompt, RequestSpec(token_ids, greedy(n=n)), output_token_ids=given))
         for index in range(n):
             self._of[sequence_id(prompt, index)] = prompt, num_given
 
@@ -243,7 +244,7 @@ def test_tokens_of_every_type_equal_generate(tmp_path: Path, name: str) -> None:
     assert "Baton's loop over the layers" in [path.runs for path in runner.model.compute_paths]
     engine = make_engine(runner, chunk=24)
     for key, prompt in given.items():
-        engine.scheduler.add_request(Request(key, prompt, greedy(18)))
+        engine.scheduler.add_request(Request(key, RequestSpec(prompt, greedy(18))))
     answers: dict[str, Answer] = {}
     while engine.has_work():
         step(engine, answers)

@@ -17,6 +17,7 @@ import pytest
 from baton.engine.request import Request
 from baton.engine.runner import RunnerLost
 from baton.errors import ConfigError
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -89,7 +90,9 @@ def test_a_stage_that_fails_in_a_step_ends_them_all(tmp_path: Path, monkeypatch:
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     with in_stages(tmp_path, 2, dtype="float32") as runner:
         engine = make_engine(runner)
-        engine.scheduler.add_request(Request("first", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        engine.scheduler.add_request(
+            Request("first", RequestSpec([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        )
         engine.step()
         # Another thread tells why, maybe after the step has ended.
         reasons: SimpleQueue[str] = SimpleQueue()
@@ -101,7 +104,7 @@ def test_a_stage_that_fails_in_a_step_ends_them_all(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(caches_of(runner)[0], "compute_stage", fails)
         for turn in range(2):
             engine.scheduler.add_request(
-                Request(f"later-{turn}", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1))
+                Request(f"later-{turn}", RequestSpec([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
             )
             with pytest.raises(RunnerLost, match="rank 1 has failed: MemoryError: no memory for rows"):
                 engine.step()

@@ -16,6 +16,7 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.messages.capabilities import Capability
 from baton.messages.node import Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 from baton.messages.speculation import SpeculationConfig
@@ -78,7 +79,7 @@ def run_all(
     """The tokens of each sequence of each prompt; all prompts at once."""
     found: dict[str, list[list[int]]] = {name: [[] for _ in range(params.n)] for name in prompts}
     for name, prompt in prompts.items():
-        engine.scheduler.add_request(Request(name, prompt.token_ids, params, spans=prompt.spans))
+        engine.scheduler.add_request(Request(name, RequestSpec(prompt.token_ids, params, spans=prompt.spans)))
     while engine.has_work():
         for output in (output for outputs in engine.step().values() for output in outputs):
             name, index = output.request_id, output.sequence_index
@@ -143,7 +144,7 @@ def run_recorded(engine: EngineCore, prompts: Mapping[str, Prompt], params: Samp
     """All prompts at once."""
     found = {name: Recorded([[] for _ in range(params.n)], [[] for _ in range(params.n)]) for name in prompts}
     for name, prompt in prompts.items():
-        engine.scheduler.add_request(Request(name, prompt.token_ids, params, spans=prompt.spans))
+        engine.scheduler.add_request(Request(name, RequestSpec(prompt.token_ids, params, spans=prompt.spans)))
     while engine.has_work():
         for output in (output for outputs in engine.step().values() for output in outputs):
             name, index = output.request_id, output.sequence_index
@@ -253,9 +254,11 @@ def test_huge_rows_fail_their_own_request_and_change_no_tokens_of_others(tmp_pat
     for turn in range(2):
         tokens: dict[str, list[int]] = {}
         outcomes: dict[str, Outcome] = {}
-        engine.scheduler.add_request(Request(f"bad {turn}", bad.token_ids, params, spans=bad.spans))
+        engine.scheduler.add_request(Request(f"bad {turn}", RequestSpec(bad.token_ids, params, spans=bad.spans)))
         for name, prompt in prompts.items():
-            engine.scheduler.add_request(Request(f"{name} {turn}", prompt.token_ids, params, spans=prompt.spans))
+            engine.scheduler.add_request(
+                Request(f"{name} {turn}", RequestSpec(prompt.token_ids, params, spans=prompt.spans))
+            )
         while engine.has_work():
             for output in (output for outputs in engine.step().values() for output in outputs):
                 name = output.request_id.removesuffix(f" {turn}")
@@ -272,8 +275,8 @@ def test_rows_of_another_width_fail_their_own_request_alone(tmp_path: Path) -> N
     runner = load_runner(TorchSpec(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
     engine = make_engine(runner)
     narrow = span_of(random_rows(8, 63, seed=0))
-    engine.scheduler.add_request(Request("narrow", [0] * 8, GREEDY, spans=[narrow]))
-    engine.scheduler.add_request(Request("text", [5] * 8, GREEDY))
+    engine.scheduler.add_request(Request("narrow", RequestSpec([0] * 8, GREEDY, spans=[narrow])))
+    engine.scheduler.add_request(Request("text", RequestSpec([5] * 8, GREEDY)))
     ended: dict[str, Outcome] = {}
     while engine.has_work():
         for output in (output for outputs in engine.step().values() for output in outputs):

@@ -16,6 +16,7 @@ from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.messages.node import Leg
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -134,8 +135,8 @@ def test_a_prompt_in_the_cache_is_computed_all_the_same(qwen2: Path) -> None:
     engine = Engine(load(qwen2), max_num_batched_tokens=64)
     prompt = PROMPTS["of-70"]
     plain = SamplingParams(temperature=0.0, max_tokens=3)
-    engine.run(Request("plain", prompt, plain))
-    engine.run(Request("again", prompt, plain), Request("asks", prompt, PARAMS))
+    engine.run(Request("plain", RequestSpec(prompt, plain)))
+    engine.run(Request("again", RequestSpec(prompt, plain)), Request("asks", RequestSpec(prompt, PARAMS)))
     assert engine.cached == {"plain": 0, "again": 64, "asks": 0}
     assert engine.found == {"asks": [computed(qwen2, PROMPTS)["of-70"]]}
 
@@ -144,8 +145,8 @@ def test_they_come_once_for_all_sequences_and_not_where_output_was_given(qwen2: 
     engine = Engine(load(qwen2), max_num_batched_tokens=64)
     prompt = PROMPTS["of-17"]
     several = SamplingParams(seed=3, n=3, prompt_logprobs=3, max_tokens=4)
-    engine.run(Request("several", prompt, several))
-    engine.run(Request("given", prompt, PARAMS, output_token_ids=[5]))
+    engine.run(Request("several", RequestSpec(prompt, several)))
+    engine.run(Request("given", RequestSpec(prompt, PARAMS), output_token_ids=[5]))
     assert engine.found == {"several": [computed(qwen2, PROMPTS)["of-17"]]}
 
 
@@ -160,8 +161,10 @@ def test_preemption_changes_nothing(qwen2: Path, mode: str) -> None:
         preemption_mode=mode,
         num_host_blocks=runner.num_host_blocks,
     )
-    stream = Request("stream", PROMPTS["of-17"], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
-    asks = [Request(f"asks-{n}", PROMPTS["of-70"], PARAMS) for n in range(2)]
+    stream = Request(
+        "stream", RequestSpec(PROMPTS["of-17"], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    )
+    asks = [Request(f"asks-{n}", RequestSpec(PROMPTS["of-70"], PARAMS)) for n in range(2)]
     engine.run(stream, *asks)
     assert engine.core.scheduler.make_stats().num_preemptions_by_mode[mode] > 0
     right = computed(qwen2, PROMPTS)["of-70"]
@@ -172,7 +175,7 @@ def test_a_step_computes_few_of_their_rows_and_goes_on_with_others(qwen2: Path) 
     engine = Engine(load(qwen2, 256), max_num_batched_tokens=512)
     long = [RNG.randrange(256) for _ in range(200)]
     for name in ("a", "b"):
-        engine.core.scheduler.add_request(Request(name, long, PARAMS, leg=Leg.WHOLE))
-    engine.core.scheduler.add_request(Request("plain", long[::-1], SamplingParams(max_tokens=1)))
+        engine.core.scheduler.add_request(Request(name, RequestSpec(long, PARAMS), leg=Leg.WHOLE))
+    engine.core.scheduler.add_request(Request("plain", RequestSpec(long[::-1], SamplingParams(max_tokens=1))))
     scheduled = engine.core.scheduler.schedule()
     assert dict(scheduled.num_scheduled_tokens) == {"a": 128, "b": 1, "plain": 200}

@@ -26,6 +26,7 @@ from baton.engine.request import Request
 from baton.engine.runner import RunnerLost, StepExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.messages.speculation import SpeculationConfig
 from baton.runner.backends.sharded_operations import ShardedProgram
@@ -138,7 +139,7 @@ def compute(
     engine = EngineCore(Scheduler(config, fields, FakeClock()), runner, executor)
     prompts = make_prompts(runner.model.vocab_size)
     for turn in range(2):
-        requests = [Request(f"{key}-{turn}", prompt, sampling) for key, prompt in prompts.items()]
+        requests = [Request(f"{key}-{turn}", RequestSpec(prompt, sampling)) for key, prompt in prompts.items()]
         run.tokens.append(run_all(engine, requests))
     assert len({token for tokens in run.tokens[0].values() for token in tokens}) > 20
     engine.close()
@@ -325,7 +326,9 @@ def test_a_step_that_fails_on_one_rank_ends_them_all(tmp_path: Path, monkeypatch
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     with loaded(tmp_path, (2, 1), dtype="float32") as runner:
         engine = make_engine(runner)
-        engine.scheduler.add_request(Request("first", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        engine.scheduler.add_request(
+            Request("first", RequestSpec([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        )
         engine.step()
         run = ShardedProgram.run
 
@@ -337,7 +340,7 @@ def test_a_step_that_fails_on_one_rank_ends_them_all(tmp_path: Path, monkeypatch
         monkeypatch.setattr(ShardedProgram, "run", fails_on_the_first_rank)
         for turn in range(2):
             engine.scheduler.add_request(
-                Request(f"later-{turn}", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1))
+                Request(f"later-{turn}", RequestSpec([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
             )
             with pytest.raises(RunnerLost, match="no scratch memory"):
                 engine.step()

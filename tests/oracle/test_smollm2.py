@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.request import Request
 from baton.errors import ConfigError
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.models.resolve import find_model
 from baton.runner.loading import load_runner
@@ -92,7 +93,7 @@ def answers(runner: TorchModelRunner, prompts: Mapping[str, list[int]]) -> dict[
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, stop_token_ids=runner.model.eos_token_ids)
     tokens: dict[str, list[int]] = {question: [] for question in prompts}
     for question, prompt in prompts.items():
-        engine.scheduler.add_request(Request(question, prompt, params))
+        engine.scheduler.add_request(Request(question, RequestSpec(prompt, params)))
     while engine.has_work():
         for outputs in engine.step().values():
             for output in outputs:

@@ -17,6 +17,7 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.stats import SpecDecodingStats
 from baton.messages.node import Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.speculation import SpeculationConfig
 from baton.runner import DraftSpec
@@ -97,7 +98,7 @@ def generate(
     results = {name: Result([], []) for name in names}
     for name in names:
         params = replace(PARAMS[name], speculation=name not in without)
-        core.scheduler.add_request(Request(name, PROMPTS[name], params))
+        core.scheduler.add_request(Request(name, RequestSpec(PROMPTS[name], params)))
         if params.has_grammar:
             core.scheduler.grammar_compiled(name, [FakeMatcher(FORCED, range(VOCABULARY))])
     while core.has_work():

@@ -16,6 +16,7 @@ from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.messages.node import Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -120,8 +121,8 @@ def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
 
     engine = make_engine(runner)
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-    assert run_all(engine, [Request(key, prompt, greedy) for key, prompt in prompts.items()]) == expected
-    again = run_all(engine, [Request(f"{key}-again", prompt, greedy) for key, prompt in prompts.items()])
+    assert run_all(engine, [Request(key, RequestSpec(prompt, greedy)) for key, prompt in prompts.items()]) == expected
+    again = run_all(engine, [Request(f"{key}-again", RequestSpec(prompt, greedy)) for key, prompt in prompts.items()])
     assert {key.removesuffix("-again"): tokens for key, tokens in again.items()} == expected
     assert engine.scheduler.make_stats().prefix_cache.num_hit_tokens["device"] > 0
     assert runner.model.bit_exact
@@ -135,7 +136,7 @@ def test_a_yarn_reaches_beyond_the_positions_that_a_configuration_names(tmp_path
     assert runner.model.max_model_len == 256
     prompts = {name: tokens for name, tokens in make_prompts(runner.model.vocab_size).items() if len(tokens) > 50}
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-    found = run_all(make_engine(runner), [Request(key, prompt, greedy) for key, prompt in prompts.items()])
+    found = run_all(make_engine(runner), [Request(key, RequestSpec(prompt, greedy)) for key, prompt in prompts.items()])
     assert found == generate_with_transformers(tmp_path, prompts)
 
 
@@ -147,7 +148,10 @@ def test_preempted_requests_continue_with_the_same_tokens(tmp_path: Path) -> Non
 
     def requests() -> list[Request]:
         drawn = [SamplingParams(temperature=0.8, seed=i, max_tokens=40, repetition_penalty=1.2) for i in range(5)]
-        return [Request(key, prompt, params) for (key, prompt), params in zip(prompts.items(), drawn, strict=True)]
+        return [
+            Request(key, RequestSpec(prompt, params))
+            for (key, prompt), params in zip(prompts.items(), drawn, strict=True)
+        ]
 
     engine = make_engine(cramped)
     tokens = run_all(engine, requests())

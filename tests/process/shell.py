@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from baton.cli.cluster.run_dir import RunDir
+from baton.cli.cluster.state import ClusterState
 from tests.support.forked_commands import BatonProcess, run_baton
 
 BATON = Path(sys.executable).with_name("baton")
@@ -76,6 +78,24 @@ class Shell:
         """Start the command; `settings` as for `BatonProcess`."""
         settings.setdefault("stdin", subprocess.DEVNULL)
         return BatonProcess([str(word) for word in words], self.environment, cwd=self.home, **settings)
+
+    @contextmanager
+    def up(self, *words: object, run_dir: Path | None = None) -> Iterator[ClusterState]:
+        """Run `baton up` in the foreground, all of whose processes are forked; the test has to end it.
+
+        `--detach` leaves its fork server behind: its processes would start as programs.
+        """
+        place = self.home / "baton" if run_dir is None else run_dir
+        command = ("up", *words, "--run-dir", place, "-o", "json")
+        with self.start(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as supervisor, ExitStack() as stack:
+            stack.callback(supervisor.kill)
+            assert supervisor.stdout is not None
+            assert supervisor.stderr is not None
+            assert supervisor.stdout.readline(), supervisor.stderr.read().decode()
+            state = RunDir(place).read_state()
+            assert state is not None
+            yield state
+            supervisor.wait(BOUND_S)
 
     def remaining_processes(self) -> dict[int, str]:
         """Return the command lines of all processes that were started here and still run, by process id."""

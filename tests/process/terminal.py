@@ -9,9 +9,9 @@ import struct
 import subprocess
 import termios
 import time
-from pathlib import Path
 from types import TracebackType
 
+from baton.processes.process_stat import process_stat
 from tests.process.shell import BOUND_S, Shell
 
 
@@ -51,7 +51,7 @@ class Terminal:
         readline module looks for signals once, and then waits.
         """
         deadline = time.monotonic() + BOUND_S
-        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        while process_stat(self.process.pid).state != "S":
             assert time.monotonic() < deadline, f"it never waited: {self.screen}"
             os.sched_yield()
 

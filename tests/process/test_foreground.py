@@ -160,17 +160,17 @@ def test_ctrl_c_twice_ends_everything_at_once(shell: Shell, tmp_path: Path) -> N
 def test_ctrl_c_of_a_client_prints_nothing_and_frees_its_blocks(shell: Shell, tmp_path: Path) -> None:
     shell.environment |= STEP_TIMES
     run_dir = tmp_path / "run"
-    assert shell.baton("up", "--detach", *FLAGS, "--grpc-port", 0, "--run-dir", run_dir).returncode == 0
     words = ("generate", "--token-ids", "1,2,3", "--max-tokens", 4000, "-o", "json", "--run-dir", run_dir)
-    with shell.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
-        while not sum(node["running"] for node in nodes(shell, run_dir)):
-            assert client.poll() is None
-        client.send_signal(signal.SIGINT)
-        assert client.communicate() == (b"", b"")
-    assert client.returncode == 130
-    while sum(node["running"] + node["waiting"] for node in nodes(shell, run_dir)):
-        pass
-    assert shell.baton("down", "--run-dir", run_dir).returncode == 0
+    with shell.up(*FLAGS, "--grpc-port", 0, run_dir=run_dir):
+        with shell.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
+            while not sum(node["running"] for node in nodes(shell, run_dir)):
+                assert client.poll() is None
+            client.send_signal(signal.SIGINT)
+            assert client.communicate() == (b"", b"")
+        assert client.returncode == 130
+        while sum(node["running"] + node["waiting"] for node in nodes(shell, run_dir)):
+            pass
+        assert shell.baton("down", "--run-dir", run_dir).returncode == 0
 
 
 def nodes(shell: Shell, run_dir: Path) -> list[dict[str, int]]:

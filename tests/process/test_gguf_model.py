@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,16 +20,21 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_gguf_file_is_served_and_chats(shell: Shell, tmp_path: Path, gguf_file: Path) -> None:
     shell.environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
-    up = shell.baton("up", "--detach", "--model", gguf_file, "--grpc-port", 0, "--kv-cache-memory", "16MiB")
-    assert up.returncode == 0, up.stderr
-    assert "Converting tiny.gguf" in up.stderr
-    assert "\ntiny is served on " in up.stdout
-    assert "baton chat\n" in up.stdout
-    assert "/v1/chat/completions" in up.stdout
-    try:
+    words = ("up", "--model", gguf_file, "--grpc-port", 0, "--kv-cache-memory", "16MiB")
+    with shell.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as up:
+        assert up.stdout is not None
+        assert up.stderr is not None
+        shown = b""
+        while b"stops it" not in shown:
+            line = up.stdout.readline()
+            assert line, up.stderr.read().decode()
+            shown += line
         asked = [shell.baton("chat", "--max-tokens", 8, "--temperature", 0, input="the answer\n") for _ in range(2)]
-    finally:
         shell.baton("down")
+        assert b"Converting tiny.gguf" in up.stderr.read()
+    assert b"\ntiny is served on " in shown
+    assert b"baton chat\n" in shown
+    assert b"/v1/chat/completions" in shown
     assert asked[0].returncode == 0, asked[0].stderr
     assert asked[0].stdout == asked[1].stdout
 

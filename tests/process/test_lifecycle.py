@@ -6,16 +6,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState
-from tests.process.shell import ROOT, Shell, refusal, wait_until_ended
+from tests.process.shell import Shell, refusal, wait_until_ended
 from tests.support.slow_model import FLAGS, STEP_TIMES
 
 QUICK = ("--runner", "simulated", "--kv-cache-memory", "8MiB", "--grpc-port", 0)
@@ -52,41 +51,31 @@ def test_up_detach_serves_and_down_stops_everything_and_may_be_repeated(shell: S
     assert refusal(shell.baton(*ASK), 5).startswith(f"no cluster is running in {place}: start one with `baton up`")
 
 
-def test_up_detach_prints_how_to_stop_the_cluster(shell: Shell) -> None:
-    shown = shell.baton("up", "-d", *QUICK)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    # In the default run directory no flag is needed.
-    assert "--run-dir" not in shown.stdout
-    assert shown.stdout.endswith("baton down stops it.\n")
-    assert shell.run(["sh", "-c", "baton down"]).stdout == f"stopped the cluster in {shell.home / 'baton'}\n"
-
-
 def test_two_clusters_on_one_machine_do_not_disturb_each_other(shell: Shell, tmp_path: Path) -> None:
     places = [tmp_path / "one", tmp_path / "two"]
-    states = [
-        json.loads(shell.baton("up", "-d", *QUICK, "--cluster", place.name, "--run-dir", place, "-o", "json").stdout)
-        for place in places
-    ]
-    assert len({p["pid"] for state in states for p in state["processes"]}) == 8
-    listed = [json.loads(shell.baton("get", "nodes", "-o", "json", "--run-dir", place).stdout) for place in places]
-    nodes = [each["items"] for each in listed]
-    for state, found in zip(states, nodes, strict=True):
-        ours = {p["pid"] for p in state["processes"] if p["role"] != "redis"}
-        assert {node["pid"] for node in found} == ours
-    answers = [json.loads(shell.baton(*ASK, "--run-dir", place).stdout) for place in places]
-    assert answers[0]["token_ids"] == answers[1]["token_ids"]
-    assert shell.baton("down", "--run-dir", places[0]).returncode == 0
-    assert json.loads(shell.baton("status", "-o", "json", "--run-dir", places[1]).stdout)["health"] == "ok"
-    assert shell.baton("status", "--run-dir", places[0]).returncode == 5
-    assert shell.baton("down", "--run-dir", places[1]).returncode == 0
+    with ExitStack() as stack:
+        states = [stack.enter_context(shell.up(*QUICK, "--cluster", place.name, run_dir=place)) for place in places]
+        assert len({p.pid for state in states for p in state.processes}) == 8
+        listed = [json.loads(shell.baton("get", "nodes", "-o", "json", "--run-dir", place).stdout) for place in places]
+        for state, found in zip(states, listed, strict=True):
+            ours = {p.pid for p in state.processes if p.role != "redis"}
+            assert {node["pid"] for node in found["items"]} == ours
+        answers = [json.loads(shell.baton(*ASK, "--run-dir", place).stdout) for place in places]
+        assert answers[0]["token_ids"] == answers[1]["token_ids"]
+        assert shell.baton("down", "--run-dir", places[0]).returncode == 0
+        assert json.loads(shell.baton("status", "-o", "json", "--run-dir", places[1]).stdout)["health"] == "ok"
+        assert shell.baton("status", "--run-dir", places[0]).returncode == 5
+        assert shell.baton("down", "--run-dir", places[1]).returncode == 0
 
 
 def test_a_drain_that_takes_too_long_can_be_forced(shell: Shell, tmp_path: Path) -> None:
     shell.environment |= STEP_TIMES
     where = ("--run-dir", tmp_path / "run")
-    assert shell.baton("up", "-d", *FLAGS, "--grpc-port", 0, *where).returncode == 0
     words = ("generate", "--token-ids", "1,2,3", "--max-tokens", 4000, "-o", "json", *where)
-    with shell.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
+    with (
+        shell.up(*FLAGS, "--grpc-port", 0, run_dir=where[1]),
+        shell.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client,
+    ):
         running = 0
         while not running:
             assert client.poll() is None
@@ -104,14 +93,13 @@ def test_a_drain_that_takes_too_long_can_be_forced(shell: Shell, tmp_path: Path)
 
 def test_a_run_directory_whose_path_is_too_long_for_a_socket_works(shell: Shell, tmp_path: Path) -> None:
     place = tmp_path / ("long" * 40)
-    started = shell.baton("up", "-d", *QUICK, "--run-dir", place)
-    assert started.returncode == 0, started.stderr
-    elsewhere = [
-        word for p in shell.remaining_processes().values() for word in p.split() if word.endswith("redis.sock")
-    ]
-    assert elsewhere
-    assert shell.baton(*ASK, "--run-dir", place).returncode == 0
-    assert shell.baton("down", "--run-dir", place).returncode == 0
+    with shell.up(*QUICK, run_dir=place):
+        elsewhere = [
+            word for p in shell.remaining_processes().values() for word in p.split() if word.endswith("redis.sock")
+        ]
+        assert elsewhere
+        assert shell.baton(*ASK, "--run-dir", place).returncode == 0
+        assert shell.baton("down", "--run-dir", place).returncode == 0
     assert not any(Path(word.removeprefix("unixsocket:")).parent.exists() for word in elsewhere)
 
 
@@ -120,21 +108,25 @@ def test_a_run_directory_in_a_project_keeps_the_projects_own_logs(shell: Shell) 
     (shell.home / "logs" / "mine.log").write_text("mine")
     (shell.home / "logs" / "prefill-0.log").write_text("of a cluster before\n")
     shell.home.chmod(0o700)
-    assert shell.baton("up", "-d", *QUICK, "--run-dir", ".").returncode == 0
-    assert shell.baton("down", "--run-dir", ".").returncode == 0
+    with shell.up(*QUICK, run_dir=shell.home):
+        assert shell.baton("down", "--run-dir", ".").returncode == 0
     assert (shell.home / "logs" / "mine.log").read_text() == "mine"
     assert "of a cluster before" not in (shell.home / "logs" / "prefill-0.log").read_text()
 
 
 def test_a_killed_supervisor_leaves_no_process_and_its_run_directory_can_be_reused(shell: Shell) -> None:
-    state = json.loads(shell.baton("up", "-d", *QUICK, "-o", "json").stdout)
-    os.kill(state["pid"], signal.SIGKILL)
-    for process in state["processes"]:
-        assert wait_until_ended(process["pid"])
+    with shell.up(*QUICK) as state:
+        os.kill(state.pid, signal.SIGKILL)
+        for process in state.processes:
+            assert wait_until_ended(process.pid)
     assert "no cluster is running" in refusal(shell.baton("status"), 5)
-    assert shell.baton("up", "-d", *QUICK).returncode == 0
+    shown = shell.baton("up", "-d", *QUICK)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    # In the default run directory no flag is needed.
+    assert "--run-dir" not in shown.stdout
+    assert shown.stdout.endswith("baton down stops it.\n")
     assert shell.baton(*ASK).returncode == 0
-    assert shell.baton("down").returncode == 0
+    assert shell.run(["sh", "-c", "baton down"]).stdout == f"stopped the cluster in {shell.home / 'baton'}\n"
 
 
 def test_an_interrupted_start_leaves_no_process(shell: Shell, model: Path, tmp_path: Path) -> None:
@@ -185,24 +177,22 @@ def test_a_full_disk_is_reported_before_any_process_starts(shell: Shell, small_d
 
 def test_a_disk_that_fills_up_does_not_end_a_cluster(shell: Shell, small_disk: Path) -> None:
     place = RunDir(small_disk / "run")
-    assert shell.baton("up", "-d", *QUICK, "--run-dir", place.path).returncode == 0
-    state = place.read_state()
-    assert state is not None
-    fill(small_disk)
-    for name in ("redis", "decode-0"):
-        kill(state, name)
-    wait_until_whole(shell, state, "decode-0", "--address", state.operator_address)
-    assert shell.baton(*ASK, "--run-dir", place.path).returncode == 0
-    assert not list(place.path.glob(".cluster-*"))
+    with shell.up(*QUICK, run_dir=place.path) as state:
+        fill(small_disk)
+        for name in ("redis", "decode-0"):
+            kill(state, name)
+        wait_until_whole(shell, state, "decode-0", "--address", state.operator_address)
+        assert shell.baton(*ASK, "--run-dir", place.path).returncode == 0
+        assert not list(place.path.glob(".cluster-*"))
 
-    # With room again, the next change is written with everything that was missed.
-    (small_disk / "full").unlink()
-    kill(state, "prefill-0")
-    wait_until_whole(shell, state, "prefill-0", "--run-dir", place.path)
-    now = place.read_state()
-    assert now is not None
-    assert {p.name: p.restarts for p in now.processes} == {"redis": 1, "prefill-0": 1, "decode-0": 1, "router-0": 0}
-    assert shell.baton("down", "--run-dir", place.path).returncode == 0
+        # With room again, the next change is written with everything that was missed.
+        (small_disk / "full").unlink()
+        kill(state, "prefill-0")
+        wait_until_whole(shell, state, "prefill-0", "--run-dir", place.path)
+        now = place.read_state()
+        assert now is not None
+        assert {p.name: p.restarts for p in now.processes} == {"redis": 1, "prefill-0": 1, "decode-0": 1, "router-0": 0}
+        assert shell.baton("down", "--run-dir", place.path).returncode == 0
 
 
 def kill(state: ClusterState, name: str) -> None:
@@ -237,17 +227,3 @@ def test_a_file_in_place_of_the_run_directory_is_refused(shell: Shell, tmp_path:
         assert said == f"run directory {tmp_path / 'file'} is not a directory: name another with --run-dir"
     said = refusal(shell.baton("up", *QUICK, "--run-dir", tmp_path / "file" / "run"), 78)
     assert said.endswith("can't be used (Not a directory): name another with --run-dir") or "File exists" in said
-
-
-def test_the_demo_answers_with_the_bundled_model_and_stops(shell: Shell, tmp_path: Path) -> None:
-    places = tmp_path / "temporary"
-    places.mkdir()
-    done = shell.run([sys.executable, "-m", "baton.cli.main", "demo"], {"TMPDIR": str(places)}, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    table = next(number for number, line in enumerate(lines) if line.startswith("PROMPT"))
-    assert all("  prefill-0  " in line and "  decode-0  " in line for line in lines[table + 1 : table + 5])
-    assert all(len(line) <= 80 for line in lines[table : table + 5])
-    assert lines[-1] == "All processes are stopped."
-    assert not list(places.glob("baton-demo-*"))
-    shell.assert_nothing_left()

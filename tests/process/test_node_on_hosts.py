@@ -22,6 +22,7 @@ import pytest
 from baton.client import Access, GenerationClient
 from baton.engine.request import Request
 from baton.messages.generation import Chunk, Finished, GenerateRequest
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.registry.embedded import READY_WORDS, find_redis_server
 from baton.runner.loading import load_runner
@@ -171,7 +172,7 @@ def wanted(site: Site) -> list[int]:
     """The tokens of one process."""
     with closing(load_runner(TorchSpec(site.directory / "model", num_blocks=256))) as runner:
         sampling = SamplingParams(temperature=0.0, max_tokens=LONG)
-        return run_all(make_engine(runner), [Request("one", PROMPT, sampling)])["one"]
+        return run_all(make_engine(runner), [Request("one", RequestSpec(PROMPT, sampling))])["one"]
 
 
 def test_two_nodes_on_two_hosts_each_serve_and_show_their_ranks(site: Site, wanted: list[int]) -> None:

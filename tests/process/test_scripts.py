@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.cluster import bundled_model_dir
 from tests.process.shell import ROOT, Shell
 
 
@@ -22,7 +21,7 @@ def copy(tmp_path: Path) -> Path:
     for part in ("proto", "scripts", "baton/v1"):
         shutil.copytree(ROOT / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
     (place / "docs").mkdir()
-    for page in ("states.md", "cli.md"):
+    for page in ("states.md", "cli-reference.md"):
         shutil.copy(ROOT / "docs" / page, place / "docs")
     (place / ".venv").symlink_to(sys.prefix)
     return place
@@ -113,28 +112,22 @@ def test_rendered_files_of_the_chart_that_are_out_of_date_are_noticed(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "complaint"),
-    [
-        ("| `--address ADDRESS` |", "| `--addresses` |", "docs/cli.md is out of date; run scripts/cli_reference"),
-        ("<!-- command: get nodes -->", "<!-- command: get node -->", "docs/cli.md has no place for get nodes"),
-        ("# The", "<!-- command: fly -->\n<!-- end -->\n# The", "docs/cli.md describes fly, which baton lacks"),
-    ],
+    ("old", "new"), [("| `--address ADDRESS` |", "| `--addresses` |"), ("## baton get nodes\n", "## baton get node\n")]
 )
-def test_a_reference_of_commands_that_is_out_of_date_is_noticed(
-    shell: Shell, copy: Path, old: str, new: str, complaint: str
-) -> None:
-    page = copy / "docs/cli.md"
+def test_a_reference_of_commands_that_is_out_of_date_is_noticed(shell: Shell, copy: Path, old: str, new: str) -> None:
+    page = copy / "docs/cli-reference.md"
     good = page.read_text()
     assert shell.run([str(copy / "scripts/cli_reference"), "--check"]).returncode == 0
     replace(page, old, new)
     spoilt = page.read_text()
     checked = shell.run([str(copy / "scripts/cli_reference"), "--check"])
     assert (checked.returncode, checked.stdout) == (1, "")
-    assert checked.stderr == f"scripts/cli_reference: {complaint}\n"
+    assert checked.stderr == (
+        "scripts/cli_reference: docs/cli-reference.md is out of date; run scripts/cli_reference\n"
+    )
     assert page.read_text() == spoilt
-    if "run scripts" in complaint:
-        assert shell.run([str(copy / "scripts/cli_reference")]).returncode == 0
-        assert page.read_text() == good
+    assert shell.run([str(copy / "scripts/cli_reference")]).returncode == 0
+    assert page.read_text() == good
 
 
 def test_a_change_that_users_see_is_shown(shell: Shell, copy: Path) -> None:
@@ -289,23 +282,6 @@ def test_a_demo_whose_cluster_does_not_start_fails_as_up_does(shell: Shell) -> N
     assert done.returncode == 78
     assert done.stderr.startswith(f"baton: model directory {nowhere} does not exist")
     assert done.stderr.count("\n") == 1
-    shell.assert_nothing_left()
-
-
-def test_the_logs_of_a_demo_stay_after_a_failure(shell: Shell, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(bundled_model_dir(), model)
-    replace(model / "config.json", '"hidden_size": ', '"hidden_size": 1')
-    places = tmp_path / "temporary"
-    places.mkdir()
-    command = [sys.executable, "-m", "baton.cli.main", "demo", "--model", str(model)]
-    done = shell.run(command, {"TMPDIR": str(places)})
-    assert done.returncode != 0
-    assert done.stderr.count("\n") == 1
-    place, log = done.stderr.rstrip(")\n").rpartition("(log: ")[::2]
-    assert " did not start: " in place
-    assert Path(log).is_relative_to(places)
-    assert "config.json" in Path(log).read_text()
     shell.assert_nothing_left()
 
 

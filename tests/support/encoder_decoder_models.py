@@ -15,6 +15,7 @@ from baton.messages.spans import ContentKind, EncoderContent, source_spans
 from baton.model_formats.encoder_decoders import encoder_decoder
 from baton.runner.model.random_model import write_random_model
 from tests.support.image_models import add_special_tokens
+from tests.support.requests import request_of
 
 _BART: Mapping[str, Any] = {
     "d_model": 64,
@@ -116,4 +117,4 @@ def request_for(
     assert found is not None
     content = EncoderContent.of(data, ContentKind.SPEECH if found.source == "speech" else ContentKind.TEXT)
     spans = source_spans(content.digest, found.most_rows if found.source == "speech" else len(data) // 4)
-    return Request(name, [0] * spans[-1].stop + list(tokens), params, spans=spans, contents=[content], **fields)
+    return request_of(name, [0] * spans[-1].stop + list(tokens), params, spans=spans, contents=[content], **fields)

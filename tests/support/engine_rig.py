@@ -16,6 +16,7 @@ from baton.engine.sequences.sequence_group import sequence_id, sequence_seed
 from baton.errors import TransferCause
 from baton.messages.ids import Peer
 from baton.messages.node import Leg, Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import EncoderContent, Span
 from tests.doubles.fake_clock import FakeClock
@@ -32,7 +33,7 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
 
 def name_of(of_sequence: EngineCoreOutput | EngineCoreEvent) -> str:
     """What tests call a sequence: its request's name alone, or with its index behind a tilde."""
-    return sequence_id(of_sequence.request_id, of_sequence.sequence_index)
+    return sequence_id(of_sequence.attempt.request_id, of_sequence.sequence_index)
 
 
 def split_name(name: str) -> tuple[str, int]:
@@ -94,17 +95,19 @@ class EngineRig:
         vocab = self.runner.model.vocab_size
         request = Request(
             request_id,
-            tokens,
-            sampling,
+            RequestSpec(
+                tokens,
+                sampling,
+                priority=priority,
+                adapter=adapter,
+                spans=spans,
+                contents=[EncoderContent(span.digest) for span in spans],
+            ),
             leg=leg,
             kv_source=SOURCE if leg is Leg.DECODE else None,
             eos_token_ids=eos,
             client_index=client_index,
-            priority=priority,
             output_token_ids=expected_tokens(tokens, given, seed=sampling.seed, vocab_size=vocab, adapter=adapter),
-            adapter=adapter,
-            spans=spans,
-            contents=[EncoderContent(span.digest) for span in spans],
         )
         self.scheduler.add_request(request, awaits_adapter=awaits_adapter)
         self.requests[request_id] = request
@@ -130,6 +133,13 @@ class EngineRig:
                 return
             self.step()
         raise AssertionError(f"still busy after {limit} steps: {list(self.scheduler.requests.values())}")
+
+    def run_right(self, *names: str) -> None:
+        """Run steps until the engine has no work. Then these requests or sequences have all tokens that are right."""
+        self.run()
+        for name in names:
+            max_tokens = self.requests[split_name(name)[0]].sampling_params.max_tokens
+            assert self.tokens[name] == self.expected(name, max_tokens), name
 
     def abort(self, *request_ids: str, outcome: Outcome = Outcome.ABORTED) -> list[EngineCoreOutput]:
         return self._note(self.scheduler.finish_requests(request_ids, outcome))
@@ -222,7 +232,7 @@ class EngineRig:
             name = name_of(output)
             self.tokens.setdefault(name, [])
             assert name not in self.ends, f"{output} after the end"
-            assert "ContradictoryStep" not in (output.error or ""), output.error
+            assert "ContradictoryStep" not in str(output.error), output.error
             if output.new_token_ids:
                 assert output.first_index == len(self.tokens[name])
             self.tokens[name] += output.new_token_ids

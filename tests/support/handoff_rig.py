@@ -19,6 +19,7 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import Leg, Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.blocks.sub_blocks import WHOLE, Division
@@ -215,7 +216,9 @@ class SenderHalf:
         await self.server.stop(None)
 
     def request(self, key: str, num_tokens: int) -> Request:
-        return Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.PREFILL, attempt=AttemptKey.parse(key))
+        return Request(
+            key, RequestSpec(list(range(num_tokens)), SamplingParams()), leg=Leg.PREFILL, attempt=attempt_of(key)
+        )
 
     def compute(self, request: Request, block_ids: list[int], num_computed: int) -> None:
         """Write the blocks' bytes and commit a step, as an engine does."""
@@ -251,8 +254,17 @@ class AnnouncingBackend(FakeTransferBackend):
 
 
 def decode_leg(key: str, num_tokens: int, source: Peer) -> Request:
-    attempt = AttemptKey.parse(key)
-    return Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.DECODE, kv_source=source, attempt=attempt)
+    attempt = attempt_of(key)
+    return Request(
+        key, RequestSpec(list(range(num_tokens)), SamplingParams()), leg=Leg.DECODE, kv_source=source, attempt=attempt
+    )
+
+
+def attempt_of(name: str) -> AttemptKey:
+    """The attempt of a request that these tests name as engines do: REQUEST#ATTEMPT, or REQUEST#ATTEMPT@FLIGHT."""
+    request_id, _, rest = name.partition("#")
+    attempt, _, flight = rest.partition("@")
+    return AttemptKey(request_id, int(attempt), int(flight or "0", 16))
 
 
 class ReceiverHalf:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from random import Random
 
 from baton.messages.capabilities import GENERATES_AND_EMBEDS
-from baton.messages.generation import Chunk, Finished, ModelCard, Path
+from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.generation import Path as Route
+from baton.security.keys import KeyRing, new_key, write_keys
+from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from baton.text.model_template import ModelTemplate
 from baton.text.prompt_template import PromptTemplate
 from router.admission.prompt_inputs import ImageRules
+from router.handler import Handler
 from router.http.app import HttpFront
 from router.http.audio.endpoint import SpeechRules
-from router.http.endpoint import Handler
 from router.http.model import ServedModel
 from router.http.pages.status import adapter_routes
 from router.http.responses.store import ResponseStore, StoreBounds
@@ -24,10 +30,15 @@ from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_handler import FakeCall, FakeHandler
 from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.doubles.fake_workers import FakeWorkers
-from tests.support.http_client import AsgiClient
+from tests.support.http_client import AsgiClient, Exchange
 from tests.support.router_parts import MODEL
 
 NOW = datetime(2026, 1, 2)
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
+HI: Sequence[Mapping[str, object]] = [{"role": "user", "content": "hi"}]
+HELLO: dict[str, object] = {"messages": HI}
+STREAM: dict[str, object] = {"stream": True}
 CARD = ModelCard(MODEL, 64, 300, embedding_size=2, fingerprint="fp_0123456789ab", capabilities=GENERATES_AND_EMBEDS)
 BOUNDS = StoreBounds(stored_responses=100, stored_response_memory=64 << 20, stored_response_s=60.0)
 
@@ -91,6 +102,67 @@ class HttpRig(AsgiClient):
         """Wait for the next call of the handler and return it."""
         return await self.handler.calls.get()
 
+    async def next_calls(self, count: int) -> list[FakeCall]:
+        return [await self.next_call() for _ in range(count)]
+
+    async def asked(
+        self, path: str, body: Mapping[str, object] | bytes, headers: Mapping[str, str] | None = None
+    ) -> GenerateRequest:
+        """Send a body; return the request that the core gets for it, whose answer is empty."""
+        exchange = self.post(path, body, headers)
+        call = await self.next_call()
+        call.tell(finished())
+        await exchange.end()
+        return call.request
+
+    async def answered(
+        self,
+        path: str,
+        body: Mapping[str, object] | bytes,
+        *events: GenerateEvent | Exception | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Exchange:
+        """Send a body, and let the core answer its one request with these events; return the exchange at its end."""
+        exchange = self.post(path, body, headers)
+        (await self.next_call()).tell(*events)
+        return await exchange.end()
+
+    async def refused(
+        self,
+        path: str,
+        body: Mapping[str, object] | bytes,
+        param: str | None,
+        says: str = "",
+        headers: Mapping[str, str] | None = None,
+    ) -> Exchange:
+        """Send a body that is refused by OpenAI's error for this field, before the core is asked anything.
+
+        `says`: words of the message.
+        """
+        exchange = await self.post(path, body, headers).end()
+        assert (exchange.status, exchange.error["param"]) == (400, param), exchange.error
+        assert exchange.error["type"] == "invalid_request_error"
+        assert says in exchange.error["message"]
+        assert self.handler.calls.empty()
+        return exchange
+
+
+def text_of(token_ids: str | Sequence[int] | None) -> str:
+    """The letters whose code points are these tokens."""
+    return "".join(map(chr, token_ids or ()))  # type: ignore[arg-type]
+
+
+def vector(*numbers: float) -> Finished:
+    """The end of a request for a vector."""
+    return replace(finished("stop", 0), embedding=struct.pack(f"<{len(numbers)}f", *numbers))
+
+
+def authenticator(folder: Path, *tenants: str) -> tuple[PageAuthenticator, list[str]]:
+    """An authenticator with a file of keys in this folder, and a client's key for each tenant."""
+    made = [new_key(tenant, CallerRole.CLIENT, "") for tenant in tenants]
+    write_keys(folder / "keys", [entry for _, entry in made])
+    return PageAuthenticator("127.0.0.1", "", KeyRing(folder / "keys")), [key for key, _ in made]
+
 
 def chunk(first_index: int, text: str, sequence_index: int = 0) -> Chunk:
     """Return a chunk with one token for each letter."""
@@ -98,5 +170,5 @@ def chunk(first_index: int, text: str, sequence_index: int = 0) -> Chunk:
 
 
 def finished(reason: str = "length", completion_tokens: int = 2) -> Finished:
-    path = Path("p1", "d1", 1, "the only pair")
+    path = Route("p1", "d1", 1, "the only pair")
     return Finished(reason, None, 3, completion_tokens, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0, path)

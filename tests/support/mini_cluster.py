@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib import import_module
@@ -29,6 +31,7 @@ from router.app import run_router
 from router.process import RouterAddresses
 from tests.doubles.fake_registry import FakeRegistry, FakeRegistryStore
 from tests.support.caller import Caller
+from tests.support.forked_commands import run_baton
 from tests.support.reports import QueuedReports
 
 CLUSTER = "mini"
@@ -93,6 +96,16 @@ class MiniCluster(Caller):
         self.router = RouterAddresses("", "", "")
         self.start_node: Callable[[str], Awaitable[ModelRunner]]
         """Starts a node of this name with a new model, in place of the one that has ended."""
+
+    async def baton(self, *words: str, exit_code: int = 0) -> str:
+        """Run a command on this cluster. Returns its output, or its complaint if another exit code than 0 is expected.
+
+        Ask for the fixture `forked_commands`: the first fork takes seconds, in which a cluster would stand still.
+        """
+        command, pipe = [*words, "--address", self.router.operator], subprocess.PIPE
+        done = await asyncio.to_thread(run_baton, command, os.environ, stdout=pipe, stderr=pipe, timeout=100.0)
+        assert done.returncode == exit_code, done
+        return done.stderr if exit_code else done.stdout
 
     async def trace(self, node_id: str) -> Sequence[TraceEvent]:
         """Return the events of a node, oldest first."""

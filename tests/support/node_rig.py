@@ -12,6 +12,7 @@ from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import Leg, NodeDescription, RequestDelta, Role, StepReport, Submit
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.node.reports.logs import EventLog
 from baton.node.router_streams import Port
@@ -21,6 +22,7 @@ from tests.doubles.fake_clock import FakeClock
 from tests.doubles.fake_engine_driver import FakeEngineDriver
 from tests.doubles.fake_role import FakeRole
 from tests.doubles.fake_runner import FakeRunner, prompt_slots
+from tests.support.requests import changed
 
 VOCAB = 1000
 PROMPT = (1, 2, 3, 4, 5, 6)
@@ -77,6 +79,11 @@ class NodeRig:
         """Write the right KV of a prompt into these blocks."""
         self.runner.write_slots(block_ids, prompt_slots(prompt))
 
+    async def check_idle(self, port: Port) -> None:
+        """Check that nothing runs for this router, and wait until nothing is left of anybody's requests."""
+        assert not self.service.running_for(port)
+        await self.service.draining.wait_idle()
+
     def _drain(self) -> None:
         self.drained += 1
 
@@ -86,7 +93,7 @@ class NodeRig:
 
 def submit(key: AttemptKey = KEY, **fields: Any) -> Submit:
     params = SamplingParams(temperature=0.0, seed=3, max_tokens=4)
-    return replace(Submit(key, Leg.WHOLE, PROMPT, params), **fields)
+    return changed(Submit(key, Leg.WHOLE, RequestSpec(PROMPT, params)), **fields)
 
 
 async def queued_reports(port: Port) -> list[StepReport]:

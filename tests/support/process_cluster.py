@@ -8,7 +8,7 @@ import select
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import grpc
@@ -55,7 +55,9 @@ class ProcessCluster:
             supervisor = BatonProcess(
                 words, self._environment, as_program=as_program, stdout=subprocess.PIPE, stderr=stderr
             )
-        with supervisor:
+        with supervisor, ExitStack() as stack:
+            # One that hangs would be waited for; its processes end with it.
+            stack.callback(supervisor.kill)
             assert supervisor.stdout is not None
             started = supervisor.stdout.readline()
             assert started, self.log.read_text()
@@ -64,6 +66,7 @@ class ProcessCluster:
             finally:
                 stopped = self.baton("down", "--timeout", "60", "--force")
                 assert stopped.returncode == 0, stopped.stderr
+                supervisor.wait(BOUND_S)
 
     @property
     def run_dir(self) -> Path:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from baton.processes.process_stat import process_stat
+
 _RANK = "baton.runner.ranks.rank_process"
 _STAGE = "baton.stage.process"
 _GONE = (FileNotFoundError, ProcessLookupError)
@@ -55,7 +57,7 @@ def alive(pids: Iterable[int]) -> list[int]:
 def _state(pid: int) -> str:
     """The state of a process, as a letter; empty if it is gone. Nobody may ever reap an orphan, whose state is Z."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return process_stat(pid).state
     except _GONE:
         return ""
 

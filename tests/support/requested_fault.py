@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from baton.processes.process_stat import process_stat
+
 _BOUND_S = 10.0
 _PAUSE_S = 0.01
 
@@ -53,7 +55,7 @@ class RequestedFault:
 
 def _is_stopped(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return process_stat(pid).state == "T"
     except FileNotFoundError:
         return False
 

@@ -55,7 +55,7 @@ def record_of(node: NodeDescription, *, started_at: float = 1.0) -> NodeRecord:
 
 def request(request_id: str = "r", *, max_tokens: int = 8, stop: tuple[str, ...] = (), n: int = 1) -> ValidRequest:
     params = SamplingParams(seed=1, max_tokens=max_tokens, n=n)
-    return ValidRequest(request_id, MODEL, (5, 6, 7), params, stop, num_returned=n)
+    return ValidRequest((5, 6, 7), params, request_id=request_id, model=MODEL, stop=stop, num_returned=n)
 
 
 @cache

@@ -6,15 +6,19 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from random import Random
+from typing import Any, TypeVar
+
+import pytest
 
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import AttemptKey
-from baton.messages.node import Abort, Adopt, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
+from baton.messages.node import Abort, Adopt, LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
 from baton.messages.sampling import TokenLogprobs
 from router.dispatcher import Dispatcher
 from router.flight.flight_record import FlightJournal
 from router.flight.timeline import RequestSpans
 from router.limits import DispatchLimits
+from router.live_requests import LiveRequests
 from router.node_links import NodeLinks
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
@@ -23,6 +27,8 @@ from tests.doubles.fake_node import FakeNode, FakeNodes
 from tests.doubles.fake_timers import FakeTimers
 from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.router_parts import MODEL, record_of
+
+Raised = TypeVar("Raised", bound=BaseException)
 
 
 class Reader:
@@ -44,6 +50,17 @@ class Reader:
     async def finished(self) -> Finished:
         """Wait for the end of the stream and return it; raises the stream's error."""
         return await self.task
+
+    async def raises(self, kind: type[Raised], match: str | None = None) -> Raised:
+        """Wait for the end of the stream, which must be such an error, and return the error."""
+        with pytest.raises(kind, match=match) as caught:
+            await self.task
+        return caught.value
+
+    async def leaves(self) -> None:
+        """Close the connection in mid-stream."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
 
     async def wait_for_tokens(self, count: int) -> None:
         """Return once the client has `count` tokens."""
@@ -122,8 +139,8 @@ class RouterRig:
     async def wait_until_attached(self, count: int) -> None:
         """Return once exactly `count` nodes are attached."""
         while len(self.view.descriptions()) != count:
-            self.dispatcher.requests.changed.clear()
-            await self.dispatcher.requests.changed.wait()
+            self.requests.changed.clear()
+            await self.requests.changed.wait()
 
     def ask(self, prompt: str | Sequence[int] = "hello", timeout_s: float | None = None, **fields: object) -> Reader:
         return Reader(self.dispatcher.generate(GenerateRequest(prompt, **fields), timeout_s))  # type: ignore[arg-type]
@@ -146,6 +163,16 @@ class RouterRig:
         message = await self.nodes[name].inbox.get()
         assert isinstance(message, Submit), message
         return message
+
+    async def next_attempt(self, *names: str) -> AttemptKey:
+        """Return the attempt whose legs are the next messages to these nodes."""
+        (attempt,) = {(await self.next_submit(name)).attempt for name in names}
+        return attempt
+
+    async def next_aborts(self, *names: str) -> AttemptKey:
+        """Return the attempt whose Aborts are the next messages to these nodes."""
+        (attempt,) = {(await self.next_abort(name)).attempt for name in names}
+        return attempt
 
     async def next_abort(self, name: str) -> Abort:
         """Return the next message to a node, which must be an Abort."""
@@ -185,6 +212,29 @@ class RouterRig:
             )
         )
 
+    async def tell_all(self, *names: str, **load: Any) -> None:
+        """Let each of these nodes report this load, and the router read all that they have told so far."""
+        for name in names:
+            self.nodes[name].report(load=LoadReport(**load))
+            await self.nodes[name].all_read()
+
+    async def serve(self, *names: str, text: str = "a") -> None:
+        """Let the next leg of each of these nodes, one after the other, generate this text to the end."""
+        for name in names:
+            self.report(name, await self.next_attempt(name), 0, text, Outcome.LENGTH)
+
+    async def finish(
+        self, reader: Reader, attempt: AttemptKey, text: str, *, prefill: str = "p1", decode: str = "d1"
+    ) -> Finished:
+        """Let the prefill node hand off the first token and the decode node generate the rest; wait for the end."""
+        self.report(prefill, attempt, 0, text[0], Outcome.HANDED_OFF)
+        self.report(decode, attempt, 1, text[1:], Outcome.LENGTH)
+        return await reader.finished()
+
+    @property
+    def requests(self) -> LiveRequests:
+        return self.dispatcher.requests
+
     def in_flight(self) -> float:
         """Return the number of legs that the router believes to be running on attached nodes."""
         return sum(candidate.load for candidate in self.view.candidates())
@@ -205,9 +255,9 @@ async def router_rig(
     await rig.wait_until_attached(len(descriptions))
     try:
         yield rig
-        assert rig.dispatcher.requests.num_live == 0
+        assert rig.requests.num_live == 0
         assert rig.in_flight() == 0
-        assert rig.dispatcher.requests.placer.is_idle
+        assert rig.requests.placer.is_idle
     finally:
         await rig.links.close()
     assert asyncio.all_tasks() == before

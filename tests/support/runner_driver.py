@@ -110,7 +110,7 @@ class RunnerDriver:
         for name, count in counts.items():
             request = self.requests[name]
             if name in out.failed:
-                request.failed = out.failed[name]
+                request.failed = str(out.failed[name])
                 continue
             tokens = out.sampled_token_ids.get(name, ())
             request.num_computed += count + max(0, len(tokens) - 1)

@@ -47,7 +47,7 @@ class AnsweringPort(FakeRouterPort):
 
     def answer(self, submit: Submit, stop: int | None = None) -> None:
         """Send the tokens of the leg; with `stop`, only those up to this output index, without an end."""
-        last = submit.sampling_params.max_tokens
+        last = submit.spec.sampling_params.max_tokens
         first, end = {Leg.PREFILL: (0, 1), Leg.DECODE: (1, last), Leg.WHOLE: (0, last)}[submit.leg]
         outcome: Outcome | None = Outcome.LENGTH
         if submit.leg is Leg.PREFILL and last > 1:
@@ -58,7 +58,7 @@ class AnsweringPort(FakeRouterPort):
             end, outcome = stop, None
         for index in range(first, end):
             is_last = index == end - 1
-            delta = RequestDelta(submit.attempt, index, (token_at(submit.prompt_token_ids, index),))
+            delta = RequestDelta(submit.attempt, index, (token_at(submit.spec.prompt_token_ids, index),))
             if is_last:
                 delta = replace(delta, outcome=outcome, timings=StageTimings(queue_ms=1.0, kv_bytes=10))
             self.queue.put_nowait(StepReport((delta,), LoadReport(total_blocks=4, free_blocks=4)))

@@ -60,7 +60,7 @@ class SpeechRig(HttpRig):
         fields = {name.replace("__", "[]"): value for name, value in fields.items()}
         return self.request("POST", path, form(file, fields), {**FORM_TYPE, **(headers or {})})
 
-    async def answered(self, exchange: Exchange, *texts: str) -> Sequence[FakeCall]:
+    async def transcribed(self, exchange: Exchange, *texts: str) -> Sequence[FakeCall]:
         """Answer one request for each text, and wait for the answer to the client."""
         calls = []
         for text in texts:

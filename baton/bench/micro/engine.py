@@ -55,6 +55,8 @@ class EngineBenchConfig:
     """Decode steps at each batch size, in six rounds."""
     threads: int = 1
     seed: int = 0
+    read_bytes: int | None = None
+    """Bytes of the read that measures memory. Default: more than the processor's caches hold."""
 
     def spec(self) -> TorchSpec:
         """The engine, without the number of its blocks."""
@@ -214,7 +216,7 @@ def run(config: EngineBenchConfig) -> EngineReport:
     """Runs the benchmark; raises ConfigError for a configuration that can't be measured."""
     from baton.runner.backends.kernel_choice import choose_operations
     from baton.runner.measuring.attention_limit import attention_times
-    from baton.runner.measuring.limits import product_limit, read_limit
+    from baton.runner.measuring.limits import bytes_beyond, product_limit, read_limit
     from baton.runner.measuring.profile import load_timed
 
     if config.steps < _ROUNDS:
@@ -242,7 +244,7 @@ def run(config: EngineBenchConfig) -> EngineReport:
             if index:  # the first prompt warms up
                 engine.prefill.append(measured)
     steps = config.steps // _ROUNDS
-    with read_limit(config.threads, last_level_cache()) as memory:
+    with read_limit(config.threads, config.read_bytes or bytes_beyond(last_level_cache())) as memory:
         beside = BesideLimit(memory.rate)
         for batch in _BATCHES * _ROUNDS:
             for engine in both:

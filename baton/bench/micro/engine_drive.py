@@ -18,6 +18,7 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import BatonError
 from baton.messages.adapters import NO_ADAPTER
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 
 R = TypeVar("R", bound=ModelRunner)
@@ -135,7 +136,7 @@ class EngineDrive:
     def _add(self, prompt: Sequence[int], max_tokens: int, adapter: str) -> None:
         self._count += 1
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self._core.scheduler.add_request(Request(f"bench-{self._count}", prompt, params, adapter=adapter))
+        self._core.scheduler.add_request(Request(f"bench-{self._count}", RequestSpec(prompt, params, adapter=adapter)))
 
     def _step(self, expected_tokens: int) -> float:
         started = time.perf_counter()

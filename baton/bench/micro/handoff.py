@@ -25,6 +25,7 @@ from baton.errors import BatonError, ConfigError
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest
 from baton.messages.kv_cache import block_sizes_fit
 from baton.messages.node_report import TraceEvent
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.models.resolve import FoundModel
 from baton.runner import TorchSpec, load
@@ -67,7 +68,7 @@ class SoloEngine:
         self._count += 1
         tokens: list[int] = []
         first_ms, started = 0.0, time.perf_counter()
-        self._core.scheduler.add_request(Request(f"solo-{self._count}", prompt, params))
+        self._core.scheduler.add_request(Request(f"solo-{self._count}", RequestSpec(prompt, params)))
         while self._core.has_work():
             for outputs in self._core.step().values():
                 for output in outputs:

@@ -425,7 +425,8 @@ def placement_us(descriptions: Sequence[NodeDescription], num_reports: int, roun
             placer.on_report(node.incarnation, report, now)
             view.reported(node.incarnation, report.load)
         prompt = [rng.randrange(descriptions[0].vocab_size) for _ in range(1024)]
-        request = ValidRequest(str(number), descriptions[0].model, prompt, SamplingParams(max_tokens=256))
+        params, model = SamplingParams(max_tokens=256), descriptions[0].model
+        request = ValidRequest(prompt, params, request_id=str(number), model=model)
         started = time.perf_counter()
         choice = placer.choose(view.candidates(), request, frozenset(), 1, 0.0, now)
         placer.placed(choice, now)

@@ -16,12 +16,12 @@ from baton.errors import ConfigError
 from baton.messages.node import NodeDescription
 from baton.node.reports.reports import node_record
 from baton.observe.ready import Failed, Ready, parse_announcement
+from baton.processes.process_stat import process_stat
 from baton.registry.embedded import READY_WORDS, embedded_redis
 from baton.registry.registry import Registry
 
 _CLUSTER = "bench"
 _LEASE_S = 60.0
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,7 @@ class RouterProcess:
 
     def cpu_s(self) -> float:
         """CPU time of all its threads, seconds."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        return process_stat(self.pid).cpu_s
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import BatonError
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 
 RUNNING = (16, 128, 512, 1024)
@@ -100,7 +101,7 @@ class _Bench:
     def add(self, prompt: Sequence[int], max_tokens: int = 100_000) -> Request:
         self._count += 1
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(f"request-{self._count}", prompt, params)
+        request = Request(f"request-{self._count}", RequestSpec(prompt, params))
         self.scheduler.add_request(request)
         return request
 
@@ -172,7 +173,7 @@ def _hashing(config: SchedulerBenchConfig) -> float:
 
     def one() -> Callable[[], None]:
         tokens = [rng.randrange(_VOCAB) for _ in range(config.prompt_tokens)]
-        request = Request("request", tokens, SamplingParams())
+        request = Request("request", RequestSpec(tokens, SamplingParams()))
         return lambda: hasher.extend_request(request, config.prompt_tokens)
 
     took = []

@@ -46,6 +46,7 @@ from baton.messages.node import (
     StepReport,
     Submit,
 )
+from baton.messages.request_spec import RequestSpec
 from baton.node.reports.reports import kv_cache_updates, load_of
 
 _ONE_TOKEN = (TOKEN,)
@@ -153,13 +154,12 @@ class SimulatedNode:
             return
         self._interrupt()
         request_id = str(submit.attempt)
-        prompt = submit.prompt_token_ids
+        prompt = submit.spec.prompt_token_ids
         assert isinstance(prompt, SimulatedPrompt)
         request = Request(
             request_id,
-            _ONE_TOKEN,
-            submit.sampling_params,
-            priority=submit.priority,
+            RequestSpec(_ONE_TOKEN, submit.spec.sampling_params, submit.spec.priority),
+            attempt=submit.attempt,
             leg=submit.leg,
             kv_source=submit.kv_source,
             output_token_ids=submit.output_token_ids,
@@ -407,9 +407,10 @@ class SimulatedNode:
         deltas: list[RequestDelta] = []
         for of_client in outputs.values():
             for output in of_client:
-                if output.outcome is None and output.request_id not in joined:
+                request_id = str(output.attempt)
+                if output.outcome is None and request_id not in joined:
                     continue
-                attempt = self._attempts.get(output.request_id)
+                attempt = self._attempts.get(request_id)
                 if attempt is not None:
                     deltas += self._deltas_of(attempt, output)
         update = self._kv_cache_update() if self.watches_kv_cache else None
@@ -425,10 +426,11 @@ class SimulatedNode:
             return (self._delta(attempt, None, ""),)
         # Tokens before the last one get a delta without an outcome: a flight processes them all at once.
         before = [self._delta(attempt, None, "", spared=1)] if attempt.num_reported else []
-        delta = self._delta(attempt, output.outcome, output.error or "")
+        delta = self._delta(attempt, output.outcome, str(output.error or ""))
         delta.timings = self._timings(attempt)
-        del self._attempts[output.request_id]
-        self._forget_drafts(output.request_id)
+        request_id = str(attempt.key)
+        del self._attempts[request_id]
+        self._forget_drafts(request_id)
         return (*before, delta) if before and before[0].token_ids else (delta,)
 
     def _delta(self, attempt: _Attempt, outcome: Outcome | None, error: str, spared: int = 0) -> RequestDelta:

@@ -230,7 +230,7 @@ class SimulatedRouter:
             self._fetch(fetch, submit)
 
     def _fetch(self, fetch: Fetch, submit: Submit) -> None:
-        node, prompt = self._nodes[fetch.sink], submit.prompt_token_ids
+        node, prompt = self._nodes[fetch.sink], submit.spec.prompt_token_ids
         assert isinstance(prompt, SimulatedPrompt)
         keys = prompt.block_keys[: fetch.num_tokens // self._block_size]
 
@@ -258,7 +258,7 @@ class SimulatedRouter:
         """A request arrives now; its client has waited since `planned_s`."""
         request_id = f"r{request.index}"
         prompt = SimulatedPrompt(request.pieces, request.output_length, self._block_size, request_id)
-        valid = ValidRequest(request_id, MODEL, prompt, self._params_for(request.output_length))
+        valid = ValidRequest(prompt, self._params_for(request.output_length), request_id=request_id, model=MODEL)
         client = SimulatedClient(request, request_id, planned_s, self._turns, self._read, self._end)
         self.num_open += 1
         self._requests.start(self._requests.open(valid, Answer(None, valid), client, ClientCall(self._timeline.now)))

@@ -19,6 +19,7 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_plan import StepPlan
 from baton.messages.node import NodeDescription
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 
 # Running requests whose tokens are known in advance: their tokens are counted instead of computed.
@@ -245,7 +246,7 @@ class SimulatedScheduler(Scheduler):
     def cache_blocks(self, keys: Sequence[bytes]) -> bool:
         """Puts blocks with these keys into the prefix cache; without room returns False and changes nothing."""
         manager, size = self.kv_cache_manager, self.config.block_size
-        request = Request(f"fetched-{keys[-1].hex()}", (TOKEN,), SamplingParams())
+        request = Request(f"fetched-{keys[-1].hex()}", RequestSpec((TOKEN,), SamplingParams()))
         request.take_prompt(RepeatedToken(len(keys) * size + 1))
         request.block_hashes = list(keys)
         computed = manager.get_computed_blocks(request)

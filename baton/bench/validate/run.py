@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 from baton.bench.config import ValidateConfig
@@ -33,11 +32,11 @@ from baton.bench.validate.predict import MAX_BACKGROUND_SHARE, LoadPair, Means, 
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import BatonError, Cancelled, DeadlineExceeded
 from baton.messages.node import NodeDescription
+from baton.processes.process_stat import PROC, TICKS_PER_S, ProcessStat
 
 # Measures how much of this machine's cores other processes use during a measurement.
 
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOMENT_S = 0.5
 
 
@@ -65,7 +64,7 @@ class ProcBackgroundLoad:
         ended are not background load either."""
         self._pids = [*pids, os.getpid()]
         self._cores = cores
-        self._read = read or (lambda name: (Path("/proc") / name).read_text(encoding="utf-8"))
+        self._read = read or (lambda name: (PROC / name).read_text(encoding="utf-8"))
         self._marked = (0.0, 0, 0)
         self.mark()
 
@@ -74,7 +73,7 @@ class ProcBackgroundLoad:
 
     def share(self) -> float:
         (then_s, busy_then, own_then), (now_s, busy, own) = self._marked, self._now()
-        ticks = max(1.0, (now_s - then_s) * _TICKS_PER_S) * len(self._cores)
+        ticks = max(1.0, (now_s - then_s) * TICKS_PER_S) * len(self._cores)
         return min(1.0, max(0.0, (busy - busy_then) - (own - own_then)) / ticks)
 
     def watch(self) -> float:
@@ -86,7 +85,7 @@ class ProcBackgroundLoad:
         own = 0
         for pid in self._pids:
             with suppress(OSError):
-                own += process_ticks(self._read(f"{pid}/stat"))
+                own += ProcessStat.parse(self._read(f"{pid}/stat")).cpu_ticks_with_children
         return time.monotonic(), busy_ticks(self._read("stat"), self._cores), own
 
 
@@ -99,13 +98,6 @@ def busy_ticks(stat: str, cores: Collection[int]) -> int:
             user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = map(int, values[:8])
             busy += user + nice + system + interrupts + soft_interrupts + stolen
     return busy
-
-
-def process_ticks(stat: str) -> int:
-    """CPU ticks of a process and of its children that were waited for, from /proc/PID/stat (proc(5))."""
-    # A command's name may contain anything, also brackets and blanks.
-    values = stat.rpartition(")")[2].split()
-    return sum(map(int, values[11:15]))
 
 
 _SINGLE_REQUESTS = 4

@@ -138,7 +138,7 @@ def engine(
             return
         report = run(config)
     if not printed_as_data(asdict(report), output):
-        _print_engine(report)
+        print_engine(report)
 
 
 def _print_figures(figures: Sequence[object], columns: Mapping[str, str]) -> None:
@@ -151,7 +151,8 @@ def _print_by_turns(figures: Sequence[Any], columns: Mapping[str, str], output: 
         _print_figures(figures, columns)
 
 
-def _print_engine(report: EngineReport) -> None:
+def print_engine(report: EngineReport) -> None:
+    """Prints a report as text."""
     print_text(
         f"{report.model}, {report.dtype}, {report.weight_bytes / 1e6:.0f} MB of weights, "
         f"{report.context_tokens} tokens of context in {report.cache_dtype}, "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
+
+from baton.processes.process_stat import process_stat
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,6 @@ class ClusterState:
 def start_time(pid: int) -> int:
     """The kernel's start time of a process in clock ticks since boot (proc(5)); 0 without /proc or such a process."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return process_stat(pid).start_ticks
     except OSError:
         return 0
-    # The second field is the program's name in parentheses, and the name may contain parentheses.
-    return int(stat.rpartition(")")[2].split()[19])

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.commands.generate import cluster_end_check
 from baton.cli.output import print_answer, print_note, print_text
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
-from baton.cli.target import RunDirOption, local_cluster, run_dir_of
+from baton.cli.target import RunDirOption, cluster_end_check, local_cluster, run_dir_of
 from baton.cli.waiting import closing_line
 from baton.errors import BatonError, InvalidRequest, PermissionDenied, Unauthenticated, Unreachable
 from baton.messages.generation import Chunk, Finished
@@ -24,7 +23,7 @@ from baton.security.access import default_access
 from baton.text.ends import MAX_READ_CHARS, repeated_end
 
 if TYPE_CHECKING:
-    from baton.cli.commands.chat_stream import ChatClient, Endpoint
+    from baton.cli.chat_stream import ChatClient, Endpoint
 
 _PROMPT = "> "
 _CLOSING = "the chat is over, and nothing of it is kept"
@@ -106,7 +105,7 @@ def chat(
     /exit, Ctrl-D or Ctrl-C twice ends the chat, /clear starts a new conversation, Ctrl-C stops an answer, /help lists
     the commands. Pasted lines are one message. If the input is not a terminal, each of its lines is a message.
     """
-    from baton.cli.commands.chat_stream import ChatClient
+    from baton.cli.chat_stream import ChatClient
 
     settings = {
         "model": model or None,
@@ -259,7 +258,7 @@ def _run_in_terminal(session: Session) -> None:
 
 def _endpoints(urls: Sequence[str] | None, run_dir: Path | None) -> Sequence[Endpoint]:
     """The HTTP addresses of all routers of one cluster. Raises Unreachable or UsageError."""
-    from baton.cli.commands.chat_stream import Endpoint
+    from baton.cli.chat_stream import Endpoint
 
     if urls:
         return [Endpoint.parse(url) for url in urls]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated
 
 import typer
 
-from baton.cli.output import Format, OutputOption, print_answer, print_document, print_note, size
+from baton.cli.output import Format, OutputOption, print_answer, print_document, print_note
 from baton.cli.sampling_options import (
     ChoiceOption,
     GrammarOption,
@@ -23,9 +21,10 @@ from baton.cli.sampling_options import (
     TopPOption,
     constraint_fields,
 )
-from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses, local_cluster, run_dir_of
-from baton.errors import BatonError, Unreachable, UsageError
-from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
+from baton.cli.target import AddressesOption, RunDirOption, cluster_end_check, grpc_addresses, run_dir_of
+from baton.cli.views.answer import Answer, summary
+from baton.errors import Unreachable, UsageError
+from baton.messages.generation import GenerateEvent, GenerateRequest
 
 _RETRY_BUDGET_S = 20.0
 """How long to try without a new token. A router that died is back sooner, and a person does not wait longer."""
@@ -34,87 +33,6 @@ _RETRY_BUDGET_S = 20.0
 def register(app: typer.Typer, name: str, text: str) -> None:
     """Add the command."""
     app.command(name, help=text)(generate)
-
-
-@dataclass(slots=True)
-class Choice:
-    """One generated sequence."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return {"text": self.text, "token_ids": self.token_ids, "finish_reason": self.finish_reason}
-
-
-@dataclass(slots=True)
-class Answer:
-    """The answer to a request, collected from its stream of events."""
-
-    choices: list[Choice] = field(default_factory=lambda: [Choice()])
-    finished: Finished | None = None
-
-    def add(self, event: GenerateEvent) -> str:
-        """Add an event, and return the text that it brings."""
-        if isinstance(event, Finished):
-            self.finished = event
-            self.choices[0].finish_reason = event.finish_reason
-        elif isinstance(event, SequenceFinished):
-            self._choice(event.sequence_index).finish_reason = event.finish_reason
-        elif isinstance(event, Chunk):
-            choice = self._choice(event.sequence_index)
-            choice.text += event.text
-            choice.token_ids += event.token_ids
-            return event.text
-        return ""
-
-    def _choice(self, index: int) -> Choice:
-        while len(self.choices) <= index:
-            self.choices.append(Choice())
-        return self.choices[index]
-
-    @property
-    def text(self) -> str:
-        """The generated text. Several sequences are numbered, one below the other."""
-        if len(self.choices) == 1:
-            return self.choices[0].text
-        count = len(self.choices)
-        parts = [f"[{place}/{count}] {choice.text}" for place, choice in enumerate(self.choices, 1)]
-        return "\n".join(parts)
-
-    def to_json(self) -> dict[str, Any]:
-        """The answer as a JSON object. Raises BatonError if the last event of the stream is missing."""
-        end = self.finished
-        if end is None:
-            raise BatonError("the stream ended before the end of the request")
-        if len(self.choices) == 1:
-            output = self.choices[0].to_json()
-        else:
-            output = {"choices": [{"index": i, **choice.to_json()} for i, choice in enumerate(self.choices)]}
-        return output | {
-            "usage": {
-                "prompt_tokens": end.prompt_tokens,
-                "completion_tokens": end.completion_tokens,
-                "cached_tokens": end.cached_tokens,
-                "draft_tokens": end.draft_counts.num_drafted,
-                "accepted_draft_tokens": end.draft_counts.num_accepted,
-            },
-            "path": {
-                "prefill_node": end.path.prefill_node,
-                "decode_node": end.path.decode_node,
-                "attempts": end.path.attempts,
-                "reason": end.path.reason,
-            },
-            "timings": {
-                "queue_ms": end.queue_ms,
-                "prefill_ms": end.prefill_ms,
-                "transfer_ms": end.transfer_ms,
-                "ttft_ms": end.ttft_ms,
-                "total_ms": end.total_ms,
-            },
-            "kv_bytes": end.kv_bytes,
-        }
 
 
 def generate(
@@ -210,35 +128,6 @@ def generate(
         print_answer("" if shows else answer.text)
         if answer.finished is not None and sys.stderr.isatty():
             print_note(summary(answer.finished))
-
-
-def summary(end: Finished) -> str:
-    """How a request was served, in one line."""
-    path = end.path
-    nodes = f"{path.prefill_node} → {path.decode_node}" if path.prefill_node else path.decode_node
-    moved = f", {size(end.kv_bytes)} of KV in {end.transfer_ms:.1f} ms" if path.prefill_node else ""
-    return (
-        f"[{nodes}{moved}; {end.prompt_tokens} + {end.completion_tokens} tokens, "
-        f"first after {end.ttft_ms:.0f} ms, {tokens_per_second(end):.0f} tokens/s, {end.finish_reason}]"
-    )
-
-
-def tokens_per_second(end: Finished) -> float:
-    """Decode rate: tokens after the first, divided by the time after the first."""
-    seconds = (end.total_ms - end.ttft_ms) / 1e3
-    return (end.completion_tokens - 1) / seconds if seconds > 0 and end.completion_tokens > 1 else 0.0
-
-
-def cluster_end_check(run_dir: Path | None) -> Callable[[], bool]:
-    """A function that returns whether the cluster of a run directory is draining or has ended."""
-
-    def ask() -> bool:
-        try:
-            return local_cluster(run_dir).state.phase == "draining"
-        except BatonError:
-            return True
-
-    return ask
 
 
 def _prompt(text: str | None, token_ids: str | None) -> str | list[int]:

@@ -1,18 +1,29 @@
-"""`baton get nodes`. `baton get requests` and `baton get leases` are registered here, too."""
+"""`baton get nodes`, `get requests` and `get leases`.
+
+`get nodes` is what scripts call every second: what only the others need is imported by them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.ask import ask_nodes, can_be_asked
+from baton.cli.ask import ask_nodes, can_be_asked, requests_of_all_routers
 from baton.cli.commands import add_group
-from baton.cli.commands.describe import requests
-from baton.cli.output import ListFormat, ListOutputOption, NoHeadersOption, duration, print_list, print_note
+from baton.cli.output import (
+    ListFormat,
+    ListOutputOption,
+    NoHeadersOption,
+    duration,
+    fine_duration,
+    print_list,
+    print_note,
+    size,
+)
 from baton.cli.target import (
     ANSWER_TIMEOUT_S,
     AnswerTimeoutOption,
@@ -24,13 +35,19 @@ from baton.cli.target import (
     select,
 )
 from baton.cli.views.cluster_view import view_cluster
-from baton.cli.views.rows import lease_json, lease_row, oldest_first
+from baton.cli.views.rows import ENDED_STATES, brief_ms, lease_json, lease_row, oldest_first
 from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.did_you_mean import did_you_mean
 from baton.errors import Unreachable, UsageError
-from baton.messages.node_report import NodeReport, OpenHandoff
 from baton.messages.operator import NodeStatus
 
+if TYPE_CHECKING:
+    from baton.messages.node_report import NodeReport, OpenHandoff
+    from baton.messages.operator import RequestRow
+
+_REQUEST_COLUMNS = ["REQUEST", "STATE", "AGE", "PREFILL", "DECODE", "PROMPT", "OUTPUT", "ATTEMPTS", "TTFT"]
+_WIDE_REQUEST_COLUMNS = ["ROUTER", "TOTAL", "KV", "DETAIL"]
+_REQUEST_SORTS = ("age", "state", "request", "output", "ttft", "attempts")
 _LEASE_COLUMNS = ["NODE", "REQUEST", "ATTEMPT", "SIDE", "STATE", "PEER", "BLOCKS", "AGE"]
 OVER = "OVER"
 _WIDE_LEASE_COLUMNS = ["INCARNATION", "PEER-INCARNATION", "FLIGHT"]
@@ -241,3 +258,91 @@ def _row(node: NodeStatus, wide: bool) -> Sequence[str]:
         ",".join(node.capabilities) or "-",
         node.detail or "-",
     ]
+
+
+def requests(
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    running: Annotated[bool, typer.Option("--running", help="Only requests that have not ended.")] = False,
+    limit: Annotated[
+        int,
+        typer.Option(
+            help="Largest number of running requests, and of ended ones, from each router.", min=1, metavar="N"
+        ),
+    ] = 100,
+    watching: WatchOption = False,
+    sort_by: Annotated[str, typer.Option(help=f"Sort key: {', '.join(_REQUEST_SORTS)}.", metavar="KEY")] = "age",
+    no_headers: NoHeadersOption = False,
+    timeout: EachAnswerTimeoutOption = ANSWER_TIMEOUT_S,
+    output: ListOutputOption = ListFormat.TABLE,
+) -> None:
+    """List the running requests and the latest that have ended, without their text.
+
+    With -w a request is printed again when its state changes. With both -w and --running, requests that had ended
+    before are left out.
+    """
+    if sort_by not in _REQUEST_SORTS:
+        raise UsageError(f"--sort-by {sort_by}: use {', '.join(_REQUEST_SORTS)}")
+    wide = output is ListFormat.WIDE
+    columns = _REQUEST_COLUMNS + (_WIDE_REQUEST_COLUMNS if wide else [])
+
+    def fetch(known: Collection[str]) -> list[WatchedItem]:
+        found, _ = requests_of_all_routers(address, run_dir, limit, timeout)
+        rows = sorted(found, key=_request_sort_key(sort_by))
+        every = [watched_request(row, wide=wide) for row in rows]
+        return [
+            each
+            for each, row in zip(every, rows, strict=True)
+            if not running or row.state not in ENDED_STATES or each.key in known
+        ]
+
+    if watching:
+        watch(fetch, columns, output, headers=not no_headers, retries=address is not None)
+    found, problems = requests_of_all_routers(address, run_dir, limit, timeout)
+    rows = sorted((row for row in found if not (running and row.state in ENDED_STATES)), key=_request_sort_key(sort_by))
+    documents, cells = (asdict(row) for row in rows), (_request_cells(row, wide) for row in rows)
+    print_list(output, documents, (row.request_id for row in rows), columns, cells, headers=not no_headers)
+    for problem in problems:
+        print_note(f"baton: {problem}")
+
+
+def watched_request(row: RequestRow, *, wide: bool) -> WatchedItem:
+    """A request for -w. Another age or another number of tokens is no change."""
+    state = replace(row, age_s=0.0, output_tokens=0)
+    return WatchedItem(f"{row.request_id} {row.router}", state, _request_cells(row, wide), asdict(row))
+
+
+def _request_sort_key(sort_by: str) -> Any:
+    """The sort key of a row. Running requests come first."""
+    never = float("inf")
+
+    def key(row: RequestRow) -> tuple[bool, Any]:
+        values = {
+            "age": row.age_s,
+            "state": row.state,
+            "request": row.request_id,
+            "output": -row.output_tokens,
+            "ttft": -(row.ttft_ms if row.ttft_ms is not None else never),
+            "attempts": -row.attempts,
+        }
+        return (row.state in ENDED_STATES, values[sort_by])
+
+    return key
+
+
+def _request_cells(row: RequestRow, wide: bool) -> Sequence[str]:
+    cells = [
+        row.request_id,
+        row.state,
+        fine_duration(row.age_s),
+        row.prefill_node or "-",
+        row.decode_node or "-",
+        str(row.prompt_tokens),
+        str(row.output_tokens),
+        str(row.attempts),
+        "-" if row.ttft_ms is None else brief_ms(row.ttft_ms),
+    ]
+    if not wide:
+        return cells
+    total = "-" if row.total_ms is None else brief_ms(row.total_ms)
+    return [*cells, row.router, total, size(row.kv_bytes) if row.kv_bytes else "-", row.detail or "-"]

@@ -18,8 +18,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.ask import NodeAnswers, ask_all_routers, ask_any_router, ask_nodes, can_be_asked, router_addresses
-from baton.cli.commands.describe import requests_of_all_routers
+from baton.cli.ask import (
+    NodeAnswers,
+    ask_all_routers,
+    ask_any_router,
+    ask_nodes,
+    can_be_asked,
+    requests_of_all_routers,
+    router_addresses,
+)
 from baton.cli.output import (
     VERSION,
     Format,

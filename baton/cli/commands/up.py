@@ -231,6 +231,6 @@ def demo(
 ) -> None:
     """Start a cluster, send it prompts, show how each was served, and stop it."""
     # These imports are slow, and the help does not need them.
-    from baton.cli.commands.demo_run import run_demo
+    from baton.cli.demo_run import run_demo
 
     raise typer.Exit(run_demo(model))

@@ -1,1 +1,1 @@
-"""Views that commands print: pages of status, node and top, rows of lists, merged events, checks of the doctor."""
+"""Views that commands print: pages of status, node and top, rows of lists, answers, events, checks of the doctor."""

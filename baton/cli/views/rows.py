@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.cli.output import fine_duration
-from baton.messages.node_report import NodeReport, OpenHandoff
+
+if TYPE_CHECKING:
+    from baton.messages.node_report import NodeReport, OpenHandoff
 
 ENDED_STATES = frozenset({"Finished", "Failed", "Cancelled"})
 

@@ -111,12 +111,12 @@ class BlockHasher:
         width = self._block_size * _TOKEN_BYTES
         packed = struct.pack(f"<{num_blocks * size}I", *token_ids[: num_blocks * size])
         sha256, head, middle = hashlib.sha256, self._parent_head, self._tokens_head
-        for place in range(0, num_blocks * width, width):
-            parent = sha256(head + parent + middle + packed[place : place + width]).digest()
+        for offset in range(0, num_blocks * width, width):
+            parent = sha256(head + parent + middle + packed[offset : offset + width]).digest()
             keys.append(parent)
 
     def _root_of(self, request: Request) -> bytes:
-        return self.root(cache_salt=request.cache_salt, lora_id=request.adapter, is_long=request.is_long)
+        return self.root(cache_salt=request.spec.cache_salt, lora_id=request.adapter, is_long=request.is_long)
 
     def extend_request(self, request: Request, num_tokens: int) -> None:
         """Bring `request.block_hashes` up to all full blocks of its first `num_tokens` tokens (prompt and output)."""

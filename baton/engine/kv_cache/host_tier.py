@@ -52,10 +52,10 @@ class HostTier:
         `blocks`: the request's table, with None for the null block. `keys`: the keys of its first entries; a block that
         the host tier has under its key is not copied again.
         """
-        found = [self.pool.get_cached_block(key) for key in keys]
-        found += [None] * (len(blocks) - len(found))
-        found = [None if source is None else host for source, host in zip(blocks, found, strict=True)]
-        here = [block for block in found if block is not None]
+        sources = [self.pool.get_cached_block(key) for key in keys]
+        sources += [None] * (len(blocks) - len(sources))
+        sources = [None if source is None else host for source, host in zip(blocks, sources, strict=True)]
+        here = [block for block in sources if block is not None]
         missing = sum([block is not None for block in blocks]) - len(here)
         if missing + sum([block.is_on_free_list for block in here]) > self.pool.num_free_blocks:
             return False
@@ -64,7 +64,7 @@ class HostTier:
         self.hold(taken)
         fresh = iter(taken)
         table: list[Block | None] = []
-        for index, (source, host) in enumerate(zip(blocks, found, strict=True)):
+        for index, (source, host) in enumerate(zip(blocks, sources, strict=True)):
             if source is not None and host is None:
                 host = next(fresh)
                 self._copy_out(source, host, keys[index] if index < len(keys) else None)
@@ -107,13 +107,13 @@ class HostTier:
 
     def find(self, keys: Sequence[bytes]) -> list[Block]:
         """The host blocks of the longest prefix of `keys` that is here. They may be evicted unless they are held."""
-        found: list[Block] = []
+        blocks: list[Block] = []
         for key in keys:
             block = self.pool.get_cached_block(key)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def hold(self, blocks: Sequence[Block]) -> None:
         """Keep blocks until the coming step is settled."""

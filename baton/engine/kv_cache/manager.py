@@ -372,11 +372,11 @@ class KVCacheManager:
             raise ValueError("there is no host tier")
         swapped, null = self.host.table(request.request_id), self.pool.null_block
         num_full = request.num_computed_tokens // self.block_size
-        found: list[Block | None] = [
+        sources: list[Block | None] = [
             self.pool.get_cached_block(key) for key in self._groups.entry_keys(request.block_hashes[:num_full])
         ]
-        found += [None] * (len(swapped) - len(found))
-        here = [null if host is None else block for host, block in zip(swapped, found, strict=True)]
+        sources += [None] * (len(swapped) - len(sources))
+        here = [null if host is None else block for host, block in zip(swapped, sources, strict=True)]
         kept = [block for block in here if block is not None and block is not null]
         num_entries = -(-request.num_tokens // self.block_size) * self.num_groups
         missing = num_entries - sum([block is not None for block in here])

@@ -192,7 +192,7 @@ class BeamGroup:
         is_stop = last in root.stop_ids
         is_eos = last in root.eos_token_ids and not root.sampling_params.ignore_eos
         return EngineCoreOutput(
-            root.request_id,
+            root.attempt,
             token_ids,
             0,
             sequence_index=index,

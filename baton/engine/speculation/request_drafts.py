@@ -96,35 +96,35 @@ class NgramDrafter:
         self._index(end - 1)
         if self._num_indexed < end - 1 or end <= self._least:
             return ()
-        place, longest = -1, self._least - 1
+        best, longest = -1, self._least - 1
         candidate = self._latest[self._hash(end)]
         for _ in range(_MAX_PLACES):
             if candidate <= end - WINDOW or candidate < self._least:
                 break
             length = self._num_common(candidate, end)
             if length > longest:
-                place, longest = candidate, length
+                best, longest = candidate, length
                 if length == self._most:
                     break
             candidate = self._earlier[candidate % WINDOW]
-        if place < 0:
+        if best < 0:
             return ()
         self.num_matched = longest
         # Where the place and the end overlap, the text repeats itself, and may go on doing so.
-        period = end - place
+        period = end - best
         drafted: list[int] = []
         for offset in range(most):
-            drafted.append(tokens[place + offset % period])
+            drafted.append(tokens[best + offset % period])
             if drafted[-1] in self._stop_ids:
                 break
         return drafted
 
-    def _num_common(self, place: int, end: int) -> int:
+    def _num_common(self, start: int, end: int) -> int:
         """How many tokens before `place` equal those before `end`, up to `most`."""
         tokens = self._tokens
-        most = min(self._most, place)
+        most = min(self._most, start)
         for length in range(most):
-            if tokens[place - 1 - length] != tokens[end - 1 - length]:
+            if tokens[start - 1 - length] != tokens[end - 1 - length]:
                 return length
         return most
 

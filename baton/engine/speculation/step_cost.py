@@ -62,12 +62,12 @@ class StepCost:
         Above 0; from 1 on a draft costs more than the token that it may save.
         """
         if not self._weight or self._variance < _LEAST_SPREAD * self._weight:
-            each = _ASSUMED_SHARE
-            return num_sequences * each / (1.0 - each + num_sequences * each)
-        each = max(0.0, self._covariance / self._variance)
-        fixed = max(0.0, self._seconds - each * self._rows)
-        whole = fixed + num_sequences * each
-        return num_sequences * each / whole if whole else 0.0
+            per_token = _ASSUMED_SHARE
+            return num_sequences * per_token / (1.0 - per_token + num_sequences * per_token)
+        per_token = max(0.0, self._covariance / self._variance)
+        fixed = max(0.0, self._seconds - per_token * self._rows)
+        total = fixed + num_sequences * per_token
+        return num_sequences * per_token / total if total else 0.0
 
     @property
     def mean_seconds(self) -> float:

@@ -30,6 +30,7 @@ from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.request_queue import NO_TURN, AdapterQueues, AdapterSlots, Turn
 from baton.engine.waiting.sequences import Sequences
 from baton.engine.waiting.waiting_requests import WaitingRequests, may_load
+from baton.errors import InvalidRequest
 from baton.messages.node import Leg, Outcome
 
 
@@ -81,8 +82,8 @@ class Admission:
             return
         if not self._state.encoder_cache.can_ever_hold(request.encoder_inputs):
             field, most = request.encoder_inputs[0].content.kind.field, self._config.num_encoder_rows
-            error = f"{field}: one input has more rows than the {most} that this node keeps; make it smaller"
-            self._state.end(request, Outcome.INVALID, outputs, error=error)
+            reason = f"one input has more rows than the {most} that this node keeps; make it smaller"
+            self._state.fail(request, InvalidRequest(field, reason), outputs)
             return
         try:
             self._state.connector.request_added(request)

@@ -126,7 +126,7 @@ class RequestQueue:
             last = deque(running, maxlen=1)
             return last.pop() if last else None
         # The newest of equals is preempted; `max` alone would take the first.
-        return max(enumerate(running), key=lambda place: (*self._rank(place[1]), place[0]), default=(0, None))[1]
+        return max(enumerate(running), key=lambda entry: (*self._rank(entry[1]), entry[0]), default=(0, None))[1]
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -139,7 +139,7 @@ class RequestQueue:
             return ()
         # All requests age at the same rate, so the order of two never changes while they wait: no clock is needed.
         arrived = request.arrival_time
-        return (arrived + self._ageing_s * request.priority if self._ageing_s else request.priority), arrived
+        return (arrived + self._ageing_s * request.spec.priority if self._ageing_s else request.spec.priority), arrived
 
 
 class AdapterQueues:

@@ -78,7 +78,7 @@ def _ends_with(module: str, pattern: str) -> bool:
     before = len(module) - len(pattern)
     if before < 0 or (before and module[before - 1] != "."):
         return False
-    return all(wanted in (found, ".") for found, wanted in zip(module[before:], pattern, strict=True))
+    return all(wanted in (part, ".") for part, wanted in zip(module[before:], pattern, strict=True))
 
 
 CONFIG_NAME = "adapter_config.json"
@@ -160,8 +160,8 @@ class AdapterConfig:
 
     def parameters_of(self, module: str) -> frozenset[str]:
         """The parameters of a module that the adapter is meant to change, as far as its names say."""
-        found = (self.target_parameters.get(end, frozenset()) for end in ("", *_ends_of(module)))
-        return frozenset[str]().union(*found)
+        names = (self.target_parameters.get(end, frozenset()) for end in ("", *_ends_of(module)))
+        return frozenset[str]().union(*names)
 
     def saves(self, module: str) -> bool:
         """Whether the adapter is meant to replace this module."""
@@ -298,7 +298,7 @@ def _patterns(path: Path, name: str, value: object, reader: Callable[[Path, str,
     if value is not None and not isinstance(value, dict):
         raise _wrong(path, name, "an object", value)
     try:
-        return NamePatterns({pattern: reader(path, name, one) for pattern, one in (value or {}).items()})
+        return NamePatterns({pattern: reader(path, name, number) for pattern, number in (value or {}).items()})
     except UnsoundPattern as error:
         raise AdapterRefused(f"{path}: {name} {error}") from error
 
@@ -310,17 +310,17 @@ def _targets(path: Path, name: str, value: object) -> frozenset[str] | str:
 def _names(path: Path, name: str, value: object) -> frozenset[str]:
     if value is None:
         return frozenset()
-    if not isinstance(value, list) or len(value) > _MOST_NAMES or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or len(value) > _MOST_NAMES or not all(isinstance(item, str) for item in value):
         raise _wrong(path, name, f"a list of at most {_MOST_NAMES} names", value)
     return frozenset(value)
 
 
 def _parameters(path: Path, name: str, value: object) -> Mapping[str, frozenset[str]]:
-    found: dict[str, set[str]] = {}
+    parameters: dict[str, set[str]] = {}
     for parameter in _names(path, name, value):
         module, _, own = parameter.rpartition(".")
-        found.setdefault(module, set()).add(own)
-    return {module: frozenset(names) for module, names in found.items()}
+        parameters.setdefault(module, set()).add(own)
+    return {module: frozenset(names) for module, names in parameters.items()}
 
 
 _READERS = {

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,7 +161,7 @@ class AdapterFiles:
         Raises AdapterRefused, also for a tensor with NaN or infinity.
         """
         state = self._begin_digest()
-        for piece in self._read({place.name for place in self.tensors}):
+        for piece in self._read({tensor.name for tensor in self.tensors}):
             state.update(piece.content)
         return str(state.hexdigest())
 
@@ -197,11 +198,11 @@ class AdapterFiles:
             state.update(part)
         return state
 
-    def _compare(self, found: str, wanted: str) -> None:
-        if found != wanted:
+    def _compare(self, digest: str, wanted: str) -> None:
+        if digest != wanted:
             raise AdapterRefused(
-                f"{self.directory} holds the adapter {found:.12}, not {wanted:.12}, since its files have changed; load "
-                "it again"
+                f"{self.directory} holds the adapter {digest:.12}, not {wanted:.12}, since its files have changed; "
+                "load it again"
             )
 
     def _pieces(self, sizes: Iterable[int]) -> Iterator[bytes]:
@@ -228,8 +229,8 @@ def is_finite(dtype: str, content: bytes) -> bool:
     if dtype == "F16":
         return len(last.translate(None, _HALF_ENDS)) == len(last)
     # The exponent has 8 bits: 7 are in the last byte of a number, and one is the highest of the byte before.
-    found = int.from_bytes(last.translate(_ONES_OF_EXPONENT)) & int.from_bytes(content[size - 2 :: size])
-    return found == 0
+    exponents = int.from_bytes(last.translate(_ONES_OF_EXPONENT)) & int.from_bytes(content[size - 2 :: size])
+    return exponents == 0
 
 
 def _rows_at_a_time(place: TensorPlace, is_cut: bool) -> Iterator[tuple[TensorPlace, int, int]]:
@@ -275,16 +276,16 @@ def read_adapter(directory: Path) -> AdapterFiles:
 
 
 def _places(path: Path, header: SafetensorsHeader) -> tuple[TensorPlace, ...]:
-    places = sorted((_place(path, name, entry) for name, entry in header.entries.items()), key=lambda one: one.start)
+    places = sorted((_place(path, name, entry) for name, entry in header.entries.items()), key=attrgetter("start"))
     if not places:
         raise AdapterRefused(f"{path} holds no tensors; copy it again")
     end = 0
-    for place in places:
-        if place.start != end:
+    for tensor in places:
+        if tensor.start != end:
             raise AdapterRefused(
-                f"{path}: the tensor {place.name} begins at {place.start}, not at {end}; copy it again"
+                f"{path}: the tensor {tensor.name} begins at {tensor.start}, not at {end}; copy it again"
             )
-        end = place.stop
+        end = tensor.stop
     if end > _MOST_BYTES:
         raise AdapterRefused(f"{path} holds {end} bytes of weights; at most {_MOST_BYTES} are read")
     return tuple(places)
@@ -308,8 +309,8 @@ def _place(path: Path, name: str, entry: Mapping[str, Any]) -> TensorPlace:
 
 def _modules(path: Path, config: AdapterConfig, tensors: tuple[TensorPlace, ...]) -> dict[str, ModuleTensors]:
     modules: dict[str, ModuleTensors] = {}
-    for place in tensors:
-        name = place.name
+    for tensor in tensors:
+        name = tensor.name
         if not name.startswith(_PREFIX):
             raise AdapterRefused(
                 f"{path}: the tensor {name} is none that PEFT writes; its name must begin with {_PREFIX}"
@@ -318,11 +319,11 @@ def _modules(path: Path, config: AdapterConfig, tensors: tuple[TensorPlace, ...]
         for suffix, (part, is_embedding) in _SUFFIXES.items():
             if name.endswith(f".{suffix}"):
                 module = name.removesuffix(f".{suffix}")
-                found = modules.setdefault(module, _tensors_of(config, module))
-                if found.a is not None and found.is_embedding != is_embedding:
+                of_module = modules.setdefault(module, _tensors_of(config, module))
+                if of_module.a is not None and of_module.is_embedding != is_embedding:
                     raise AdapterRefused(f"{path} has tensors of {module} as of an embedding and as of a product")
-                found.is_embedding = is_embedding
-                setattr(found, part, place)
+                of_module.is_embedding = is_embedding
+                setattr(of_module, part, tensor)
                 break
         else:
             module, _, rest = name.rpartition(".")
@@ -330,10 +331,10 @@ def _modules(path: Path, config: AdapterConfig, tensors: tuple[TensorPlace, ...]
                 module, rest = module.removesuffix(_WRAPPED), f"base_layer.{rest}"
             elif not config.saves(module):
                 raise AdapterRefused(
-                    f"{path}: the tensor {place.name} is neither LoRA's A or B nor of a module in modules_to_save; "
+                    f"{path}: the tensor {tensor.name} is neither LoRA's A or B nor of a module in modules_to_save; "
                     "save the adapter without it"
                 )
-            modules.setdefault(module, ModuleTensors(module, patterns_name=module)).others[rest] = place
+            modules.setdefault(module, ModuleTensors(module, patterns_name=module)).others[rest] = tensor
     return modules
 
 
@@ -375,9 +376,9 @@ def _check_module(path: Path, config: AdapterConfig, tensors: ModuleTensors) -> 
         raise AdapterRefused(
             f"{path} has a bias, or tensors of an embedding, for a parameter of {module}; copy both files again"
         )
-    for place in (a, b):
-        if place is not None and len(place.shape) != 2:
-            raise AdapterRefused(f"{path}: {place.name} has the shape {list(place.shape)}, which is no matrix's")
+    for tensor in (a, b):
+        if tensor is not None and len(tensor.shape) != 2:
+            raise AdapterRefused(f"{path}: {tensor.name} has the shape {list(tensor.shape)}, which is no matrix's")
     if tensors.bias is not None and not config.has_lora_bias:
         raise AdapterRefused(
             f"{path} has {tensors.bias.name}, but its settings say no lora_bias; copy both files again"
@@ -397,10 +398,10 @@ def _check_rank(path: Path, config: AdapterConfig, tensors: ModuleTensors, max_r
         raise AdapterRefused(
             f"{path}: {tensors.module} has the rank {rank}, and at most {max_rank} is allowed; raise --max-lora-rank"
         )
-    for place, axis in ((tensors.a, 0), (tensors.b, 1)):
-        if place is not None and place.shape[axis] != rank * tensors.num_stacked:
+    for tensor, axis in ((tensors.a, 0), (tensors.b, 1)):
+        if tensor is not None and tensor.shape[axis] != rank * tensors.num_stacked:
             experts = f", {tensors.num_stacked} times," if tensors.num_stacked > 1 else ""
             raise AdapterRefused(
-                f"{path}: {place.name} has the shape {list(place.shape)}, which is none of the rank {rank}{experts} in "
-                "its settings; copy both files again"
+                f"{path}: {tensor.name} has the shape {list(tensor.shape)}, which is none of the rank {rank}{experts} "
+                "in its settings; copy both files again"
             )

@@ -180,38 +180,38 @@ def _check_is_whole(data: bytes, container: Container) -> None:
 
 def _end_of_boxes(data: bytes) -> int:
     """Where the last box of an MP4 file ends by its header (ISO/IEC 14496-12, section 4.2)."""
-    place = 0
-    while place + 8 <= len(data):
-        size = int.from_bytes(data[place : place + 4], "big")
+    offset = 0
+    while offset + 8 <= len(data):
+        size = int.from_bytes(data[offset : offset + 4], "big")
         if size == 1:
-            size = int.from_bytes(data[place + 8 : place + 16], "big")
+            size = int.from_bytes(data[offset + 8 : offset + 16], "big")
         if size == 0:
             # The box goes on to the end of the file.
             return len(data)
         if size < 8:
             raise UnusableAudio(f"it is damaged: it has a box of {size} bytes")
-        place += size
-    return place
+        offset += size
+    return offset
 
 
 def _end_of_segment(data: bytes) -> int:
     """Where the segment of a Matroska file ends by its header, or 0 if it has none or does not say (RFC 8794)."""
-    place = 0
+    offset = 0
     for _ in range(2):
-        length = _length_of(data, place, 4)
-        identity = data[place : place + length]
-        place += length
-        length = _length_of(data, place, 8)
-        size = int.from_bytes(data[place : place + length], "big") & ((1 << 7 * length) - 1)
+        length = _length_of(data, offset, 4)
+        identity = data[offset : offset + length]
+        offset += length
+        length = _length_of(data, offset, 8)
+        size = int.from_bytes(data[offset : offset + length], "big") & ((1 << 7 * length) - 1)
         if identity == b"\x18\x53\x80\x67":
-            return 0 if size == (1 << 7 * length) - 1 else place + length + size
-        place += length + size
+            return 0 if size == (1 << 7 * length) - 1 else offset + length + size
+        offset += length + size
     return 0
 
 
-def _length_of(data: bytes, place: int, most: int) -> int:
+def _length_of(data: bytes, offset: int, most: int) -> int:
     """Bytes of a variable-length integer, by the leading zeros of its first byte; 0: it is none, or too long."""
-    length = 9 - data[place].bit_length() if place < len(data) else 0
+    length = 9 - data[offset].bit_length() if offset < len(data) else 0
     return length if length <= most else 0
 
 

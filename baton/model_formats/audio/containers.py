@@ -101,15 +101,15 @@ def run_decoder(command: Sequence[str], data: bytes, most_bytes: int, wall_s: fl
         due = time.monotonic() + wall_s
         try:
             most = {process.stdout: most_bytes, process.stderr: _MOST_REPORT_BYTES}
-            found = _exchanged(process.stdin, data, most, due)
+            output = _exchanged(process.stdin, data, most, due)
             status = process.wait(timeout=max(0.0, due - time.monotonic()))
         except (TimeoutError, subprocess.TimeoutExpired):
             raise UnusableAudio(f"it was not decoded within {wall_s:.0f} s") from None
         finally:
             process.kill()
     if status:
-        raise UnusableAudio(_reason(status, bytes(found[process.stderr])))
-    return bytes(found[process.stdout])
+        raise UnusableAudio(_reason(status, bytes(output[process.stderr])))
+    return bytes(output[process.stdout])
 
 
 def _exchanged(
@@ -120,7 +120,7 @@ def _exchanged(
     `most`: the most bytes that are taken of each pipe. `due`: by `time.monotonic`. Raises UnusableAudio when there is
     more, and TimeoutError.
     """
-    found: dict[IO[bytes], bytearray] = {pipe: bytearray() for pipe in most}
+    output: dict[IO[bytes], bytearray] = {pipe: bytearray() for pipe in most}
     left = memoryview(data)
     os.set_blocking(target.fileno(), False)
     with selectors.DefaultSelector() as selector:
@@ -145,10 +145,10 @@ def _exchanged(
                 if not piece:
                     selector.unregister(key.fileobj)
                     continue
-                found[key.data] += piece
-                if len(found[key.data]) > most[key.data]:
+                output[key.data] += piece
+                if len(output[key.data]) > most[key.data]:
                     raise UnusableAudio("its decoder made more of it than is taken")
-    return found
+    return output
 
 
 def _reason(status: int, report: bytes) -> str:

@@ -118,11 +118,11 @@ def _decoded(file: SoundFile, limits: AudioLimits) -> bytearray:
     is_over = False
     while not is_over:
         try:
-            found = file.read(out=block)
+            block_samples = file.read(out=block)
         except LibsndfileError as error:
             raise UnusableAudio(f"it is truncated or damaged behind {mono.seconds:.1f} s") from error
-        is_over = not len(found)
-        samples += mono.convert(found, is_last=is_over)
+        is_over = not len(block_samples)
+        samples += mono.convert(block_samples, is_last=is_over)
     if _is_length_known(file) and mono.num_frames < file.frames:
         length = file.frames / rate
         raise UnusableAudio(f"it is truncated or damaged: of {length:.1f} s there are {mono.seconds:.1f} s")

@@ -35,7 +35,7 @@ class Recording:
 def divided(samples: NDArray[np.int16], most_samples: int = MOST_SAMPLES) -> Recording:
     """A recording in parts of at most so many samples. Takes a second for hours of audio, so call it in a thread."""
     parts = windows(samples, most_samples)
-    return Recording(samples, parts, {place for place, part in enumerate(parts) if _is_silent(samples, part)})
+    return Recording(samples, parts, {number for number, part in enumerate(parts) if _is_silent(samples, part)})
 
 
 def windows(samples: NDArray[np.int16], most_samples: int = MOST_SAMPLES) -> Sequence[tuple[int, int]]:
@@ -65,8 +65,8 @@ def _pause(samples: NDArray[np.int16], first: int, num_samples: int) -> int:
     is_quiet = energies <= max(_AS_QUIET * int(energies.min()), _QUIET * _SILENCE**2)
     begins = np.flatnonzero(np.diff(is_quiet, prepend=False, append=False))
     starts, stops = begins[::2], begins[1::2]
-    place = len(starts) - 1 - int(np.argmax((stops - starts)[::-1]))
-    return first + int(starts[place] + stops[place]) * _QUIET // 2
+    longest = len(starts) - 1 - int(np.argmax((stops - starts)[::-1]))
+    return first + int(starts[longest] + stops[longest]) * _QUIET // 2
 
 
 def _is_silent(samples: NDArray[np.int16], part: tuple[int, int]) -> bool:

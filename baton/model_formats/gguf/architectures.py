@@ -196,7 +196,7 @@ def _gemma3(facts: Facts) -> _Config:
     return {
         **_gemma(facts),
         "sliding_window": facts.whole(".attention.sliding_window"),
-        "layer_types": ["sliding_attention" if place % period else "full_attention" for place in places],
+        "layer_types": ["sliding_attention" if layer % period else "full_attention" for layer in places],
         "rope_parameters": {
             "full_attention": rope_parameters(facts, _rotated(facts)),
             "sliding_attention": {

@@ -53,10 +53,10 @@ class HeaderReader:
 
     def count(self, smallest: int, limit: int, what: str) -> int:
         """A number of things that take at least `smallest` bytes each."""
-        found = self.number("Q")
-        if found > limit or found * smallest > self._left:
-            raise ConfigError(f"{found} {what} are more than the file can hold or than are read ({limit})")
-        return found
+        number = self.number("Q")
+        if number > limit or number * smallest > self._left:
+            raise ConfigError(f"{number} {what} are more than the file can hold or than are read ({limit})")
+        return number
 
     def string(self) -> str:
         """A string in UTF-8."""
@@ -240,13 +240,13 @@ def _head(reader: HeaderReader, data: memoryview) -> tuple[int, int]:
 
 
 def _metadata(reader: HeaderReader, count: int) -> Mapping[str, Value]:
-    found: dict[str, Value] = {}
+    metadata: dict[str, Value] = {}
     for _ in range(count):
         key = reader.string()
-        if key in found:
+        if key in metadata:
             raise ConfigError(f"key {key[:80]!r} is there twice")
-        found[key] = reader.value()
-    return found
+        metadata[key] = reader.value()
+    return metadata
 
 
 def _tensors(
@@ -257,18 +257,18 @@ def _tensors(
         raise ConfigError("general.alignment is not a power of two up to 1 MiB")
     described = [_tensor(reader, alignment) for _ in range(count)]
     first = -(-reader.position // alignment) * alignment
-    end, found = first, dict[str, TensorPlace]()
+    end, tensors = first, dict[str, TensorPlace]()
     for name, shape, kind, offset in sorted(described, key=lambda entry: entry[3]):
         tensor = TensorPlace(name, shape, kind, first + offset)
-        if name in found:
+        if name in tensors:
             raise ConfigError(f"tensor {name} is there twice")
         if tensor.offset < end:
             raise ConfigError(f"tensor {name} overlaps the one before it")
         end = tensor.offset + tensor.num_bytes
         if end > file_size:
             raise ConfigError(f"tensor {name} ends at byte {end}, and the file at {file_size}; copy it again")
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def _tensor(reader: HeaderReader, alignment: int) -> tuple[str, tuple[int, ...], BlockFormat, int]:

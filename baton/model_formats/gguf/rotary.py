@@ -39,13 +39,13 @@ def rope_parameters(facts: Facts, rotated: int) -> dict[str, Any]:
     for key in facts.keys(".rope."):
         if key not in _KEYS and key not in _KEYS_OF_KIND.get(kind, ()):
             _refuse(facts, key)
-    found: dict[str, Any] = {"rope_type": kind, "rope_theta": facts.positive(".rope.freq_base", 10_000.0)}
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": facts.positive(".rope.freq_base", 10_000.0)}
     if kind in ("linear", "yarn"):
-        found["factor"] = _factor(facts)
+        parameters["factor"] = _factor(facts)
     if kind == "yarn":
-        found |= _yarn(facts, found["factor"])
+        parameters |= _yarn(facts, parameters["factor"])
     elif kind == "longrope":
-        found |= _long_rope(facts)
+        parameters |= _long_rope(facts)
     elif facts.positive(".rope.scaling.attn_factor", 1.0) != 1:
         _refuse(facts, ".rope.scaling.attn_factor")
     factors = facts.factors("rope_freqs.weight")
@@ -54,8 +54,8 @@ def rope_parameters(facts: Facts, rotated: int) -> dict[str, Any]:
             raise ConfigError(
                 f"{facts.file.path} has rope_freqs.weight, and scales its rotary embedding by {kind!r}, too"
             )
-        found |= _llama3(facts, factors, rotated, found["rope_theta"])
-    return found
+        parameters |= _llama3(facts, factors, rotated, parameters["rope_theta"])
+    return parameters
 
 
 def _kind(facts: Facts) -> str:
@@ -85,7 +85,7 @@ def _factor(facts: Facts) -> float:
 
 def _yarn(facts: Facts, factor: float) -> dict[str, Any]:
     """YaRN's numbers apart from its factor; what is not in the file has transformers' default, the paper's."""
-    found: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "original_max_position_embeddings": facts.whole(".rope.scaling.original_context_length"),
         "beta_fast": facts.positive(".rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": facts.positive(".rope.scaling.yarn_beta_slow", 1.0),
@@ -93,21 +93,21 @@ def _yarn(facts: Facts, factor: float) -> dict[str, Any]:
     if facts.positive(".rope.scaling.yarn_ext_factor", 1.0) != 1:
         _refuse(facts, ".rope.scaling.yarn_ext_factor")
     if facts.has(".rope.scaling.yarn_attn_factor"):  # transformers' attention_factor, as the converter writes it
-        found["attention_factor"] = facts.positive(".rope.scaling.yarn_attn_factor")
+        parameters["attention_factor"] = facts.positive(".rope.scaling.yarn_attn_factor")
     if facts.has(".rope.scaling.attn_factor"):  # llama.cpp multiplies the usual factor by it
-        usual = found.get("attention_factor", 0.1 * math.log(max(1.0, factor)) + 1)
-        found["attention_factor"] = usual * facts.positive(".rope.scaling.attn_factor")
-    return found
+        usual = parameters.get("attention_factor", 0.1 * math.log(max(1.0, factor)) + 1)
+        parameters["attention_factor"] = usual * facts.positive(".rope.scaling.attn_factor")
+    return parameters
 
 
 def _long_rope(facts: Facts) -> dict[str, Any]:
     """The two sets of factors of Phi-3's LongRoPE."""
     short, long = (facts.factors(name) for name in _LONG_ROPE)
-    found: dict[str, Any] = {"short_factor": short, "long_factor": long}
-    found["original_max_position_embeddings"] = facts.whole(".rope.scaling.original_context_length")
+    parameters: dict[str, Any] = {"short_factor": short, "long_factor": long}
+    parameters["original_max_position_embeddings"] = facts.whole(".rope.scaling.original_context_length")
     if facts.has(".rope.scaling.attn_factor"):
-        found["attention_factor"] = facts.positive(".rope.scaling.attn_factor")
-    return found
+        parameters["attention_factor"] = facts.positive(".rope.scaling.attn_factor")
+    return parameters
 
 
 def _refuse(facts: Facts, key: str) -> None:
@@ -118,13 +118,13 @@ def _refuse(facts: Facts, key: str) -> None:
 
 def _llama3(facts: Facts, factors: Sequence[float], head_dim: int, theta: float) -> dict[str, Any]:
     """Llama 3's scaling, if the factors are what it computes."""
-    found = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
-    expected = (_llama3_factor(theta ** (2 * place / head_dim), found) for place in range(head_dim // 2))
+    parameters = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
+    expected = (_llama3_factor(theta ** (2 * pair / head_dim), parameters) for pair in range(head_dim // 2))
     if len(factors) != head_dim // 2 or any(
         abs(ours - theirs) > _SAME * theirs for ours, theirs in zip(expected, factors, strict=True)
     ):
         raise ConfigError(f"{facts.file.path} has rope_freqs.weight of an unknown kind; those of Llama 3 are known")
-    return found
+    return parameters
 
 
 def _llama3_factor(inverse_frequency: float, how: dict[str, Any]) -> float:

@@ -129,9 +129,9 @@ class Vocabulary:
         kinds: Sequence[float] = [TokenKind.NORMAL] * len(texts)
         if facts.has("tokenizer.ggml.token_type"):
             kinds = facts.numbers("tokenizer.ggml.token_type", len(texts))
-        ids = {text: place for place, text in enumerate(texts)}
+        ids = {text: token_id for token_id, text in enumerate(texts)}
         ends = {ids[text] for text in _ENDS_OF_TURNS if text in ids}
-        kinds = [TokenKind.CONTROL if place in ends else kind for place, kind in enumerate(kinds)]
+        kinds = [TokenKind.CONTROL if token_id in ends else kind for token_id, kind in enumerate(kinds)]
         if not texts or len(ids) != len(texts) or len(texts) > facts.vocab_size:
             raise ConfigError(
                 f"{facts.file.path} has {len(texts)} tokens, of which {len(ids)} differ, for {facts.vocab_size} rows"
@@ -140,7 +140,7 @@ class Vocabulary:
 
     def of_kind(self, *kinds: TokenKind) -> Iterable[int]:
         """The ids of the tokens of these kinds."""
-        return (place for place, kind in enumerate(self.kinds) if kind in kinds)
+        return (token_id for token_id, kind in enumerate(self.kinds) if kind in kinds)
 
 
 def tokenizer_json(facts: Facts) -> dict[str, Any]:
@@ -168,18 +168,18 @@ def tokenizer_config_json(facts: Facts) -> dict[str, Any]:
     texts = Vocabulary.of(facts).texts
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
     tokens = {name: facts.token(key) for name, key in names.items()}
-    found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    found |= {
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {
         f"{name}_token": texts[token] for name, token in tokens.items() if token is not None and token < len(texts)
     }
-    found["model_max_length"] = facts.whole(".context_length")
+    config["model_max_length"] = facts.whole(".context_length")
     named = facts.texts(_TEMPLATE_NAMES) if facts.has(_TEMPLATE_NAMES) else ()
     templates = {name: facts.text(f"{_TEMPLATE}.{name}") for name in named}
     if facts.has(_TEMPLATE):
         templates["default"] = facts.text(_TEMPLATE)
     if templates:
-        found["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
-    return found
+        config["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
+    return config
 
 
 def generation_config_json(facts: Facts) -> dict[str, Any]:
@@ -188,8 +188,8 @@ def generation_config_json(facts: Facts) -> dict[str, Any]:
     named = [facts.token(key) for key in ("eos", "eot", "eom")]
     listed = [vocabulary.ids.get(text) for text in _ENDS_OF_TURNS]
     ends = [token for token in (*named, *listed) if token is not None]
-    found = {"bos_token_id": facts.token("bos"), "eos_token_id": list(dict.fromkeys(ends)) or None}
-    return {key: value for key, value in found.items() if value is not None}
+    config = {"bos_token_id": facts.token("bos"), "eos_token_id": list(dict.fromkeys(ends)) or None}
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def _byte_level_parts(facts: Facts, vocabulary: Vocabulary) -> dict[str, Any]:

@@ -155,9 +155,9 @@ class _Entry:
         return late
 
     def take_waiting(self) -> tuple[str, ...]:
-        found = tuple(self.waiting)
+        waiting = tuple(self.waiting)
         self.waiting.clear()
-        return found
+        return waiting
 
 
 class AdapterCache:

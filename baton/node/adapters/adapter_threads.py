@@ -64,10 +64,10 @@ class AdapterDirectories:
 
     def check_digest(self, directory: str, digest: str) -> None:
         """Raises AdapterRefused unless the adapter in this directory is sound, fits, and has this digest."""
-        found = self.inspect(directory).digest
-        if found != digest:
+        own = self.inspect(directory).digest
+        if own != digest:
             raise AdapterRefused(
-                f"{directory} holds another adapter here: its digest is {found}, and {digest} is wanted; copy the same "
+                f"{directory} holds another adapter here: its digest is {own}, and {digest} is wanted; copy the same "
                 "files to all nodes"
             )
 
@@ -98,14 +98,14 @@ class AdapterDirectories:
                     f"{path} leads out of the directories from which this node loads adapters; copy it"
                 )
             try:
-                found = os.stat(path)
+                status = os.stat(path)
             except (OSError, ValueError):
                 raise AdapterRefused(
                     f"{path} is not there; name a directory that PEFT's save_pretrained wrote"
                 ) from None
-            if not stat.S_ISREG(found.st_mode):
+            if not stat.S_ISREG(status.st_mode):
                 raise AdapterRefused(f"{path} is not a regular file; copy the adapter's files")
-            stamp.append((found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+            stamp.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
         return tuple(stamp)
 
 
@@ -233,7 +233,7 @@ class AdapterThreads:
 
     async def close(self) -> None:
         """Begin no more, and wait a while for what is being read. Idempotent."""
-        if ended := [asyncio.wrap_future(each) for each in self._stop().values()]:
+        if ended := [asyncio.wrap_future(future) for future in self._stop().values()]:
             await asyncio.wait(ended, timeout=_CLOSE_S)
         self._warn_of_left()
 

@@ -85,7 +85,7 @@ class AdapterBook:
         return self._to_check.pop(digest) if digest is not None else None
 
     def forget_port(self, port: int) -> None:
-        """A router's stream has ended."""
+        """A router's stream has ended. Its adapters stay in memory until another list says which are wanted."""
         self._lists.pop(port, None)
         self._forget_unwanted()
 
@@ -136,8 +136,10 @@ class AdapterBook:
     def report_for(self, port: int) -> AdapterReport:
         """What a router is told of its adapters."""
         refusals = self._refusals
-        found = [AdapterStatus(digest, refusals[digest]) for digest in self._lists.get(port, ()) if digest in refusals]
-        return AdapterReport(found)
+        statuses = [
+            AdapterStatus(digest, refusals[digest]) for digest in self._lists.get(port, ()) if digest in refusals
+        ]
+        return AdapterReport(statuses)
 
     def ports_with(self, digest: str) -> list[int]:
         """The routers that want this adapter."""
@@ -192,7 +194,8 @@ class NodeAdapters:
         self._threads = threads
         self._report = report
         self._keep = keep
-        self._book = AdapterBook()
+        self.book = AdapterBook()
+        """The lists of routers, and what was found out of their adapters."""
         self._loaded: Set[str] = frozenset()
         self._is_closed = False
         self._num_loads = 0
@@ -203,33 +206,21 @@ class NodeAdapters:
 
     def set_list(self, port: int, adapters: Sequence[AdapterSource]) -> None:
         """Take a router's list in place of its earlier one."""
-        self._book.set_list(port, adapters)
-        wanted = self._book.wanted
+        self.book.set_list(port, adapters)
+        wanted = self.book.wanted
         self._keep(wanted)
         for digest in self._retries.keys() - wanted:
             self._retries.pop(digest).cancel()
         self._start_checks()
-        self._report(port, self._book.report_for(port))
-
-    def forget_port(self, port: int) -> None:
-        """A router's stream has ended. Its adapters stay in memory until another list says which are wanted."""
-        self._book.forget_port(port)
-
-    def why_not(self, digest: str) -> str:
-        """Why a request with this adapter can't be taken; empty: it can."""
-        return self._book.why_not(digest)
-
-    def directory_of(self, digest: str) -> str:
-        """Where the files of an acknowledged adapter are."""
-        return self._book.directory_of(digest)
+        self._report(port, self.book.report_for(port))
 
     async def inspect(self, directory: str) -> AdapterInfo:
         """Read the adapter in a directory; raises AdapterRefused, DeadlineExceeded, Overloaded."""
         if self._threads is None:
             raise AdapterRefused(_NONE)
         info = await self._threads.inspect(directory)
-        for port in self._book.found_again(info.digest, directory):
-            self._report(port, self._book.report_for(port))
+        for port in self.book.found_again(info.digest, directory):
+            self._report(port, self.book.report_for(port))
         return info
 
     def on_news(self, news: AdapterNews) -> None:
@@ -237,7 +228,7 @@ class NodeAdapters:
         self._loaded, self._num_loads = news.loaded, news.num_loads
         for digest, fault in news.faults.items():
             _log.warning("adapter %.12s could not be loaded: %s", digest, fault.reason)
-            self._book.refuse(digest, fault.reason)
+            self.book.refuse(digest, fault.reason)
             self._tell_all(digest)
             self._retry_if_it_may_pass(digest, fault)
 
@@ -251,7 +242,7 @@ class NodeAdapters:
 
     def rows(self) -> Sequence[NodeAdapter]:
         """All adapters, for operators."""
-        return self._book.rows(self._loaded)
+        return self.book.rows(self._loaded)
 
     def close(self) -> None:
         """Give up what is being checked."""
@@ -264,9 +255,9 @@ class NodeAdapters:
     def _start_checks(self) -> None:
         """Let tasks check what is to be checked."""
         if self._threads is None:
-            while (source := self._book.next_check()) is not None:
-                self._book.checked(source, _NONE)
-        while len(self._checks) < MAX_INSPECTING and (source := self._book.next_check()) is not None:
+            while (source := self.book.next_check()) is not None:
+                self.book.checked(source, _NONE)
+        while len(self._checks) < MAX_INSPECTING and (source := self.book.next_check()) is not None:
             self._start_check(source)
 
     def _start_check(self, source: AdapterSource) -> None:
@@ -286,12 +277,12 @@ class NodeAdapters:
         source: AdapterSource | None = first
         while source is not None:
             await self._check(source)
-            source = self._book.next_check()
+            source = self.book.next_check()
 
     async def _check(self, source: AdapterSource) -> None:
         assert self._threads is not None
         fault = await self._threads.find_fault(source.directory, source.digest)
-        self._book.checked(source, fault.reason if fault is not None else "")
+        self.book.checked(source, fault.reason if fault is not None else "")
         if fault is not None:
             _log.warning("adapter %s is refused: %s", source.name, fault.reason)
             self._retry_if_it_may_pass(source.digest, fault)
@@ -300,14 +291,14 @@ class NodeAdapters:
         self._tell_all(source.digest)
 
     def _retry_if_it_may_pass(self, digest: str, fault: AdapterFault) -> None:
-        if fault.may_pass and digest not in self._retries and digest in self._book.wanted:
+        if fault.may_pass and digest not in self._retries and digest in self.book.wanted:
             self._retries[digest] = asyncio.get_running_loop().call_later(RETRY_S, self._retry, digest)
 
     def _retry(self, digest: str) -> None:
         del self._retries[digest]
-        self._book.check_again(digest)
+        self.book.check_again(digest)
         self._start_checks()
 
     def _tell_all(self, digest: str) -> None:
-        for port in self._book.ports_with(digest):
-            self._report(port, self._book.report_for(port))
+        for port in self.book.ports_with(digest):
+            self._report(port, self.book.report_for(port))

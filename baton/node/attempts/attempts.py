@@ -219,6 +219,7 @@ class Attempt:
                 outcome=end.outcome,
                 stop_token_id=end.stop_token_id,
                 error=end.error,
+                error_field=end.error_field,
                 timings=end.timings,
                 sequence_index=index,
                 transfer_cause=end.transfer_cause,
@@ -238,15 +239,15 @@ class AttemptBook:
         self._grace_s = grace_s
         self._max_ended = max_ended
         self._max_ended_entries = max_ended_entries
-        self._attempts: dict[str, Attempt] = {}
-        self._deadlines: dict[str, float] = {}
+        self._attempts: dict[AttemptKey, Attempt] = {}
+        self._deadlines: dict[AttemptKey, float] = {}
         """When orphans and ended attempts are forgotten, the earliest first."""
-        self._ended: dict[str, int] = {}
+        self._ended: dict[AttemptKey, int] = {}
         """The `num_entries` of each attempt that has ended, the oldest first."""
         self._num_ended_entries = 0
-        self._awaited: set[str] = set()
+        self._awaited: set[AttemptKey] = set()
         """Attempts that run, and those that ended as orphans."""
-        self._fences: FIFOCache[str, int] = FIFOCache(MAX_FENCES)
+        self._fences: FIFOCache[AttemptKey, int] = FIFOCache(MAX_FENCES)
         """The largest takeover number of each adopted attempt that was forgotten lately."""
 
     @property
@@ -264,22 +265,21 @@ class AttemptBook:
 
         Raises ValueError if one with the same key runs.
         """
-        name = str(attempt.key)
-        known = self._attempts.get(name)
+        known = self._attempts.get(attempt.key)
         if known is not None:
             if known.runs:
                 raise ValueError(f"{known!r} runs already")
             self._forget(known, AttemptEvent.ABORTED)
-        self._attempts[name] = attempt
-        self._awaited.add(name)
+        self._attempts[attempt.key] = attempt
+        self._awaited.add(attempt.key)
 
-    def get(self, request_id: str) -> Attempt | None:
-        """The attempt with this request id, as the engine knows it."""
-        return self._attempts.get(request_id)
+    def get(self, key: AttemptKey) -> Attempt | None:
+        """The attempt with this key, unless it is forgotten."""
+        return self._attempts.get(key)
 
     def running(self, key: AttemptKey) -> Attempt | None:
         """The attempt with this key, if the engine has not ended it."""
-        attempt = self._attempts.get(str(key))
+        attempt = self._attempts.get(key)
         return attempt if attempt is not None and attempt.runs else None
 
     def running_for(self, owner: int) -> list[Attempt]:
@@ -300,13 +300,12 @@ class AttemptBook:
         if self._grace_s <= 0:
             self._forget(attempt, AttemptEvent.GRACE_OVER)
             return
-        name = str(attempt.key)
         if attempt.state is AttemptState.ENDED:
-            self._awaited.discard(name)
-            self._set_deadline(name, now)
+            self._awaited.discard(attempt.key)
+            self._set_deadline(attempt.key, now)
         # An orphan has a deadline already.
-        self._ended[name] = attempt.num_entries
-        self._num_ended_entries += self._ended[name]
+        self._ended[attempt.key] = attempt.num_entries
+        self._num_ended_entries += self._ended[attempt.key]
         self._keep_bounds()
 
     def detached(self, owner: int, now: float) -> None:
@@ -314,7 +313,7 @@ class AttemptBook:
         for attempt in [attempt for attempt in self._attempts.values() if attempt.owner == owner]:
             attempt.owner = None
             attempt.feed(AttemptEvent.DETACHED)
-            self._set_deadline(str(attempt.key), now)
+            self._set_deadline(attempt.key, now)
 
     def newer_takeover(self, key: AttemptKey, takeover: int, router: str) -> int | None:
         """The takeover number of the attempt's owner, if a router with the number `takeover` may not touch the attempt;
@@ -323,29 +322,28 @@ class AttemptBook:
         A number belongs to one call of the client, so to one router. If two routers have the same number, their clients
         don't count calls and the routers don't know of each other; then the first one to arrive keeps the attempt.
         """
-        attempt = self._attempts.get(str(key))
+        attempt = self._attempts.get(key)
         if takeover == 0:
             return None
         if attempt is None:
-            fence = self._fences.get(str(key), 0)
+            fence = self._fences.get(key, 0)
             return fence if takeover < fence else None
         is_taken = takeover == attempt.takeover and router != attempt.router
         return attempt.takeover if takeover < attempt.takeover or is_taken else None
 
     def adopt(self, key: AttemptKey, owner: int, router: str, now: float, takeover: int = 0) -> Attempt | None:
         """Make this router the owner of the attempt; None if the attempt is not known. Call `newer_takeover` first."""
-        name = str(key)
-        attempt = self._attempts.get(name)
+        attempt = self._attempts.get(key)
         if attempt is None:
             return None
         attempt.feed(AttemptEvent.ADOPTED)
         attempt.owner, attempt.router = owner, router
         attempt.takeover = max(attempt.takeover, takeover)
-        self._deadlines.pop(name, None)
+        self._deadlines.pop(key, None)
         if attempt.runs:
             return attempt
-        self._awaited.discard(name)
-        self._set_deadline(name, now)
+        self._awaited.discard(key)
+        self._set_deadline(key, now)
         return attempt
 
     def aborted(self, attempt: Attempt) -> None:
@@ -368,19 +366,19 @@ class AttemptBook:
     def expire(self, now: float) -> list[Attempt]:
         """Forget attempts whose grace is over; returns those that run, which are to be aborted."""
         due: list[Attempt] = []
-        for name, deadline in self._deadlines.items():
+        for key, deadline in self._deadlines.items():
             if deadline > now:
                 break
-            due.append(self._attempts[name])
+            due.append(self._attempts[key])
         running = [attempt for attempt in due if attempt.runs]
         for attempt in due:
             self._forget(attempt, AttemptEvent.GRACE_OVER)
         return running
 
-    def _set_deadline(self, name: str, now: float) -> None:
+    def _set_deadline(self, key: AttemptKey, now: float) -> None:
         # It goes behind all others: all have the same grace, so the order of the dictionary is that of the deadlines.
-        self._deadlines.pop(name, None)
-        self._deadlines[name] = now + self._grace_s
+        self._deadlines.pop(key, None)
+        self._deadlines[key] = now + self._grace_s
 
     def _keep_bounds(self) -> None:
         while len(self._ended) > self._max_ended or self._num_ended_entries > self._max_ended_entries:
@@ -388,10 +386,10 @@ class AttemptBook:
 
     def _forget(self, attempt: Attempt, event: AttemptEvent) -> None:
         attempt.feed(event)
-        name = str(attempt.key)
+        key = attempt.key
         if attempt.takeover > 1:
-            self._fences[name] = attempt.takeover
-        del self._attempts[name]
-        self._deadlines.pop(name, None)
-        self._num_ended_entries -= self._ended.pop(name, 0)
-        self._awaited.discard(name)
+            self._fences[key] = attempt.takeover
+        del self._attempts[key]
+        self._deadlines.pop(key, None)
+        self._num_ended_entries -= self._ended.pop(key, 0)
+        self._awaited.discard(key)

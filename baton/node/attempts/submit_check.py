@@ -30,6 +30,7 @@ from baton.messages.request_limits import (
     MAX_SEQUENCES,
     MAX_SPANS,
 )
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import CONSTRAINT_KINDS, NUMBER_RANGES, ConstraintKind, SamplingParams
 from baton.messages.spans import ContentKind, EncoderContent, digest_of_rows, has_rows, source_spans
 from baton.text.constraints.json_schemas import MAX_SCHEMA_BYTES
@@ -37,7 +38,8 @@ from baton.text.constraints.json_schemas import MAX_SCHEMA_BYTES
 
 def objection(submit: Submit, node: NodeDescription) -> str | None:
     """Why this node can't run the leg, beginning with the field's name; None when it can."""
-    ids, vocab = submit.prompt_token_ids, node.vocab_size
+    spec, vocab = submit.spec, node.vocab_size
+    ids = spec.prompt_token_ids
     if not SCOPED_ID_PATTERN.match(submit.attempt.request_id):
         return "request_id: is not a valid request id"
     if not ids:
@@ -47,12 +49,12 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     if submit.leg is Leg.PREFILL and node.role is not Role.PREFILL:
         return f"leg: a {node.role.value} node does not run prefill legs"
     source, is_embed = submit.kv_source, submit.leg is Leg.EMBED
-    needed = submit.pooling.needs if submit.pooling else Capability.EMBED if is_embed else Capability.GENERATE
-    if needed not in node.can and (is_embed or not submit.contents):
+    needed = spec.pooling.needs if spec.pooling else Capability.EMBED if is_embed else Capability.GENERATE
+    if needed not in node.can and (is_embed or not spec.contents):
         return f"leg: the model of {node.node_id} can't {needed}"
     if is_embed and (why := _embedding_objection(submit, node)):
         return why
-    if submit.pooling is not None and not is_embed:
+    if spec.pooling is not None and not is_embed:
         return "pooling: is of an embedding leg"
     if (submit.leg is Leg.DECODE) != (source is not None):
         return "kv_source: must be set for a decode leg, and for no other leg"
@@ -61,51 +63,51 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     reader = submit.reader_block_size
     if reader and not (submit.leg is Leg.PREFILL and block_sizes_fit(reader, node.block_size)):
         return f"reader_block_size: {reader} does not fit this node's {node.block_size}, or the leg is not read"
-    if submit.adapter and not is_adapter_digest(submit.adapter):
+    if spec.adapter and not is_adapter_digest(spec.adapter):
         return "adapter: must be the digest of an adapter"
     return (
-        _sampling_objection(submit.sampling_params, vocab)
+        _sampling_objection(spec.sampling_params, vocab)
         or _output_objection(submit, node)
-        or (_span_objection(submit, node) if submit.spans or submit.contents else None)
+        or (_span_objection(spec, node) if spec.spans or spec.contents else None)
     )
 
 
 def _embedding_objection(submit: Submit, node: NodeDescription) -> str | None:
-    params = submit.sampling_params
+    params = submit.spec.sampling_params
     if submit.output_token_ids or params.n > 1 or params.beam_width or params.has_grammar:
         return "leg: a request for an embedding can have no output, schema or several sequences"
-    pooling = submit.pooling or PoolingParams()
+    pooling = submit.spec.pooling or PoolingParams()
     if not 0 <= pooling.dimensions <= node.embedding_size:
         return f"dimensions: must be 1 to {node.embedding_size}"
-    if not 0 <= pooling.second_start <= len(submit.prompt_token_ids):
+    if not 0 <= pooling.second_start <= len(submit.spec.prompt_token_ids):
         return "second_start: is behind the prompt"
-    return _alignment_objection(pooling, submit) if pooling.kind is Pooling.ALIGN else None
+    return _alignment_objection(pooling, submit.spec) if pooling.kind is Pooling.ALIGN else None
 
 
-def _alignment_objection(pooling: PoolingParams, submit: Submit) -> str | None:
+def _alignment_objection(pooling: PoolingParams, spec: RequestSpec) -> str | None:
     """Why a transcript can't be aligned with its recording; None if it can. The spans themselves are checked later."""
-    if not submit.spans or any(content.kind is not ContentKind.SPEECH for content in submit.contents):
+    if not spec.spans or any(content.kind is not ContentKind.SPEECH for content in spec.contents):
         return "contents: an alignment needs the speech of its transcript"
-    if pooling.second_start <= submit.spans[-1].stop:
+    if pooling.second_start <= spec.spans[-1].stop:
         return "second_start: leaves no token before the transcript"
-    if not 1 <= pooling.num_rows <= submit.spans[0].length:
-        return f"num_rows: must be 1 to {submit.spans[0].length}"
+    if not 1 <= pooling.num_rows <= spec.spans[0].length:
+        return f"num_rows: must be 1 to {spec.spans[0].length}"
     return None
 
 
-def _span_objection(submit: Submit, node: NodeDescription) -> str | None:
+def _span_objection(spec: RequestSpec, node: NodeDescription) -> str | None:
     """Why the spans of the prompt can't be computed; None if they can."""
-    num_given = sum([not span.is_encoded for span in submit.spans])
+    num_given = sum([not span.is_encoded for span in spec.spans])
     if num_given and Capability.PROMPT_EMBEDS not in node.can:
         return f"spans: the model of {node.node_id} can't {Capability.PROMPT_EMBEDS}"
     if num_given > MAX_SPANS:
         return f"spans: there are {num_given}; at most {MAX_SPANS} are taken"
-    if wrong := _content_objection(submit, node):
+    if wrong := _content_objection(spec, node):
         return wrong
-    if submit.sampling_params.prompt_logprobs is not None:
+    if spec.sampling_params.prompt_logprobs is not None:
         return "spans: go with no prompt_logprobs"
-    ids, width, stop = submit.prompt_token_ids, node.row_width, 0
-    for span in submit.spans:
+    ids, width, stop = spec.prompt_token_ids, node.row_width, 0
+    for span in spec.spans:
         if not stop <= span.start < span.stop <= len(ids):
             return f"spans: {span.start} to {span.stop} is not behind {stop} in a prompt of {len(ids)}"
         stop = span.stop
@@ -123,22 +125,21 @@ def _span_objection(submit: Submit, node: NodeDescription) -> str | None:
     return None
 
 
-def _content_objection(submit: Submit, node: NodeDescription) -> str | None:
+def _content_objection(spec: RequestSpec, node: NodeDescription) -> str | None:
     """Why what an encoder makes rows of, and the spans that have them, can't be computed; None if they can."""
-    encoded = [span for span in submit.spans if span.is_encoded]
-    if not encoded and not submit.contents:
+    encoded = [span for span in spec.spans if span.is_encoded]
+    if not encoded and not spec.contents:
         return None
-    for content in submit.contents:
+    for content in spec.contents:
         for needed in content.kind.needs - node.can:
             return f"contents: the model of {node.node_id} can't {needed}"
-    if len(encoded) > MAX_IMAGE_SPANS or len(submit.contents) > MAX_IMAGES:
-        return (
-            f"contents: there are {len(submit.contents)} in {len(encoded)} spans; {MAX_IMAGES} in {MAX_IMAGE_SPANS} go"
-        )
+    if len(encoded) > MAX_IMAGE_SPANS or len(spec.contents) > MAX_IMAGES:
+        num_contents = len(spec.contents)
+        return f"contents: there are {num_contents} in {len(encoded)} spans; {MAX_IMAGES} in {MAX_IMAGE_SPANS} go"
     # Rows are kept, and blocks found, by digests: a wrong one would give others this content's.
-    if any(content.digest != EncoderContent.of(content.data, content.kind).digest for content in submit.contents):
+    if any(content.digest != EncoderContent.of(content.data, content.kind).digest for content in spec.contents):
         return "contents: the digest of one is not that of its data"
-    here = {content.digest for content in submit.contents}
+    here = {content.digest for content in spec.contents}
     digest, num_rows = "", 0
     for span in encoded:
         goes_on = span.digest == digest and span.first_row == num_rows
@@ -147,25 +148,25 @@ def _content_objection(submit: Submit, node: NodeDescription) -> str | None:
         if span.columns and (span.length % span.columns or span.first_row):
             return f"contents: the {span.length} positions from {span.start} on are no grid of {span.columns} columns"
         digest, num_rows = span.digest, span.first_row + span.length
-    first = submit.contents[0]
-    if all(content.kind is ContentKind.IMAGE for content in submit.contents):
+    first = spec.contents[0]
+    if all(content.kind is ContentKind.IMAGE for content in spec.contents):
         return None
-    if len(submit.contents) > 1:
-        return f"contents: there are {len(submit.contents)}; {first.kind.value} goes alone"
+    if len(spec.contents) > 1:
+        return f"contents: there are {len(spec.contents)}; {first.kind.value} goes alone"
     if first.kind is ContentKind.SPEECH and len(first.data) > MAX_AUDIO_BYTES:
         return f"contents: {len(first.data)} bytes of speech; at most {MAX_AUDIO_BYTES} are taken"
     # The keys of blocks name the content, not how many of a span's positions have rows of it.
     num_rows = len(first.data) // 4 if first.kind is ContentKind.TEXT else sum([each.length for each in encoded[:1]])
-    if not num_rows or tuple(submit.spans) != source_spans(first.digest, num_rows):
+    if not num_rows or tuple(spec.spans) != source_spans(first.digest, num_rows):
         return f"contents: the spans are not those of {num_rows} rows at the beginning of a prompt"
-    if submit.spans[-1].stop >= len(submit.prompt_token_ids):
+    if spec.spans[-1].stop >= len(spec.prompt_token_ids):
         return "prompt: has no token for the decoder"
     return None
 
 
 def _output_objection(submit: Submit, node: NodeDescription) -> str | None:
     """Why the output of an earlier attempt can't be continued; None if it can."""
-    ids, params = submit.output_token_ids, submit.sampling_params
+    ids, params = submit.output_token_ids, submit.spec.sampling_params
     if not ids:
         return None
     if params.n > 1 or params.beam_width:
@@ -176,7 +177,7 @@ def _output_objection(submit: Submit, node: NodeDescription) -> str | None:
     for index, token_id in enumerate(ids):
         if index + 1 >= params.min_tokens and token_id in stops:
             return f"output_token_ids: token {index} ended the output"
-    most = min(params.max_tokens, node.max_model_len - len(submit.prompt_token_ids))
+    most = min(params.max_tokens, node.max_model_len - len(submit.spec.prompt_token_ids))
     return f"output_token_ids: {len(ids)} tokens leave nothing to generate" if len(ids) >= most else None
 
 
@@ -218,19 +219,12 @@ def engine_request(submit: Submit, eos_token_ids: frozenset[int], client_index: 
     """The leg as a request to the engine. `client_index`: whose outputs its outputs are among."""
     return Request(
         str(submit.attempt),
-        submit.prompt_token_ids,
-        submit.sampling_params,
+        submit.spec,
         eos_token_ids=eos_token_ids,
         client_index=client_index,
-        priority=submit.priority,
-        cache_salt=submit.cache_salt,
         leg=submit.leg,
         kv_source=submit.kv_source,
         output_token_ids=submit.output_token_ids,
         reader_block_size=submit.reader_block_size,
-        pooling=submit.pooling,
-        spans=submit.spans,
-        adapter=submit.adapter,
-        contents=submit.contents,
         attempt=submit.attempt,
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from baton.engine.batch import ComputedStep, SchedulerStats, StepTimes
+from baton.engine.batch import SchedulerStats, StepTimes
 from baton.engine.runner import ModelInfo
+from baton.messages.node import StepFigures
 from baton.messages.node_report import RankReport
 from baton.observe.metrics import Distribution, Figure, Histogram, by_label, declared_figures
 
@@ -24,10 +25,10 @@ class ComputedTotals:
         """Prompt tokens, those that were computed again after a preemption included."""
         self._tokens = Histogram(_ITERATION_TOKENS)
 
-    def note(self, step: ComputedStep) -> None:
+    def note(self, step: StepFigures) -> None:
         """Count one more step."""
-        self.prompt_tokens += step.num_prefill_tokens
-        self._tokens.observe(step.num_prefill_tokens + step.num_decodes + step.num_draft_tokens)
+        self.prompt_tokens += step.prefill_tokens
+        self._tokens.observe(step.prefill_tokens + step.decode_rows)
 
     def figures(self, stats: SchedulerStats) -> list[Figure | Distribution]:
         """The metrics; `stats` has where the tokens of prompts came from that no step computed."""
@@ -72,12 +73,16 @@ def engine_figures(stats: SchedulerStats, times: StepTimes) -> list[Figure | Dis
 
 def rank_figures(reports: Sequence[RankReport]) -> Iterator[Figure]:
     """The metrics of the ranks, for the metrics page."""
-    for one in reports:
+    for report in reports:
         for name, text, value in (
-            ("rank_up", "Whether the process of a rank runs: 1 or 0.", one.is_up),
-            ("rank_resident_memory_bytes", "Memory of a rank in use, its shared memory included.", one.resident_bytes),
-            ("rank_shared_memory_bytes", "Memory that a rank shares with the node's others.", one.shared_bytes),
-            ("rank_cpu_seconds_total", "Processor time of all threads of a rank.", one.cpu_s),
-            ("rank_threads", "Threads of a rank.", one.num_threads),
+            ("rank_up", "Whether the process of a rank runs: 1 or 0.", report.is_up),
+            (
+                "rank_resident_memory_bytes",
+                "Memory of a rank in use, its shared memory included.",
+                report.resident_bytes,
+            ),
+            ("rank_shared_memory_bytes", "Memory that a rank shares with the node's others.", report.shared_bytes),
+            ("rank_cpu_seconds_total", "Processor time of all threads of a rank.", report.cpu_s),
+            ("rank_threads", "Threads of a rank.", report.num_threads),
         ):
-            yield Figure(name, text, float(value), {"rank": str(one.rank)})
+            yield Figure(name, text, float(value), {"rank": str(report.rank)})

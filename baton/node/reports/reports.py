@@ -8,15 +8,15 @@ from dataclasses import fields
 
 from baton import __version__
 from baton.config import NodeConfig
-from baton.engine.batch import ComputedStep, EngineCoreOutput, SchedulerStats
+from baton.engine.batch import EngineCoreOutput, SchedulerStats
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
+from baton.errors import InvalidRequest
 from baton.messages.capabilities import Capability
-from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
-from baton.messages.node import LoadReport, NodeDescription, RequestDelta, Role, StageTimings, StepFigures
+from baton.messages.node import LoadReport, NodeDescription, RequestDelta, Role, StageTimings
 from baton.messages.node_report import KV_PROBE_FAILED, FailedProbe, RefusedLink
 from baton.registry import NodeRecord
 
@@ -71,19 +71,6 @@ def describe(
 
 _REFUSAL_SHOWN_S = 300.0
 """How long routers are told of a refused link."""
-
-
-def step_figures(step: ComputedStep) -> StepFigures:
-    """The figures of a step, from which routers learn the node's rates."""
-    return StepFigures(
-        step_ms=step.seconds * 1e3,
-        prefill_tokens=step.num_prefill_tokens,
-        decode_sequences=step.num_decodes,
-        decode_context_tokens=step.num_decode_context_tokens,
-        drafts=step.num_drafts,
-        draft_tokens=step.num_draft_tokens,
-        accepted_tokens=step.num_accepted_tokens,
-    )
 
 
 def load_report(stats: SchedulerStats, *, draining: bool = False) -> LoadReport:
@@ -158,20 +145,20 @@ _LOGPROB_BYTES = 11
 
 
 def request_delta(
-    key: AttemptKey,
     output: EngineCoreOutput,
     timings: StageTimings | None = None,
     prompt_timings: StageTimings | None = None,
 ) -> RequestDelta:
     """The delta of one output of the engine."""
+    refusal = output.error if isinstance(output.error, InvalidRequest) else None
     return RequestDelta(
-        key,
+        output.attempt,
         output.first_index,
         output.new_token_ids,
         output.new_logprobs,
         output.outcome,
         output.stop_reason,
-        output.error or "",
+        str(output.error or "") if refusal is None else refusal.reason,
         timings,
         output.sequence_index,
         output.transfer_cause,
@@ -179,6 +166,7 @@ def request_delta(
         prompt_logprobs=output.prompt_logprobs,
         draft_counts=output.draft_counts,
         prompt_timings=prompt_timings,
+        error_field="" if refusal is None else refusal.field,
     )
 
 

@@ -169,7 +169,7 @@ class AdaptableProduct(_Adaptable):
         if self._rows.slots is None or self._number is None:
             return None
         weights = self._rows.table.products[self._number]
-        if all(one is None for one in weights):
+        if all(weight is None for weight in weights):
             return None
         slots = self._rows.of_product(x.shape[0])
         return None if slots is None else RowAdapters(slots, weights)
@@ -220,7 +220,11 @@ class AdaptableExperts(_Adaptable):
         rows = self._rows
         if rows.num_probed:
             self._num_rows.add(num_rows - rows.num_probed)
-        if rows.slots is None or self._number is None or all(one is None for one in rows.table.experts[self._number]):
+        if (
+            rows.slots is None
+            or self._number is None
+            or all(weight is None for weight in rows.table.experts[self._number])
+        ):
             return None
         return rows.of_product(num_rows)
 
@@ -240,8 +244,10 @@ class AdaptableExperts(_Adaptable):
     def _adapters(self, expert: int, slots: torch.Tensor | None) -> RowAdapters | None:
         if slots is None or self._number is None:
             return None
-        weights = [None if one is None else one[expert] for one in self._rows.table.experts[self._number]]
-        return None if all(one is None for one in weights) else RowAdapters(slots, weights)
+        weights = [
+            None if of_experts is None else of_experts[expert] for of_experts in self._rows.table.experts[self._number]
+        ]
+        return None if all(of_experts is None for of_experts in weights) else RowAdapters(slots, weights)
 
     def adapt(self, terms: Sequence[Sequence[LowRank]], dtype: torch.dtype) -> list[Any]:
         """Prepare what an adapter adds, for each expert, to products of rows in `dtype`."""
@@ -334,7 +340,7 @@ class AdaptableEmbedding:
 
     def _add(self, _part: nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor | None:
         slots = self._rows.slots
-        if slots is None or all(one is None for one in self._rows.table.embeddings):
+        if slots is None or all(embedding is None for embedding in self._rows.table.embeddings):
             return None
         token_ids: torch.Tensor = given[0].reshape(-1)
         rows = out.view(-1, out.shape[-1]).clone()

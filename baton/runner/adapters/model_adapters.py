@@ -168,8 +168,8 @@ class ModelAdapters:
         """The files of an adapter that fits this model. Raises AdapterRefused."""
         files = self._read_files(directory)
         places = self._check(files)
-        found = {name: (place.patterns_name, place.num_stacked) for name, place in places.items()}
-        files = files.with_parameters(found)
+        open_places = {name: (place.patterns_name, place.num_stacked) for name, place in places.items()}
+        files = files.with_parameters(open_places)
         fitting = _Fitting(files, places, _swaps_experts(files, places))
         self._check_shapes(fitting)
         files.check_ranks(max_rank)
@@ -300,7 +300,7 @@ class ModelAdapters:
 def _check_each_once(files: AdapterFiles, places: Mapping[str, Place]) -> None:
     """Raise AdapterRefused if two names are one place: models of older releases of transformers had other names."""
     seen: dict[tuple[int, int | None, int], str] = {}
-    for name, place in sorted(places.items(), key=lambda one: one[1].expert is not None):
+    for name, place in sorted(places.items(), key=lambda item: item[1].expert is not None):
         product, first = id(place.product), place.outputs.first
         # An expert's tensors are in those of all experts, too, if both are there.
         stacked = seen.get((product, None, 0), name) if place.expert is not None else name

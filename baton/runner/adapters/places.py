@@ -188,7 +188,7 @@ class Places:
         return self._names_of(self._module)
 
     def _why_not(self, name: str) -> str:
-        known = {tuple(_without_numbers(one)) for one in (*self.modules, *self._parameters)}
+        known = {tuple(_without_numbers(path)) for path in (*self.modules, *self._parameters)}
         if tuple(_without_numbers(name)) in known:
             return "and this model has no such layer; the adapter is of another base model"
         return "which is no product of this model; the adapter is of another base model"
@@ -200,7 +200,7 @@ def named_parts(module: Any) -> Iterator[tuple[str, Any]]:
     The head that shares its weight with the embedding has two names: its own one is shorter.
     """
     seen: set[int] = set()
-    for path, part in sorted(module.named_modules(remove_duplicate=False), key=lambda found: len(found[0])):
+    for path, part in sorted(module.named_modules(remove_duplicate=False), key=lambda named: len(named[0])):
         if id(part) not in seen:
             seen.add(id(part))
             yield path, part

@@ -24,13 +24,13 @@ class Outputs:
     def stop(self) -> int:
         return self.first + self.b.shape[0]
 
-    def part(self, first: int, stop: int, place: int) -> Outputs | None:
+    def part(self, first: int, stop: int, column: int) -> Outputs | None:
         """The outputs from `first` to before `stop`, of which the first one is moved to `place`; None without any."""
         start, end = max(first, self.first), min(stop, self.stop)
         if start >= end:
             return None
         own = slice(start - self.first, end - self.first)
-        return Outputs(start - first + place, self.b[own], None if self.bias is None else self.bias[own])
+        return Outputs(start - first + column, self.b[own], None if self.bias is None else self.bias[own])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +49,19 @@ class LowRank:
     def to(self, device: torch.device) -> LowRank:
         """The same term on a device."""
         outputs = (
-            Outputs(one.first, one.b.to(device), None if one.bias is None else one.bias.to(device))
-            for one in self.outputs
+            Outputs(output.first, output.b.to(device), None if output.bias is None else output.bias.to(device))
+            for output in self.outputs
         )
         return LowRank(self.a.to(device), self.factor, tuple(outputs))
 
     def parts(self, ranges: Sequence[tuple[int, int]]) -> LowRank | None:
         """The term for the outputs in ranges (first, stop), put one behind the other; None without any of its own."""
-        found: list[Outputs] = []
-        place = 0
+        outputs: list[Outputs] = []
+        column = 0
         for first, stop in ranges:
-            found += [part for one in self.outputs if (part := one.part(first, stop, place)) is not None]
-            place += stop - first
-        return LowRank(self.a, self.factor, tuple(found)) if found else None
+            outputs += [part for output in self.outputs if (part := output.part(first, stop, column)) is not None]
+            column += stop - first
+        return LowRank(self.a, self.factor, tuple(outputs)) if outputs else None
 
 
 def parts_of(terms: Sequence[LowRank], ranges: Sequence[tuple[int, int]]) -> list[LowRank]:

@@ -63,8 +63,8 @@ def block_digests(memory: KVMemory) -> BlockDigests:
 
 def digest_of(block: memoryview | bytes, rows: SubBlockRows, index: int = 0) -> int:
     """The digest of a block's sub-block `index`, which has these rows, by the xxhash package."""
-    found = zip(rows.layers, rows.gather(block, index), strict=True)
-    return sum(_weight(layer) * xxhash.xxh3_64_intdigest(content) for layer, content in found) % DIGEST_MODULUS
+    gathered = zip(rows.layers, rows.gather(block, index), strict=True)
+    return sum(_weight(layer) * xxhash.xxh3_64_intdigest(content) for layer, content in gathered) % DIGEST_MODULUS
 
 
 def digested_rows(memory: KVMemory, division: Division) -> SubBlockRows:
@@ -95,12 +95,12 @@ def _by_kernels(memory: KVMemory) -> BlockDigests:
         layers = layers_of(division)
         if layers.are_short:
             return by_library(ids, division)
-        asked, found = np.array(ids, np.uint64), np.empty(len(ids), np.uint64)
+        asked, computed = np.array(ids, np.uint64), np.empty(len(ids), np.uint64)
         # Taking an array's address takes as long as digesting 20 KiB.
         scratch = np.empty(layers.num_scratch_bytes, np.uint8) if layers.num_scratch_bytes else None
         blocks = (base, block_bytes, layers.parts, _address(asked), ctypes.c_size_t(len(ids)))
-        kernel(*blocks, *layers.arguments, _address(scratch) if scratch is not None else None, _address(found))
-        result: list[int] = found.tolist()
+        kernel(*blocks, *layers.arguments, _address(scratch) if scratch is not None else None, _address(computed))
+        result: list[int] = computed.tolist()
         return result
 
     return digests
@@ -154,7 +154,7 @@ def _by_library(memory: KVMemory) -> BlockDigests:
 
 def _of_copies(copied_to_host: Callable[[Sequence[int]], KVMemory]) -> BlockDigests:
     def digests(ids: Sequence[int], division: Division = WHOLE, /) -> Sequence[int]:
-        found: dict[int, int] = {}
+        by_block: dict[int, int] = {}
         parts_of = defaultdict[int, list[int]](list)
         for each in ids:
             parts_of[each // division.parts].append(each)
@@ -164,7 +164,7 @@ def _of_copies(copied_to_host: Callable[[Sequence[int]], KVMemory]) -> BlockDige
             copied = block_digests(copied_to_host(some))
             asked = [(each, at) for at, block in enumerate(some) for each in parts_of[block]]
             places = [at * division.parts + each % division.parts for each, at in asked]
-            found.update(zip((each for each, _ in asked), copied(places, division), strict=True))
-        return [found[each] for each in ids]
+            by_block.update(zip((each for each, _ in asked), copied(places, division), strict=True))
+        return [by_block[each] for each in ids]
 
     return digests

@@ -65,15 +65,15 @@ class ClassificationHead:
         if getattr(base, "pooler", None) is not None:  # Bert
 
             def of_bert(rows: torch.Tensor) -> torch.Tensor:
-                found: torch.Tensor = module.classifier(base.pooler(rows[:, None]))
-                return found
+                logits: torch.Tensor = module.classifier(base.pooler(rows[:, None]))
+                return logits
 
             return cls(Pooling.CLS, classifier, of_bert)
         if isinstance(getattr(module, "pre_classifier", None), nn.Linear):  # DistilBert
 
             def of_distilbert(rows: torch.Tensor) -> torch.Tensor:
-                found: torch.Tensor = module.classifier(torch.relu(module.pre_classifier(rows)))
-                return found
+                logits: torch.Tensor = module.classifier(torch.relu(module.pre_classifier(rows)))
+                return logits
 
             return cls(Pooling.CLS, classifier, of_distilbert)
         kinds = {"cls": Pooling.CLS, "mean": Pooling.MEAN}
@@ -115,7 +115,7 @@ class BothWays:
         if layout is None:
             raise RuntimeError("attention was called outside of a step")
         self._operations.store_kv(dense_rows(key), dense_rows(value), self._cache, layout.slots[0])
-        both_ways = replace(how, sinks=None, ahead=_ALL if how.window is None else how.window - 1)
+        both_ways = replace(how, ahead=_ALL if how.window is None else how.window - 1)
         return self._operations.paged_attention(
             AttentionCall(
                 dense_rows(query), self._cache, layout.query_start, layout.seq_lens, layout.block_tables[0], both_ways
@@ -223,6 +223,8 @@ class Encoder(CachedModel):
         geometries = set(probe.layers.values())
         if len(geometries) != 1 or sorted(probe.layers) != list(range(len(self._layers))):
             raise UnsupportedAttention(f"{architecture} has layers of different attention, or none")
+        if probe.have_sinks:
+            raise UnsupportedAttention(f"{architecture} has attention sinks, which no encoder is computed with")
         return geometries.pop()
 
 

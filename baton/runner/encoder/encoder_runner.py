@@ -183,7 +183,7 @@ def _why_not_bit_exact(encoder: Encoder) -> str | None:
 
     together = hidden(sequences)
     require_finite(together, "numbers")
-    alone = np.concatenate([hidden([one]) for one in sequences])
+    alone = np.concatenate([hidden([sequence]) for sequence in sequences])
     if not np.array_equal(together.view(np.uint32), alone.view(np.uint32)):
         return "the check at start found different bits for a text alone and beside others"
     return None

@@ -33,26 +33,26 @@ def alignment_heads(directory: Path, num_layers: int, num_heads: int) -> Mapping
     Raises ConfigError for what can't be heads of this model.
     """
     path = directory / "generation_config.json"
-    found = read_object(path).get("alignment_heads") if path.is_file() else None
-    if found is None:
+    heads = read_object(path).get("alignment_heads") if path.is_file() else None
+    if heads is None:
         return {}
-    if not isinstance(found, list) or not 0 < len(found) <= _MOST_HEADS:
+    if not isinstance(heads, list) or not 0 < len(heads) <= _MOST_HEADS:
         raise ConfigError(f"{path}: alignment_heads must be a list of 1 to {_MOST_HEADS} heads; copy it again")
-    if not all(_is_head(one, num_layers, num_heads) for one in found):
+    if not all(_is_head(pair, num_layers, num_heads) for pair in heads):
         raise ConfigError(
             f"{path}: alignment_heads must be pairs of a layer below {num_layers} and a head below {num_heads}; copy "
             "it again"
         )
-    return {layer: [head for of, head in found if of == layer] for layer, _ in found}
+    return {layer: [head for of, head in heads if of == layer] for layer, _ in heads}
 
 
-def _is_head(one: Any, num_layers: int, num_heads: int) -> bool:
+def _is_head(value: Any, num_layers: int, num_heads: int) -> bool:
     return (
-        isinstance(one, list)
-        and len(one) == 2
-        and all(type(number) is int for number in one)
-        and 0 <= one[0] < num_layers
-        and 0 <= one[1] < num_heads
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(number) is int for number in value)
+        and 0 <= value[0] < num_layers
+        and 0 <= value[1] < num_heads
     )
 
 
@@ -97,8 +97,8 @@ def _normalised(weights: Matrix) -> Matrix:
     centred = weights - weights.mean(axis=0)
     # Squares of weights below 1e-19 are no numbers of float32, and such rows count as much as all others.
     deviation = np.sqrt(np.square(centred, dtype=np.float64).mean(axis=0)).astype(np.float32)
-    found: Matrix = np.divide(centred, deviation, out=np.zeros_like(centred), where=deviation > 0)
-    return found
+    normalised: Matrix = np.divide(centred, deviation, out=np.zeros_like(centred), where=deviation > 0)
+    return normalised
 
 
 def _smoothed(weights: Matrix, width: int) -> Matrix:
@@ -108,11 +108,11 @@ def _smoothed(weights: Matrix, width: int) -> Matrix:
     if not half or num_rows <= half:
         return weights
     padded = np.pad(weights, ((0, 0), (half, half)), mode="reflect")
-    found = np.empty_like(weights)
+    smoothed = np.empty_like(weights)
     for first in range(0, weights.shape[0], _TOKENS_AT_ONCE):
         some = padded[first : first + _TOKENS_AT_ONCE]
-        found[first : first + _TOKENS_AT_ONCE] = _median([some[:, at : at + num_rows] for at in range(width)])
-    return found
+        smoothed[first : first + _TOKENS_AT_ONCE] = _median([some[:, at : at + num_rows] for at in range(width)])
+    return smoothed
 
 
 def _median(values: list[Matrix]) -> Matrix:
@@ -122,16 +122,16 @@ def _median(values: list[Matrix]) -> Matrix:
     one comes in their place. Whole arrays are compared, which takes a tenth of the time of sorting the neighbours.
     """
     most = len(values) // 2 + 2
-    held, rest = [one.copy() for one in values[:most]], values[most:]
+    held, rest = [row.copy() for row in values[:most]], values[most:]
     spare = np.empty_like(held[0])
     while len(held) > 1:
-        for place in range(1, len(held)):
-            np.minimum(held[0], held[place], out=spare)
-            np.maximum(held[0], held[place], out=held[place])
+        for index in range(1, len(held)):
+            np.minimum(held[0], held[index], out=spare)
+            np.maximum(held[0], held[index], out=held[index])
             held[0], spare = spare, held[0]
-        for place in range(1, len(held) - 1):
-            np.maximum(held[-1], held[place], out=spare)
-            np.minimum(held[-1], held[place], out=held[place])
+        for index in range(1, len(held) - 1):
+            np.maximum(held[-1], held[index], out=spare)
+            np.minimum(held[-1], held[index], out=held[index])
             held[-1], spare = spare, held[-1]
         del held[0], held[-1]
         if rest:
@@ -142,11 +142,11 @@ def _median(values: list[Matrix]) -> Matrix:
 def first_rows(costs: Matrix) -> Matrix:
     """The first row of each token on the cheapest path through costs [T, F] by steps of one token, one row, or both."""
     is_both, is_token = _steps(costs)
-    found = np.empty(costs.shape[0], dtype=np.float32)
+    rows = np.empty(costs.shape[0], dtype=np.float32)
     token, row = costs.shape
     while token > 0 or row > 0:
         if token:
-            found[token - 1] = row - 1
+            rows[token - 1] = row - 1
         if not token:
             row -= 1
         elif not row or is_token[token + row, token]:
@@ -155,7 +155,7 @@ def first_rows(costs: Matrix) -> Matrix:
             token, row = token - 1, row - 1
         else:
             row -= 1
-    return found
+    return rows
 
 
 def _steps(costs: Matrix) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
@@ -175,13 +175,13 @@ def _steps(costs: Matrix) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]
     is_token = np.zeros_like(is_both)
     before, last, now = (np.full(num_tokens + 1, np.inf, dtype=np.float32) for _ in range(3))
     before[0] = 0.0
-    for place in range(2, num_tokens + num_rows + 1):
-        low, high = max(1, place - num_rows), min(num_tokens, place - 1)
+    for diagonal in range(2, num_tokens + num_rows + 1):
+        low, high = max(1, diagonal - num_rows), min(num_tokens, diagonal - 1)
         both, token, row = before[low - 1 : high], last[low - 1 : high], last[low : high + 1]
-        by_both = np.logical_and(both < token, both < row, out=is_both[place, low : high + 1])
-        by_token = np.logical_and(token < both, token < row, out=is_token[place, low : high + 1])
+        by_both = np.logical_and(both < token, both < row, out=is_both[diagonal, low : high + 1])
+        by_token = np.logical_and(token < both, token < row, out=is_token[diagonal, low : high + 1])
         cheapest = np.where(by_both, both, np.where(by_token, token, row))
-        np.add(cheapest, diagonals[place - 2, low - 1 : high], out=now[low : high + 1])
+        np.add(cheapest, diagonals[diagonal - 2, low - 1 : high], out=now[low : high + 1])
         before, last, now = last, now, before
         now[0] = np.inf
     return is_both, is_token

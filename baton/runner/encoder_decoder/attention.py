@@ -126,14 +126,14 @@ class DecoderLayer:
 
 def decoder_layers(decoder: nn.Module) -> list[DecoderLayer]:
     """The attention modules of a decoder's layers, in order."""
-    found: dict[str, list[Any]] = {"own": [], "cross": []}
+    layers: dict[str, list[Any]] = {"own": [], "cross": []}
     for path, part in decoder.named_modules():
         name = path.rpartition(".")[2]
         if name in _SELF_NAMES:
-            found["own"].append(part)
+            layers["own"].append(part)
         elif name in _CROSS_NAMES:
-            found["cross"].append(part)
-    return [DecoderLayer(own, cross) for own, cross in zip(found["own"], found["cross"], strict=True)]
+            layers["cross"].append(part)
+    return [DecoderLayer(own, cross) for own, cross in zip(layers["own"], layers["cross"], strict=True)]
 
 
 def attend_with(module: nn.Module, attends: Attends) -> None:

@@ -108,8 +108,8 @@ def _why_not_bit_exact(loaded: LoadedModel, decoder: DecoderSteps) -> str | None
             share.state.num_computed_tokens = share.stop
         return logits
 
-    whole, parts = state(0), state(1)
-    expected = advance((whole, begin + _TOKENS))
+    at_once, parts = state(0), state(1)
+    expected = advance((at_once, begin + _TOKENS))
     require_finite(expected, "logits")
     mate = state(0)
     logits = expected

@@ -169,26 +169,28 @@ class DraftModel:
         """
         drafting, behind = [], []
         for state, most in wanted:
-            one = self._begin(state, most)
-            if one is None:
+            drafted = self._begin(state, most)
+            if drafted is None:
                 continue
-            num_behind = state.num_tokens - one.start
+            num_behind = state.num_tokens - drafted.start
             if num_behind > MAX_ROWS_BEHIND:
                 count = min(num_behind - 1, num_spare_tokens)
                 num_spare_tokens -= count
-                self._compute_known(one, count)
-            if state.num_tokens - one.start <= MAX_ROWS_BEHIND:
-                drafting.append(one)
+                self._compute_known(drafted, count)
+            if state.num_tokens - drafted.start <= MAX_ROWS_BEHIND:
+                drafting.append(drafted)
             else:
                 behind.append(state.request_id)
         started = time.perf_counter()
         num_rounds = self._run_rounds(self._with_scratch(drafting))
         seconds = time.perf_counter() - started if num_rounds else 0.0
-        for one in drafting:
-            if one.counts is not None:
-                for token_id in one.drafts:
-                    one.counts.take_back(token_id)
-        token_ids: dict[str, Sequence[int]] = {one.state.request_id: one.drafts for one in drafting if one.drafts}
+        for drafted in drafting:
+            if drafted.counts is not None:
+                for token_id in drafted.drafts:
+                    drafted.counts.take_back(token_id)
+        token_ids: dict[str, Sequence[int]] = {
+            drafted.state.request_id: drafted.drafts for drafted in drafting if drafted.drafts
+        }
         token_ids |= dict.fromkeys(behind, ())
         return Drafts(token_ids, seconds / max(1, num_rounds), self._compute_ahead(num_spare_tokens))
 
@@ -196,10 +198,10 @@ class DraftModel:
         """Compute up to so many tokens of the expected requests, the first ones first; returns whether any are left."""
         while self._expected and num_tokens:
             request_id, state = next(iter(self._expected.items()))
-            one = self._begin(state, 1)
-            left = state.num_tokens - 1 - one.start if one is not None else 0
-            if one is not None:
-                self._compute_known(one, min(left, num_tokens))
+            drafted = self._begin(state, 1)
+            left = state.num_tokens - 1 - drafted.start if drafted is not None else 0
+            if drafted is not None:
+                self._compute_known(drafted, min(left, num_tokens))
             if left <= num_tokens:
                 del self._expected[request_id]
             num_tokens -= min(left, num_tokens)
@@ -255,70 +257,70 @@ class DraftModel:
         same = self._digests[table[: digests.size]] == digests[: table.size]
         return self._block_size * (same.size if same.all() else int(same.argmin()))
 
-    def _compute_known(self, one: _Drafting, count: int) -> None:
+    def _compute_known(self, drafted: _Drafting, count: int) -> None:
         """Compute the keys and values of `count` tokens of a request, without logits."""
         if count:
-            token_ids = one.state.rows(one.start, one.start + count)
-            self._compute([Rows(token_ids, one.start, 0, one.block_table, long_from=one.long_from)])
-            self._note_computed(one, one.start + count)
+            token_ids = drafted.state.rows(drafted.start, drafted.start + count)
+            self._compute([Rows(token_ids, drafted.start, 0, drafted.block_table, long_from=drafted.long_from)])
+            self._note_computed(drafted, drafted.start + count)
 
-    def _note_computed(self, one: _Drafting, stop: int) -> None:
+    def _note_computed(self, drafted: _Drafting, stop: int) -> None:
         """Note that the request's tokens before `stop` are computed, as far as they lie in blocks of its own."""
-        followed, size = self._followed[one.state.request_id], self._block_size
-        table = one.state.block_table[:: self._num_groups]
+        followed, size = self._followed[drafted.state.request_id], self._block_size
+        table = drafted.state.block_table[:: self._num_groups]
         stop = min(stop, table.size * size)
-        first, last = one.start // size, stop // size
+        first, last = drafted.start // size, stop // size
         self._digests[table[first:last]] = followed.digests[first:last]
         # Drafts overwrite the slots behind `stop`, also in further blocks of the request.
         self._digests[table[last:]] = _EMPTY
-        one.start = followed.num_computed = stop
+        drafted.start = followed.num_computed = stop
 
     def _with_scratch(self, drafting: Sequence[_Drafting]) -> Sequence[_Drafting]:
         """Give requests scratch blocks behind their own; returns the requests for which there are enough."""
         placed, num_taken = [], 0
-        for one in drafting:
-            num_blocks = -(-(one.state.num_tokens + one.most - 1) // self._block_size)
-            lacking = max(0, num_blocks - one.block_table.size)
+        for drafted in drafting:
+            num_blocks = -(-(drafted.state.num_tokens + drafted.most - 1) // self._block_size)
+            lacking = max(0, num_blocks - drafted.block_table.size)
             if num_taken + lacking > self._scratch.size:
                 continue
             scratch = self._scratch[num_taken : num_taken + lacking]
             num_taken += lacking
-            one.block_table = np.concatenate((one.block_table, scratch))
-            placed.append(one)
+            drafted.block_table = np.concatenate((drafted.block_table, scratch))
+            placed.append(drafted)
         return placed
 
     def _run_rounds(self, drafting: Sequence[_Drafting]) -> int:
         """Draft one token of each request after another; returns how many rounds that took."""
         num_rounds = 0
         while drafting:
-            logits = self._compute([one.rows for one in drafting])
+            logits = self._compute([drafted.rows for drafted in drafting])
             num_rounds += 1
             states = [
                 SamplingState(
-                    one.params,
-                    one.state.rows(0, one.state.num_tokens + len(one.drafts)),
-                    one.state.num_prompt_tokens,
+                    drafted.params,
+                    drafted.state.rows(0, drafted.state.num_tokens + len(drafted.drafts)),
+                    drafted.state.num_prompt_tokens,
                     self._eos_token_ids,
-                    rules=one.state.rules,
-                    counts=one.counts,
+                    rules=drafted.state.rules,
+                    counts=drafted.counts,
                 )
-                for one in drafting
+                for drafted in drafting
             ]
             going_on = []
-            for one, result in zip(drafting, sample(self._of_drafted_width(logits), states), strict=True):
-                if not one.drafts:
-                    self._note_computed(one, one.state.num_tokens)
+            for drafted, result in zip(drafting, sample(self._of_drafted_width(logits), states), strict=True):
+                if not drafted.drafts:
+                    self._note_computed(drafted, drafted.state.num_tokens)
                 if result.error is not None:
                     continue
-                one.start = one.state.num_tokens + len(one.drafts)
-                one.drafts.append(result.token_id)
-                one.state.set_drafts(one.drafts)
-                if one.counts is not None:
-                    one.counts.add(result.token_id)
+                drafted.start = drafted.state.num_tokens + len(drafted.drafts)
+                drafted.drafts.append(result.token_id)
+                drafted.state.set_drafts(drafted.drafts)
+                if drafted.counts is not None:
+                    drafted.counts.add(result.token_id)
                 # What follows the end of an output is of no use, and what follows a foreign token is not known.
-                is_last = result.token_id in one.stops or result.token_id >= self._vocab_size
-                if len(one.drafts) < one.most and not is_last:
-                    going_on.append(one)
+                is_last = result.token_id in drafted.stops or result.token_id >= self._vocab_size
+                if len(drafted.drafts) < drafted.most and not is_last:
+                    going_on.append(drafted)
             drafting = going_on
         return num_rounds
 

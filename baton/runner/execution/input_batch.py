@@ -203,7 +203,7 @@ def with_grid_positions(batch: FlatBatch, scheduled: Sequence[Scheduled]) -> Fla
 def with_sources(batch: FlatBatch, scheduled: Sequence[Scheduled]) -> FlatBatch:
     """The batch with the inputs of the shares, in the same order, of a model with an encoder and a decoder."""
     spans = [share.state.spans for share in scheduled]
-    sources = [(each[0].length, each[-1].stop) if each else (0, 0) for each in spans]
+    sources = [(of_request[0].length, of_request[-1].stop) if of_request else (0, 0) for of_request in spans]
     return replace(batch, sources=np.array(sources, dtype=np.int32).reshape(-1, 2))
 
 

@@ -49,14 +49,14 @@ class GridPositions:
 
     def __init__(self, grids: Sequence[Grid]) -> None:
         """`grids`: in their order; they don't overlap."""
-        pieces, place, offset = [], 0, 0
+        pieces, end, offset = [], 0, 0
         for grid in grids:
-            pieces.append(_text_positions(place, grid.start, offset))
+            pieces.append(_text_positions(end, grid.start, offset))
             first = grid.start + offset
             rows = np.repeat(np.arange(grid.rows), grid.columns)
             columns = np.tile(np.arange(grid.columns), grid.rows)
             pieces.append(np.stack([np.zeros_like(rows), rows, columns]) + first)
-            place = grid.stop
+            end = grid.stop
             offset += max(grid.rows, grid.columns) - grid.rows * grid.columns
         self._known = np.concatenate([np.zeros((3, 0), dtype=np.int64), *pieces], axis=1)
         self._offset = offset
@@ -330,7 +330,7 @@ class RequestTable:
 
     def _possible(self, drafts: Sequence[int]) -> Sequence[int]:
         """The drafts before the first one that is no token of the model: no such token is ever sampled."""
-        wrong = (place for place, token_id in enumerate(drafts) if not 0 <= token_id < self._vocab_size)
+        wrong = (index for index, token_id in enumerate(drafts) if not 0 <= token_id < self._vocab_size)
         return drafts[: next(wrong, len(drafts))]
 
     def _forks(self, forked: Iterable[ForkedRequestData]) -> dict[str, RequestState]:

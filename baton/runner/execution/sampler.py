@@ -280,5 +280,5 @@ def token_logprobs(logits: Row, token_id: int, top: int) -> TokenLogprobs:
         token_id,
         float(logits[token_id] - norm),
         rank,
-        tuple((int(other), float(logits[other] - norm)) for other in best if logits[other] > -np.inf),
+        tuple((int(likely), float(logits[likely] - norm)) for likely in best if logits[likely] > -np.inf),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.batch import SchedulerOutput
+from baton.engine.batch import Failure, SchedulerOutput
 from baton.messages.sampling import TokenLogprobs
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.execution.pooling import Pooler
@@ -150,8 +150,7 @@ class StepResults:
     sampled: list[RequestState] = field(default_factory=list)
     """The requests of `tokens`, in their order in the step."""
     logprobs: dict[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    invalid: set[str] = field(default_factory=set)
+    failed: dict[str, Failure] = field(default_factory=dict)
     embeddings: dict[str, bytes] = field(default_factory=dict)
     prompt_logprobs: dict[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
 

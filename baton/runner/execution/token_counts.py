@@ -17,24 +17,24 @@ class TokenCounts:
     def __init__(self, token_ids: Sequence[int] | Ids, num_prompt_tokens: int) -> None:
         tokens = np.asarray(token_ids, dtype=np.int64)
         self._ids, where = np.unique(tokens, return_inverse=True)
-        self._places: dict[int, int] = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
+        self._places: dict[int, int] = {token_id: row for row, token_id in enumerate(self._ids.tolist())}
         self._total = np.bincount(where, minlength=self._ids.size)
         self._output = np.bincount(where[num_prompt_tokens:], minlength=self._ids.size)
 
     def add(self, token_id: int) -> None:
         """Count an output token."""
-        place = self._places.setdefault(token_id, len(self._places))
-        if place == self._ids.size:
+        row = self._places.setdefault(token_id, len(self._places))
+        if row == self._ids.size:
             self._ids, self._total, self._output = map(_grown, (self._ids, self._total, self._output))
-        self._ids[place] = token_id
-        self._total[place] += 1
-        self._output[place] += 1
+        self._ids[row] = token_id
+        self._total[row] += 1
+        self._output[row] += 1
 
     def take_back(self, token_id: int) -> None:
         """Subtract an output token that was counted before."""
-        place = self._places[token_id]
-        self._total[place] -= 1
-        self._output[place] -= 1
+        row = self._places[token_id]
+        self._total[row] -= 1
+        self._output[row] -= 1
 
     def seen(self) -> Ids:
         """The distinct tokens of prompt and output."""

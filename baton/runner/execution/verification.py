@@ -39,15 +39,15 @@ def sample_and_verify(
     walking = list(range(len(samplers)))
     while walking:
         depth = len(results[walking[0]])
-        shares = [samplers[place] for place in walking]
-        rows = logits[[first_rows[place] + depth for place in walking]]
+        shares = [samplers[index] for index in walking]
+        rows = logits[[first_rows[index] + depth for index in walking]]
         drawn = _append(sample(rows, [share.state for share in shares]), shares)
-        for place, result in zip(walking, drawn, strict=True):
+        for index, result in zip(walking, drawn, strict=True):
             if result.error is None or not depth:
-                results[place].append(result)
+                results[index].append(result)
         walking = [
-            place
-            for place, share, result in zip(walking, shares, drawn, strict=True)
+            index
+            for index, share, result in zip(walking, shares, drawn, strict=True)
             if result.error is None and depth < len(share.drafts) and share.drafts[depth] == result.token_id
         ]
     return results

@@ -71,10 +71,10 @@ class _Rig:
     def __init__(self, dtype: str, num_layers: int, operations: Operations) -> None:
         generator = torch.Generator().manual_seed(0)
         kind, count = DTYPES[dtype], REQUESTS * _BLOCKS
-        one = torch.randn(count, 1, 2 * _HALF, generator=generator).to(kind)
+        values = torch.randn(count, 1, 2 * _HALF, generator=generator).to(kind)
         # On huge pages, as a runner's cache is.
-        self._memory = zeros_for_reading(one.numel() * num_layers, kind)
-        self._memory.view(count, num_layers, -1).copy_(one.expand(-1, num_layers, -1))
+        self._memory = zeros_for_reading(values.numel() * num_layers, kind)
+        self._memory.view(count, num_layers, -1).copy_(values.expand(-1, num_layers, -1))
         # Gathered into the same memory every time: new pages would cost more than the copies.
         self._gathered_keys = torch.zeros(count * KV_HEADS, BLOCK_SIZE * HEAD_DIM, dtype=kind)
         self._gathered_values = torch.zeros_like(self._gathered_keys)

@@ -58,11 +58,15 @@ class Limit:
         return self.amount / min(seconds_of(self.work, repeats))
 
 
+def bytes_beyond(cache_bytes: int) -> int:
+    """The bytes of a read of memory that no cache holds (`cache_bytes`: the last level)."""
+    return max(_READ_BYTES, _CACHES * cache_bytes)
+
+
 @contextmanager
-def read_limit(num_threads: int, cache_bytes: int, repeats: int = 5) -> Iterator[Limit]:
-    """Reading by `num_threads` threads, of memory that no cache holds (`cache_bytes`: the last level)."""
-    size = max(_READ_BYTES, _CACHES * cache_bytes)
-    size -= size % (num_threads * mmap.PAGESIZE)
+def read_limit(num_threads: int, num_bytes: int, repeats: int = 5) -> Iterator[Limit]:
+    """Reading so many bytes of memory by `num_threads` threads."""
+    size = num_bytes - num_bytes % (num_threads * mmap.PAGESIZE)
     # A private mapping, since shared memory gets no huge pages, without which it reads a fifth slower.
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, size, flags=private)

@@ -178,6 +178,8 @@ class ProbeAttention:
 
     layers: dict[int, LayerGeometry] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
+    have_sinks: bool = False
+    """Whether any layer has attention sinks."""
 
     def attend(
         self,
@@ -195,6 +197,7 @@ class ProbeAttention:
                 "of each token"
             )
         self.windows[layer] = how.window
+        self.have_sinks |= how.sinks is not None
         self.layers[layer] = LayerGeometry(how.num_kv_heads, key.shape[2], value.shape[2])
         return query.new_zeros(*query.shape[:2], value.shape[2])
 

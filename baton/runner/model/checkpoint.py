@@ -109,10 +109,10 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
 
 def _files_of_index(index: Path) -> list[str]:
     """The files that an index names; raises ConfigError for names that lead out of its directory, or too many."""
-    found = _read_json(index).get("weight_map")
-    if not isinstance(found, dict):
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict):
         raise ConfigError(f"{index} has no weight_map; copy it again")
-    names = sorted({str(name) for name in found.values()})
+    names = sorted({str(name) for name in files.values()})
     if len(names) > _MOST_FILES:
         raise ConfigError(f"{index} names {len(names)} files; at most {_MOST_FILES} are read")
     for name in names:
@@ -293,9 +293,9 @@ def _real_numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in _DIVISORS:
         yield name, config.get(name)
     for outer in _ROPE_DICTIONARIES:
-        found = config.get(outer)
-        if isinstance(found, Mapping):
-            for rope in (found, *(inner for inner in found.values() if isinstance(inner, Mapping))):
+        nested = config.get(outer)
+        if isinstance(nested, Mapping):
+            for rope in (nested, *(inner for inner in nested.values() if isinstance(inner, Mapping))):
                 for name in _ROPE_NUMBERS:
                     yield f"{outer}.{name}", rope.get(name)
 
@@ -312,7 +312,7 @@ def _check_experts(checkpoint: Checkpoint, config: Any) -> None:
     # Several names may mean the same number: the file's own name is the one to show.
     names = sorted(_EXPERTS, key=lambda name: name not in checkpoint.config)
     name, num_experts = next(((name, count) for name in names if (count := getattr(config, name, None))), (names[0], 0))
-    if not num_experts and not any(getattr(type(config), each, 0) for each in _EXPERTS):
+    if not num_experts and not any(getattr(type(config), attribute, 0) for attribute in _EXPERTS):
         # A model without experts may have any number below.
         return
     _check_count(checkpoint, name, num_experts)

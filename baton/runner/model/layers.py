@@ -225,7 +225,7 @@ class PackedExperts:
         """The numbers of outputs and of inputs of one expert."""
         if name in self._held:
             weights = self._held[name][0]
-            return sum(one.shape[0] for one in weights), weights[0].shape[1]
+            return sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         _, outputs, inputs = getattr(module, name).shape
         return (inputs, outputs) if module.is_transposed else (outputs, inputs)
 
@@ -366,14 +366,14 @@ def _divide_embedding(embedding: nn.Embedding, operations: Operations, release: 
 
 def _embeddings(module: nn.Module) -> dict[int, tuple[nn.Module, str]]:
     """The parents and names of embeddings, by what identifies a weight that the head may share."""
-    found = {}
+    embeddings = {}
     for parent in module.modules():
         for name, part in parent.named_children():
             if isinstance(part, StoredEmbedding):
-                found[id(part.stored)] = (parent, name)
+                embeddings[id(part.stored)] = (parent, name)
             elif type(part) is nn.Embedding:
-                found[part.weight.data_ptr()] = (parent, name)
-    return found
+                embeddings[part.weight.data_ptr()] = (parent, name)
+    return embeddings
 
 
 class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

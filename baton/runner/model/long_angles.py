@@ -53,19 +53,19 @@ def replace_rotary(module: Any, longest: int) -> LongSequences | None:
 
     `longest`: the most tokens of a sequence. Raises UnsupportedAttention for angles of more than two kinds.
     """
-    found = {}
+    replaced = {}
     for name, part in module.named_modules():
         if _is_rotary(part) and (most_short := _most_short(part, name, longest)) is not None:
-            found[name] = most_short
-    if not found:
+            replaced[name] = most_short
+    if not replaced:
         return None
-    borders = sorted(set(found.values()))
+    borders = sorted(set(replaced.values()))
     if len(borders) > 1 or "mrope_section" in (getattr(module.config, "rope_parameters", None) or {}):
         raise UnsupportedAttention(
-            f"rotary angles of {', '.join(found)} change with the length of a sequence at {borders} tokens, and "
+            f"rotary angles of {', '.join(replaced)} change with the length of a sequence at {borders} tokens, and "
             "in three dimensions or at several lengths that is not supported"
         )
-    for name, most_short in found.items():
+    for name, most_short in replaced.items():
         parent, _, own_name = name.rpartition(".")
         setattr(module.get_submodule(parent), own_name, LongAngles(module.get_submodule(name), most_short))
     return LongSequences(borders[0], _starts_over(module, borders[0]))

@@ -76,7 +76,7 @@ def is_decoder_of_both_ways(config: Mapping[str, Any]) -> bool:
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, dict) else [config]
     return any(
-        one.get("use_bidirectional_attention") in (True, "all") or one.get("is_causal") is False for one in parts
+        part.get("use_bidirectional_attention") in (True, "all") or part.get("is_causal") is False for part in parts
     )
 
 
@@ -129,7 +129,7 @@ def _modules(directory: Path) -> list[Mapping[str, Any]]:
     if not file.is_file():
         return []
     modules = read_json(file)
-    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ConfigError(f"{file} is not a list of modules; copy it again")
     path = _pooling_path(modules)
     if Path(path).is_absolute() or ".." in Path(path).parts:
@@ -142,33 +142,33 @@ def _kind(module: Mapping[str, Any]) -> str:
 
 
 def _pooling_path(modules: Sequence[Mapping[str, Any]]) -> str:
-    return next((str(one.get("path", "")) for one in modules if _kind(one) == "Pooling"), "")
+    return next((str(module.get("path", "")) for module in modules if _kind(module) == "Pooling"), "")
 
 
 def _pooling_mode(config: Mapping[str, Any], directory: Path) -> Pooling:
     mode = config.get("pooling_mode")
-    found = [kind for name, kind in _MODES.items() if config.get(name) is True]
+    kinds = [kind for name, kind in _MODES.items() if config.get(name) is True]
     if isinstance(mode, str) and mode in _KINDS:
-        found = [_KINDS[mode]]
+        kinds = [_KINDS[mode]]
     others = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
-    if len(found) != 1 or len(others) > 1:
+    if len(kinds) != 1 or len(others) > 1:
         raise ConfigError(
             f"{directory} pools by {', '.join(others) or mode or 'nothing'}; cls, mean or last is supported"
         )
-    return found[0]
+    return kinds[0]
 
 
 def classifier_labels(config: Mapping[str, Any], directory: Path) -> tuple[str, ...]:
     """The labels of a classification head; raises ConfigError for too many, or too long ones."""
     named = config.get("id2label")
     if isinstance(named, dict):
-        labels = [str(named.get(str(place), f"LABEL_{place}")) for place in range(len(named))]
+        labels = [str(named.get(str(index), f"LABEL_{index}")) for index in range(len(named))]
     else:
         # The number of transformers' PretrainedConfig.
         count = config.get("num_labels", 2)
         if not isinstance(count, int) or not 1 <= count <= _MAX_LABELS:
             raise ConfigError(f"{directory / 'config.json'} has a num_labels of {count!r:.40}; at most {_MAX_LABELS}")
-        labels = [f"LABEL_{place}" for place in range(count)]
+        labels = [f"LABEL_{index}" for index in range(count)]
     if not 1 <= len(labels) <= _MAX_LABELS or any(len(label) > _MAX_LABEL_CHARS for label in labels):
         raise ConfigError(
             f"{directory / 'config.json'} has {len(labels)} labels; 1 to {_MAX_LABELS} of at most {_MAX_LABEL_CHARS} "
@@ -204,7 +204,7 @@ def _activation(config: Mapping[str, Any], num_labels: int, directory: Path) -> 
 def _dimensions(value: Any, directory: Path) -> tuple[int, ...]:
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(type(one) is int and one > 0 for one in value) or len(value) > 1024:
+    if not isinstance(value, list) or not all(type(n) is int and n > 0 for n in value) or len(value) > 1024:
         raise ConfigError(f"{directory / 'config.json'} has matryoshka_dimensions that are no list of lengths")
     return tuple(value)
 

@@ -157,9 +157,9 @@ def _fused_attention(
     why = "it takes no rotary angles"
     first = projections[0]
     x = _like_input(first, torch.randn(1, _ROWS, first.in_features, generator=generator))
-    if other := angle_dtypes - {x.dtype}:
+    if strange := angle_dtypes - {x.dtype}:
         # OLMo keeps its angles in float32, and rounds only the rotated rows.
-        raise _NotRecognised(f"its rotary angles are {other.pop()}, and its rows {x.dtype}")
+        raise _NotRecognised(f"its rotary angles are {strange.pop()}, and its rows {x.dtype}")
     for width in widths:
         angles = torch.rand(1, _ROWS, width, generator=generator) * 6
         cos, sin = angles.cos().to(x), angles.sin().to(x)
@@ -198,9 +198,9 @@ def _projections(child: Any) -> tuple[nn.Linear, ...] | None:
     if not isinstance(getattr(child, "o_proj", None), nn.Linear):
         return None
     for names in (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)):
-        found = tuple(getattr(child, name, None) for name in names)
-        if all(isinstance(part, nn.Linear) for part in found):
-            return found  # type: ignore[return-value]
+        projections = tuple(getattr(child, name, None) for name in names)
+        if all(isinstance(part, nn.Linear) for part in projections):
+            return projections  # type: ignore[return-value]
     return None
 
 

@@ -271,7 +271,9 @@ def _of_text(skeleton: Any, names: CheckpointNames, plain: Mapping[str, TensorOn
     if not takes_images(skeleton.config):
         return plain
     parts = (skeleton.get_decoder(), skeleton.get_output_embeddings())
-    prefixes = tuple(f"{path}." for path, part in skeleton.named_modules() if any(part is each for each in parts))
+    prefixes = tuple(
+        f"{path}." for path, part in skeleton.named_modules() if any(part is text_part for text_part in parts)
+    )
     return {name: tensor for name, tensor in plain.items() if names.parameter_of(name)[0].startswith(prefixes)}
 
 

@@ -57,7 +57,7 @@ class GrammarTokens:
         """`vocab_size`: the number of the model's logits. Raises ValueError for tokens whose bytes are not known."""
         spec = json.loads(tokenizer_json)
         decoder = spec.get("decoder") or {}
-        if not any(one["type"] in _DECODERS for one in (decoder, *decoder.get("decoders", ()))):
+        if not any(step["type"] in _DECODERS for step in (decoder, *decoder.get("decoders", ()))):
             raise ValueError(f"its decoder is none of {' and '.join(_DECODERS)}")
         parts = {name: _without_prefix(spec.get(name)) for name in ("normalizer", "pre_tokenizer")}
         if any(spec.get(name) != part for name, part in parts.items()):
@@ -86,12 +86,12 @@ class GrammarTokens:
         tokens = self._tokenizer.encode_rendered(text)
         if self._special.isdisjoint(tokens) and b"".join(self.tokens[token] for token in tokens) == content:
             return tokens
-        fitting, place = list[int](), 0
+        fitting, offset = list[int](), 0
         for token in self.library.greedy_tokenize(text):
-            if token in self._special or not content.startswith(self.tokens[token], place):
+            if token in self._special or not content.startswith(self.tokens[token], offset):
                 break  # it has left out a byte for which there is no token
             fitting.append(token)
-            place += len(self.tokens[token])
+            offset += len(self.tokens[token])
         # An end token may not come before the text, so where no token can begin it the mask is empty.
         return fitting or [self.eos_token_id]
 
@@ -103,7 +103,7 @@ def _without_prefix(part: Any) -> Any:
     if part["type"] == "Sequence":
         name = "normalizers" if "normalizers" in part else "pretokenizers"
         bare = map(_without_prefix, part[name])
-        return part | {name: [one for one in bare if one is not None]}
+        return part | {name: [item for item in bare if item is not None]}
     return part | {key: value for key, value in _NO_PREFIX.items() if key in part}
 
 
@@ -216,10 +216,10 @@ class Grammars:
     def _cost(self, text: str, kind: ConstraintKind) -> GrammarCost:
         digest = hashlib.sha256((kind + text).encode()).digest()
         with self._lock:
-            found = self._costs.get(digest)
-            if found is None:
-                found = self._costs[digest] = GrammarCost()
-            return found
+            cost = self._costs.get(digest)
+            if cost is None:
+                cost = self._costs[digest] = GrammarCost()
+            return cost
 
     def _try(self, text: str, kind: ConstraintKind, cost: GrammarCost) -> None:
         """Find out whether a constraint's first tokens take too much work; raises InvalidRequest.

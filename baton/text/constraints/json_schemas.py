@@ -90,11 +90,11 @@ def parse_schema(text: str, field: str = FIELD) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"key {twice[:80]!r} is there twice")
-    return found
+    return unique
 
 
 def _no_constant(name: str) -> None:
@@ -127,16 +127,16 @@ def _depth(value: Any) -> int:
 
 def without_descriptions(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema without them, at any depth; the argument is not changed."""
-    found = dict(schema)
+    cleaned = dict(schema)
     for key in _BY_NAME:
-        if isinstance(named := found.get(key), dict):
-            found[key] = {name: _cleaned(one) for name, one in named.items()}
+        if isinstance(named := cleaned.get(key), dict):
+            cleaned[key] = {name: _cleaned(child) for name, child in named.items()}
     for key in _OF_SCHEMAS:
-        if isinstance(below := found.get(key), dict | list):
-            found[key] = [_cleaned(one) for one in below] if isinstance(below, list) else _cleaned(below)
-    for key in tuple(_describing(found)):
-        del found[key]
-    return found
+        if isinstance(below := cleaned.get(key), dict | list):
+            cleaned[key] = [_cleaned(child) for child in below] if isinstance(below, list) else _cleaned(below)
+    for key in tuple(_describing(cleaned)):
+        del cleaned[key]
+    return cleaned
 
 
 def _cleaned(schema: Any) -> Any:
@@ -193,9 +193,9 @@ def _below(node: Node, root: Node, is_open: bool) -> Iterator[tuple[Any, bool]]:
         if isinstance(members, list):
             yield from ((member, is_open or is_shared or (name == "allOf" and len(members) > 1)) for member in members)
     for name in _ALWAYS_BESIDE:
-        found = node.get(name)
-        by_name = name == "dependentSchemas" and isinstance(found, dict)
-        yield from ((one, True) for one in (dict(found or {}).values() if by_name else [found]))
+        value = node.get(name)
+        by_name = name == "dependentSchemas" and isinstance(value, dict)
+        yield from ((child_schema, True) for child_schema in (dict(value or {}).values() if by_name else [value]))
     # What is below a value to which several schemas apply may have several, too.
     stays_open = is_open or bool(beside) or any(name in node for name in _ALWAYS_BESIDE)
     for name in _NAMED_CHILDREN:
@@ -203,23 +203,23 @@ def _below(node: Node, root: Node, is_open: bool) -> Iterator[tuple[Any, bool]]:
             yield from ((child, stays_open) for child in node[name].values())
     for name in _CHILDREN:
         child = node.get(name)
-        yield from ((one, stays_open) for one in (child if isinstance(child, list) else [child]))
+        yield from ((child_schema, stays_open) for child_schema in (child if isinstance(child, list) else [child]))
 
 
 def _target(reference: Any, root: Node) -> Any:
     """What a reference within the schema points to (RFC 6901); None for any other."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    found: Any = root
+    node: Any = root
     for part in reference[1:].split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(key)
-        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
+        if isinstance(node, dict):
+            node = node.get(key)
+        elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
+            node = node[int(key)]
         else:
             return None
-    return found
+    return node
 
 
 def _may_be_closed(node: Node) -> bool:

@@ -52,9 +52,9 @@ def pattern(regex: str) -> Part:
     return Part(f"/{''.join(escaped)}/", is_regular=True)
 
 
-def both(part: Part, other: Part) -> Part:
+def both(first: Part, second: Part) -> Part:
     """What each of two regular parts matches."""
-    return Part(f"({part.text} & {other.text})", is_regular=True, is_single=False)
+    return Part(f"({first.text} & {second.text})", is_regular=True, is_single=False)
 
 
 def all_but(part: Part) -> Part:
@@ -84,13 +84,13 @@ class LarkGrammar:
             return parts[0]
         if all(part.is_regular for part in parts):
             return Part(f"({' '.join(part.text for part in parts)})", is_regular=True, is_single=False)
-        found: list[str] = []
+        texts: list[str] = []
         for is_regular, neighbours in groupby(parts, lambda part: part.is_regular):
             if is_regular:
-                found.append(self._in_rule(self.sequence(list(neighbours))))
+                texts.append(self._in_rule(self.sequence(list(neighbours))))
             else:
-                found += [part.text for part in neighbours]
-        return Part(f"({' '.join(found)})", is_regular=False)
+                texts += [part.text for part in neighbours]
+        return Part(f"({' '.join(texts)})", is_regular=False)
 
     def choice(self, parts: Sequence[Part]) -> Part:
         """One of the parts."""
@@ -206,13 +206,13 @@ class _Rule:
 
 
 def _tokens(grammar: str) -> Iterator[_Token]:
-    place, line = 0, 1
-    while place < len(grammar):
-        found = _TOKEN.match(grammar, place)
-        if found is None:
-            raise ValueError(f"line {line}: can't be read from {grammar[place : place + 20]!r} on")
-        groups = found.groupdict()
-        text = found[0]
+    offset, line = 0, 1
+    while offset < len(grammar):
+        match = _TOKEN.match(grammar, offset)
+        if match is None:
+            raise ValueError(f"line {line}: can't be read from {grammar[offset : offset + 20]!r} on")
+        groups = match.groupdict()
+        text = match[0]
         try:
             if groups["rule"] is not None:
                 yield _Token("rule", groups["rule"], line)
@@ -233,7 +233,7 @@ def _tokens(grammar: str) -> Iterator[_Token]:
         except (ValueError, OverflowError) as error:
             raise ValueError(f"line {line}: {text[:40]}: {error}") from None
         line += text.count("\n")
-        place = found.end()
+        offset = match.end()
 
 
 def _often(groups: Mapping[str, str | None]) -> tuple[int, int | None]:
@@ -249,33 +249,33 @@ def _often(groups: Mapping[str, str | None]) -> tuple[int, int | None]:
 
 
 def _characters(escaped: str) -> Iterator[str]:
-    for found in _CHARACTER.finditer(escaped):
-        code = found[1] or found[2] or found[3]
+    for match in _CHARACTER.finditer(escaped):
+        code = match[1] or match[2] or match[3]
         if code:
             yield chr(int(code, 16))
-        elif found[4]:
-            if found[4] not in _ESCAPES:
-                raise ValueError(f"unknown escape \\{found[4]}")
-            yield _ESCAPES[found[4]]
+        elif match[4]:
+            if match[4] not in _ESCAPES:
+                raise ValueError(f"unknown escape \\{match[4]}")
+            yield _ESCAPES[match[4]]
         else:
-            yield found[5]
+            yield match[5]
 
 
 def _set(negation: str, inside: str) -> Part:
     """A set of characters; a hyphen between two of them makes a range."""
-    members = [(char, found[0] == "-") for found in _CHARACTER.finditer(inside) for char in _characters(found[0])]
+    members = [(char, match[0] == "-") for match in _CHARACTER.finditer(inside) for char in _characters(match[0])]
     if not members:
         raise ValueError("the set is empty")
-    text, place = "", 0
-    while place < len(members):
-        first = last = members[place][0]
-        if place + 2 < len(members) and members[place + 1][1]:
-            last = members[place + 2][0]
-            place += 2
+    text, offset = "", 0
+    while offset < len(members):
+        first = last = members[offset][0]
+        if offset + 2 < len(members) and members[offset + 1][1]:
+            last = members[offset + 2][0]
+            offset += 2
         if last < first:
             raise ValueError(f"the range {first}-{last} is empty")
         text += f"\\x{{{ord(first):x}}}-\\x{{{ord(last):x}}}"
-        place += 1
+        offset += 1
     return pattern(f"[{negation}{text}]")
 
 
@@ -286,10 +286,10 @@ def _lark_names(rules: Mapping[str, _Rule]) -> Mapping[str, Part]:
     for name, rule in rules.items():
         used = {token.text: token.line for token in rule.tokens if token.kind == "name"}
         missing[name] = len(used)
-        for one, line in used.items():
-            if one not in rules:
-                raise ValueError(f"line {line}: there is no rule {one[:80]}")
-            users[one].append(name)
+        for used_name, line in used.items():
+            if used_name not in rules:
+                raise ValueError(f"line {line}: there is no rule {used_name[:80]}")
+            users[used_name].append(name)
     ready = [name for name, count in missing.items() if not count]
     for name in ready:
         for user in users[name]:
@@ -313,10 +313,10 @@ class _Body:
 
     def part(self) -> Part:
         """The whole body; raises ValueError."""
-        found = self._choice(0)
+        choice = self._choice(0)
         if self._place < len(self._tokens):
             raise self._unexpected()
-        return found
+        return choice
 
     def _choice(self, depth: int) -> Part:
         alternatives = [self._sequence(depth)]

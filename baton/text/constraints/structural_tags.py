@@ -56,11 +56,11 @@ def lark_of_structural_tag(text: str, field: str) -> str:
     compiler = _Compiler()
     if "structures" in tag or "triggers" in tag:
         _check_keys(tag, field, ("type", "structures", "triggers"), ())
-        format_, place = _from_older_form(tag, field), field
+        format_, path = _from_older_form(tag, field), field
     else:
         _check_keys(tag, field, ("type", "format"), ())
-        format_, place = tag["format"], f"{field}.format"
-    return compiler.grammar.text(compiler.part(format_, place, _OUTPUT_END))
+        format_, path = tag["format"], f"{field}.format"
+    return compiler.grammar.text(compiler.part(format_, path, _OUTPUT_END))
 
 
 def _from_older_form(tag: Node, field: str) -> Node:
@@ -82,10 +82,10 @@ class _Compiler:
         self.grammar = LarkGrammar()
         self._num_compared = 0
 
-    def part(self, node: Any, place: str, ends: _Ends | None) -> Part:
+    def part(self, node: Any, path: str, ends: _Ends | None) -> Part:
         """The part of any format."""
         if not isinstance(node, dict):
-            raise InvalidRequest(place, "must be an object with the key type")
+            raise InvalidRequest(path, "must be an object with the key type")
         kind = node.get("type")
         kinds: Mapping[str, Callable[[Node, str, _Ends | None], Part]] = {
             "const_string": self._const_string,
@@ -103,216 +103,222 @@ class _Compiler:
             "tags_with_separator": self._tags_with_separator,
         }
         if not isinstance(kind, str) or kind not in kinds:
-            raise InvalidRequest(f"{place}.type", f"must be one of {', '.join(kinds)}")
-        return kinds[kind](node, place, ends)
+            raise InvalidRequest(f"{path}.type", f"must be one of {', '.join(kinds)}")
+        return kinds[kind](node, path, ends)
 
-    def _const_string(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        _check_keys(node, place, ("type", "value"), ())
-        return self._closed(literal(_string(node["value"], f"{place}.value")), ends)
+    def _const_string(self, node: Node, path: str, ends: _Ends | None) -> Part:
+        _check_keys(node, path, ("type", "value"), ())
+        return self._closed(literal(_string(node["value"], f"{path}.value")), ends)
 
-    def _json_schema(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        _check_keys(node, place, ("type", "json_schema"), ("style", "any_order"))
-        _check_only(node, place, style="json", any_order=False)
-        schema = _closed_schema(node["json_schema"], f"{place}.json_schema")
+    def _json_schema(self, node: Node, path: str, ends: _Ends | None) -> Part:
+        _check_keys(node, path, ("type", "json_schema"), ("style", "any_order"))
+        _check_only(node, path, style="json", any_order=False)
+        schema = _closed_schema(node["json_schema"], f"{path}.json_schema")
         return self._closed(self.grammar.json(schema), ends)
 
-    def _regex(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        _check_keys(node, place, ("type", "pattern"), ())
-        regex = _string(node["pattern"], f"{place}.pattern")
+    def _regex(self, node: Node, path: str, ends: _Ends | None) -> Part:
+        _check_keys(node, path, ("type", "pattern"), ())
+        regex = _string(node["pattern"], f"{path}.pattern")
         if not regex:
-            raise InvalidRequest(f"{place}.pattern", "must be a text that is not empty")
+            raise InvalidRequest(f"{path}.pattern", "must be a text that is not empty")
         return self._closed(pattern(regex), ends)
 
-    def _any_text(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        _check_keys(node, place, ("type",), ("excludes", "max_tokens", "max_chars"))
-        _check_only(node, place, excludes=[], max_tokens=None, max_chars=None)
-        return self._free_text(place, ends)
+    def _any_text(self, node: Node, path: str, ends: _Ends | None) -> Part:
+        _check_keys(node, path, ("type",), ("excludes", "max_tokens", "max_chars"))
+        _check_only(node, path, excludes=[], max_tokens=None, max_chars=None)
+        return self._free_text(path, ends)
 
-    def _sequence(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        _check_keys(node, place, ("type", "elements"), ())
-        elements = _list(node, "elements", place)
+    def _sequence(self, node: Node, path: str, ends: _Ends | None) -> Part:
+        _check_keys(node, path, ("type", "elements"), ())
+        elements = _list(node, "elements", path)
         last = len(elements) - 1
         return self.grammar.sequence(
             [
-                self.part(element, f"{place}.elements[{number}]", ends if number == last else None)
+                self.part(element, f"{path}.elements[{number}]", ends if number == last else None)
                 for number, element in enumerate(elements)
             ]
         )
 
-    def _or(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        _check_keys(node, place, ("type", "elements"), ())
-        elements = enumerate(_list(node, "elements", place))
-        return self.grammar.choice([self.part(one, f"{place}.elements[{number}]", ends) for number, one in elements])
+    def _or(self, node: Node, path: str, ends: _Ends | None) -> Part:
+        _check_keys(node, path, ("type", "elements"), ())
+        elements = enumerate(_list(node, "elements", path))
+        return self.grammar.choice(
+            [self.part(element, f"{path}.elements[{number}]", ends) for number, element in elements]
+        )
 
-    def _optional(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        return self._repeated(node, place, ends, 0, 1)
+    def _optional(self, node: Node, path: str, ends: _Ends | None) -> Part:
+        return self._repeated(node, path, ends, 0, 1)
 
-    def _plus(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        return self._repeated(node, place, ends, 1, None)
+    def _plus(self, node: Node, path: str, ends: _Ends | None) -> Part:
+        return self._repeated(node, path, ends, 1, None)
 
-    def _star(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        return self._repeated(node, place, ends, 0, None)
+    def _star(self, node: Node, path: str, ends: _Ends | None) -> Part:
+        return self._repeated(node, path, ends, 0, None)
 
-    def _repeat(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        least, most = _count(node, "min", place, 0), _count(node, "max", place, -1)
+    def _repeat(self, node: Node, path: str, ends: _Ends | None) -> Part:
+        least, most = _count(node, "min", path, 0), _count(node, "max", path, -1)
         if -1 < most < least:
-            raise InvalidRequest(f"{place}.max", "must be at least min, or -1 for any number")
-        return self._repeated(node, place, ends, least, None if most == -1 else most, ("min", "max"))
+            raise InvalidRequest(f"{path}.max", "must be at least min, or -1 for any number")
+        return self._repeated(node, path, ends, least, None if most == -1 else most, ("min", "max"))
 
     def _repeated(
-        self, node: Node, place: str, ends: _Ends | None, least: int, most: int | None, keys: Sequence[str] = ()
+        self, node: Node, path: str, ends: _Ends | None, least: int, most: int | None, keys: Sequence[str] = ()
     ) -> Part:
-        _check_keys(node, place, ("type", "content", *keys), ())
-        content = self.part(node["content"], f"{place}.content", None)
+        _check_keys(node, path, ("type", "content", *keys), ())
+        content = self.part(node["content"], f"{path}.content", None)
         return self._closed(self.grammar.repeated(content, least, most), ends)
 
-    def _tag(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        begin, rest = self._opened_tag(node, place, ends)
+    def _tag(self, node: Node, path: str, ends: _Ends | None) -> Part:
+        begin, rest = self._opened_tag(node, path, ends)
         return self.grammar.sequence([literal(begin), rest])
 
-    def _opened_tag(self, node: Any, place: str, ends: _Ends | None) -> tuple[str, Part]:
+    def _opened_tag(self, node: Any, path: str, ends: _Ends | None) -> tuple[str, Part]:
         """The beginning of a tag, and what comes behind it."""
-        _check_keys(node, place, ("begin", "content", "end"), ("type",))
-        _check_only(node, place, type="tag")
-        begin, end = _string(node["begin"], f"{place}.begin"), node["end"]
-        texts = [_string(one, f"{place}.end") for one in (end if isinstance(end, list) and end else [end])]
+        _check_keys(node, path, ("begin", "content", "end"), ("type",))
+        _check_only(node, path, type="tag")
+        begin, end = _string(node["begin"], f"{path}.begin"), node["end"]
+        texts = [_string(end_text, f"{path}.end") for end_text in (end if isinstance(end, list) and end else [end])]
         if len(texts) > _MAX_ENDS:
-            raise InvalidRequest(f"{place}.end", f"has {len(texts)} texts; at most {_MAX_ENDS} are taken")
+            raise InvalidRequest(f"{path}.end", f"has {len(texts)} texts; at most {_MAX_ENDS} are taken")
         if texts == [""]:
-            return begin, self.part(node["content"], f"{place}.content", ends)
+            return begin, self.part(node["content"], f"{path}.content", ends)
         if "" in texts:
-            raise InvalidRequest(f"{place}.end", "must have no empty text beside others")
+            raise InvalidRequest(f"{path}.end", "must have no empty text beside others")
         own_ends = _Ends(tuple(texts), self.grammar.shared(self.grammar.choice([literal(text) for text in texts])))
-        return begin, self._closed(self.part(node["content"], f"{place}.content", own_ends), ends)
+        return begin, self._closed(self.part(node["content"], f"{path}.content", own_ends), ends)
 
-    def _triggered_tags(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        _check_keys(node, place, ("type", "triggers", "tags"), ("at_least_one", "stop_after_first", "excludes"))
-        _check_only(node, place, excludes=[])
-        tags = _list(node, "tags", place)
-        triggers = [_string(one, f"{place}.triggers") for one in _list(node, "triggers", place)]
-        self._check_told_apart(triggers, f"{place}.triggers", ends)
+    def _triggered_tags(self, node: Node, path: str, ends: _Ends | None) -> Part:
+        _check_keys(node, path, ("type", "triggers", "tags"), ("at_least_one", "stop_after_first", "excludes"))
+        _check_only(node, path, excludes=[])
+        tags = _list(node, "tags", path)
+        triggers = [_string(candidate, f"{path}.triggers") for candidate in _list(node, "triggers", path)]
+        self._check_told_apart(triggers, f"{path}.triggers", ends)
         begun: dict[str, list[Part]] = {trigger: [] for trigger in triggers}
-        whole: list[Part] = []
-        must, once = _flag(node, "at_least_one", place), _flag(node, "stop_after_first", place)
+        alternatives: list[Part] = []
+        must, once = _flag(node, "at_least_one", path), _flag(node, "stop_after_first", path)
         for number, tag in enumerate(tags):
-            at = f"{place}.tags[{number}]"
+            at = f"{path}.tags[{number}]"
             begin = tag.get("begin") if isinstance(tag, dict) else None
-            trigger = next((one for one in triggers if isinstance(begin, str) and begin.startswith(one)), None)
+            trigger = next(
+                (candidate for candidate in triggers if isinstance(begin, str) and begin.startswith(candidate)), None
+            )
             if trigger is None:
                 raise InvalidRequest(f"{at}.begin", "must begin with one of the triggers")
             begin, rest = self._opened_tag(tag, at, None)
             rest = self.grammar.shared(rest)
             begun[trigger].append(self.grammar.sequence([literal(begin[len(trigger) :]), rest]))
-            whole.append(self.grammar.sequence([literal(begin), rest]))
+            alternatives.append(self.grammar.sequence([literal(begin), rest]))
         if idle := [trigger for trigger, parts in begun.items() if not parts]:
-            raise InvalidRequest(f"{place}.triggers", f"has {idle[0][:40]!r}, with which no tag begins")
+            raise InvalidRequest(f"{path}.triggers", f"has {idle[0][:40]!r}, with which no tag begins")
         if must and once:
-            return self._closed(self.grammar.choice(whole), ends)
+            return self._closed(self.grammar.choice(alternatives), ends)
         later = self.grammar.choice(
             [
                 self.grammar.sequence([self.grammar.text_until(literal(trigger)), self.grammar.choice(parts)])
                 for trigger, parts in begun.items()
             ]
         )
-        text = self._free_text(place, ends)
+        text = self._free_text(path, ends)
         if once:
             return self.grammar.choice([self._closed(later, ends), text])
-        first = [self.grammar.choice(whole)] if must else []
+        first = [self.grammar.choice(alternatives)] if must else []
         return self.grammar.sequence([*first, self.grammar.repeated(later, 0, None), text])
 
-    def _tags_with_separator(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        _check_keys(node, place, ("type", "tags", "separator"), ("at_least_one", "stop_after_first"))
-        tags = enumerate(_list(node, "tags", place))
-        one = self.grammar.shared(
-            self.grammar.choice([self._tag(tag, f"{place}.tags[{number}]", None) for number, tag in tags])
+    def _tags_with_separator(self, node: Node, path: str, ends: _Ends | None) -> Part:
+        _check_keys(node, path, ("type", "tags", "separator"), ("at_least_one", "stop_after_first"))
+        tags = enumerate(_list(node, "tags", path))
+        any_tag = self.grammar.shared(
+            self.grammar.choice([self._tag(tag, f"{path}.tags[{number}]", None) for number, tag in tags])
         )
-        separator = literal(_string(node["separator"], f"{place}.separator"))
-        found = one
-        if not _flag(node, "stop_after_first", place):
-            found = self.grammar.sequence(
-                [one, self.grammar.repeated(self.grammar.sequence([separator, one]), 0, None)]
+        separator = literal(_string(node["separator"], f"{path}.separator"))
+        all_tags = any_tag
+        if not _flag(node, "stop_after_first", path):
+            all_tags = self.grammar.sequence(
+                [any_tag, self.grammar.repeated(self.grammar.sequence([separator, any_tag]), 0, None)]
             )
-        if not _flag(node, "at_least_one", place):
-            found = self.grammar.repeated(found, 0, 1)
-        return self._closed(found, ends)
+        if not _flag(node, "at_least_one", path):
+            all_tags = self.grammar.repeated(all_tags, 0, 1)
+        return self._closed(all_tags, ends)
 
     def _closed(self, part: Part, ends: _Ends | None) -> Part:
         if ends is None or not ends.texts:
             return part
         return self.grammar.sequence([part, ends.part])
 
-    def _free_text(self, place: str, ends: _Ends | None) -> Part:
+    def _free_text(self, path: str, ends: _Ends | None) -> Part:
         if ends is None:
-            raise InvalidRequest(place, "is free text, so it must be the last of its tag or of the output")
+            raise InvalidRequest(path, "is free text, so it must be the last of its tag or of the output")
         return self.grammar.text_until(ends.part) if ends.texts else ANY_TEXT
 
-    def _check_told_apart(self, triggers: Sequence[str], place: str, ends: _Ends | None) -> None:
+    def _check_told_apart(self, triggers: Sequence[str], path: str, ends: _Ends | None) -> None:
         if "" in triggers:
-            raise InvalidRequest(place, "must have no empty text")
+            raise InvalidRequest(path, "must have no empty text")
         if len(triggers) > _MAX_TRIGGERS:
-            raise InvalidRequest(place, f"has {len(triggers)} texts; at most {_MAX_TRIGGERS} are taken")
+            raise InvalidRequest(path, f"has {len(triggers)} texts; at most {_MAX_TRIGGERS} are taken")
         texts = [*triggers, *(ends.texts if ends is not None else ())]
         self._num_compared += (len(texts) - 1) * (len(texts) + sum(map(len, texts)))
         if self._num_compared > _MAX_COMPARED_CHARS:
-            raise InvalidRequest(place, "has, with all others and the ends around them, too many texts to tell apart")
-        for one, other in permutations(texts, 2):
-            if one in other:
-                raise InvalidRequest(place, f"has {one[:40]!r}, which is in {other[:40]!r}, where free text ends, too")
+            raise InvalidRequest(path, "has, with all others and the ends around them, too many texts to tell apart")
+        for first, second in permutations(texts, 2):
+            if first in second:
+                raise InvalidRequest(
+                    path, f"has {first[:40]!r}, which is in {second[:40]!r}, where free text ends, too"
+                )
 
 
-def _check_keys(node: Any, place: str, required: Sequence[str], optional: Sequence[str]) -> None:
+def _check_keys(node: Any, path: str, required: Sequence[str], optional: Sequence[str]) -> None:
     if not isinstance(node, dict):
-        raise InvalidRequest(place, "must be an object")
+        raise InvalidRequest(path, "must be an object")
     for key in required:
         if key not in node:
-            raise InvalidRequest(f"{place}.{key}", "is required")
+            raise InvalidRequest(f"{path}.{key}", "is required")
     for key in node:
         if key not in required and key not in optional:
-            raise InvalidRequest(f"{place}.{key[:40]}", "is unknown, or not served here")
+            raise InvalidRequest(f"{path}.{key[:40]}", "is unknown, or not served here")
 
 
-def _check_only(node: Node, place: str, **served: Any) -> None:
+def _check_only(node: Node, path: str, **served: Any) -> None:
     """Refuse any other value of these keys."""
     for key, value in served.items():
         if node.get(key) not in (None, value):
-            raise InvalidRequest(f"{place}.{key}", f"must be {json.dumps(value)}: others are not served here")
+            raise InvalidRequest(f"{path}.{key}", f"must be {json.dumps(value)}: others are not served here")
 
 
-def _closed_schema(schema: Any, place: str) -> str:
+def _closed_schema(schema: Any, path: str) -> str:
     """The schema with the options of all schemas, and objects that are closed."""
     text = schema if isinstance(schema, str) else json.dumps({} if schema is True else schema)
-    compact = json.dumps(parse_schema(text, place), ensure_ascii=False, separators=(",", ":"))
+    compact = json.dumps(parse_schema(text, path), ensure_ascii=False, separators=(",", ":"))
     try:
         closed = without_descriptions(json.loads(without_extra_keys(compact)))
     except InvalidRequest as error:
-        raise InvalidRequest(place, error.reason) from None
+        raise InvalidRequest(path, error.reason) from None
     own = closed.get("x-guidance")
     closed["x-guidance"] = {**JSON_OPTIONS, **(own if isinstance(own, dict) else {})}
     return json.dumps(closed)
 
 
-def _count(node: Node, key: str, place: str, least: int) -> int:
-    found = node.get(key)
-    if type(found) is not int or not least <= found <= _MAX_REPETITIONS:
-        raise InvalidRequest(f"{place}.{key}", f"must be a number from {least} to {_MAX_REPETITIONS}")
-    return found
-
-
-def _list(node: Node, key: str, place: str) -> list[Any]:
-    found = node[key]
-    if not isinstance(found, list) or not found:
-        raise InvalidRequest(f"{place}.{key}", "must be a list that is not empty")
-    return found
-
-
-def _string(value: Any, place: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequest(place, "must be a text")
+def _count(node: Node, key: str, path: str, least: int) -> int:
+    value = node.get(key)
+    if type(value) is not int or not least <= value <= _MAX_REPETITIONS:
+        raise InvalidRequest(f"{path}.{key}", f"must be a number from {least} to {_MAX_REPETITIONS}")
     return value
 
 
-def _flag(node: Node, key: str, place: str) -> bool:
-    found = node.get(key)
-    if not (found is None or isinstance(found, bool)):
-        raise InvalidRequest(f"{place}.{key}", "must be true or false")
-    return bool(found)
+def _list(node: Node, key: str, path: str) -> list[Any]:
+    value = node[key]
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest(f"{path}.{key}", "must be a list that is not empty")
+    return value
+
+
+def _string(value: Any, path: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(path, "must be a text")
+    return value
+
+
+def _flag(node: Node, key: str, path: str) -> bool:
+    value = node.get(key)
+    if not (value is None or isinstance(value, bool)):
+        raise InvalidRequest(f"{path}.{key}", "must be true or false")
+    return bool(value)

@@ -85,14 +85,14 @@ class CallParser:
 
     def push(self, text: str) -> list[ToolEvent]:
         """Take the next piece of the text; returns what is certain by now."""
-        place, send = 0, self._machine.send
-        while place < len(text):
-            if self._is_plain and not self._is_empty and (run := self.plain.match(text, place)):
+        offset, send = 0, self._machine.send
+        while offset < len(text):
+            if self._is_plain and not self._is_empty and (run := self.plain.match(text, offset)):
                 self._plain_text(run[0])
-                place = run.end()
+                offset = run.end()
                 continue
-            send(text[place])
-            place += 1
+            send(text[offset])
+            offset += 1
         return self._take()
 
     def finish(self) -> list[ToolEvent]:

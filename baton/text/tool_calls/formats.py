@@ -122,16 +122,16 @@ class ToolFormat:
         rules = [f"start: {_prefix(surroundings)}calls"]
         more = f" ({written(self.between)} call)*" if surroundings.is_parallel and self.between else ""
         rules.append(f"calls: {written(self.before)} call{more} {written(self.after)}")
-        rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
+        rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
         prompt_end, head = self.prompt_end, self.head
         if prompt_end and ARGUMENTS in head and len(tools) == 1:
             prompt_end, head = prompt_end + head.replace("NAME", tools[0].name), ""
         head = head.replace(ARGUMENTS, "")
-        for place, tool in enumerate(tools):
+        for number, tool in enumerate(tools):
             before = written(head.replace("NAME", tool.name))
             rules += [
-                f"call_{place}: {before} arguments_{place} {written(self.tail)}",
-                f"arguments_{place}: %json {_guided(tool.parameters, closes_objects=surroundings.closes_objects)}",
+                f"call_{number}: {before} arguments_{number} {written(self.tail)}",
+                f"arguments_{number}: %json {_guided(tool.parameters, closes_objects=surroundings.closes_objects)}",
             ]
         if surroundings.reasons:
             rules += _reasoning(surroundings)
@@ -157,7 +157,7 @@ class ToolFormat:
             opening = literal(self.before.removeprefix(self.trigger))
             others = [grammar.repeated(grammar.sequence([literal(self.between), call]), 0, None)] if is_parallel else []
             call = grammar.shared(grammar.sequence([opening, call, *others, literal(self.after)]))
-        first = grammar.choice([grammar.shortest(one) for one in _texts_before(trigger, grammar, surroundings)])
+        first = grammar.choice([grammar.shortest(text) for text in _texts_before(trigger, grammar, surroundings)])
         later = (
             grammar.repeated(grammar.sequence([grammar.text_until(trigger), call]), 0, None) if is_parallel else EMPTY
         )

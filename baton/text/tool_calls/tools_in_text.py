@@ -37,7 +37,7 @@ def tools_in_text(
 
     `messages` and `tools`: as templates get them. `shows_system`: the template has a place for a system message.
     """
-    found: list[dict[str, Any]] = []
+    complete: list[dict[str, Any]] = []
     is_result = False
     for message in messages:
         made = dict(message)
@@ -46,17 +46,17 @@ def tools_in_text(
             made["content"] = _joined(made["content"], written, "\n")
         if message["role"] != "tool":
             is_result = False
-            found.append(made)
+            complete.append(made)
             continue
         content = _joined(_joined(_RESULT_BEGIN, message["content"], ""), _RESULT_END, "")
         if is_result:
-            found[-1]["content"] = _joined(found[-1]["content"], content, "\n")
+            complete[-1]["content"] = _joined(complete[-1]["content"], content, "\n")
         else:
-            found.append({"role": "user", "content": content})
+            complete.append({"role": "user", "content": content})
         is_result = True
     if tools:
-        _add_tools(found, tools, tool_format, shows_system=shows_system)
-    return list(found)
+        _add_tools(complete, tools, tool_format, shows_system=shows_system)
+    return list(complete)
 
 
 def _add_tools(
@@ -68,11 +68,11 @@ def _add_tools(
         messages[0]["content"] = _joined(messages[0]["content"], text, "\n\n")
         return
     role = "system" if shows_system else "user"
-    place = 0 if shows_system else next((at for at, one in enumerate(messages) if one["role"] == role), None)
-    if shows_system or place is None:
+    index = 0 if shows_system else next((n for n, message in enumerate(messages) if message["role"] == role), None)
+    if shows_system or index is None:
         messages.insert(0, {"role": role, "content": text})
     else:
-        messages[place]["content"] = _joined(text, messages[place]["content"], "\n\n")
+        messages[index]["content"] = _joined(text, messages[index]["content"], "\n\n")
 
 
 def _name_and_arguments(function: Message) -> tuple[str, str]:
@@ -86,5 +86,8 @@ def _joined(first: Any, second: Any, between: str) -> Any:
         return first or second
     if isinstance(first, str) and isinstance(second, str):
         return first + between + second
-    as_parts = [[{"type": "text", "text": one}] if isinstance(one, str) else list(one) for one in (first, second)]
+    as_parts = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        for content in (first, second)
+    ]
     return [*as_parts[0], *([{"type": "text", "text": between}] if between else []), *as_parts[1]]

@@ -55,21 +55,28 @@ class Codec(Generic[T, M]):
         *conversions: FieldConversion,
         nested: Collection[Codec[Any, Any]] = (),
         message_only: Collection[str] = (),
+        inlined: Mapping[str, Codec[Any, M]] | None = None,
+        is_inlined: bool = False,
     ) -> None:
         """`conversions`: for fields whose conversion does not follow from their type. `nested`: codecs for fields that
         are messages themselves; the codecs of other such fields are derived. `message_only`: fields of the message
-        that the class does not have.
+        that the class does not have. `inlined`: by the name of a field of the class, the codec of its own fields, which
+        are fields of this message (and which is made with `is_inlined`).
 
         Raises TypeError if any other field is only in the class or only in the message, or if no conversion can be
         derived for it.
         """
         self.kind = kind
         self.message = message
-        names, descriptors = _field_names(kind), message.DESCRIPTOR.fields_by_name
-        if set(names) ^ set(descriptors) != set(message_only):
+        self._inlined = inlined or {}
+        all_names, descriptors = _field_names(kind), message.DESCRIPTOR.fields_by_name
+        names = [name for name in all_names if name not in self._inlined]
+        here = {*names, *(name for codec in self._inlined.values() for name in _field_names(codec.kind))}
+        lacking = set() if is_inlined else set(descriptors) - here - set(message_only)
+        if here - set(descriptors) or here & set(message_only) or lacking:
             raise TypeError(
-                f"{kind.__name__} has the fields {sorted(set(names) - set(descriptors))} that its message lacks, and "
-                f"lacks {sorted(set(descriptors) - set(names) - set(message_only))}"
+                f"{kind.__name__} has the fields {sorted(here - set(descriptors))} that its message lacks, and "
+                f"lacks {sorted(lacking)}"
             )
         hints, defaults = get_type_hints(kind), _defaults(kind)
         nested_codecs = {codec.kind: codec for codec in nested}
@@ -96,16 +103,24 @@ class Codec(Generic[T, M]):
             self._readers.append((name, read, descriptor.has_presence and absent is not _NO_DEFAULT, absent))
         if remaining:
             raise TypeError(f"{kind.__name__} has no fields {sorted(remaining)}")
-        all_plain = len(names) > 1 and all(read is None and not absent for _, read, absent, _ in self._readers)
-        self._read_all = attrgetter(*names) if all_plain else None
+        self._inlined_at = [(all_names.index(name), codec) for name, codec in self._inlined.items()]
+        """The inlined fields, by their places among all, the first one first."""
+        all_plain = all(read is None and not absent for _, read, absent, _ in self._readers)
+        self._read_all = attrgetter(*names) if all_plain and len(names) > 1 and not self._inlined else None
         """Reads all fields at once; None if any field is converted or may be absent."""
 
     def to_pb(self, value: T) -> M:
         """The message with the value's fields."""
-        found = {name: getattr(value, name) for name in self._plain}
+        return self.message(**self._written(value))
+
+    def _written(self, value: T) -> dict[str, Any]:
+        """The value's fields as the message takes them."""
+        values = {name: getattr(value, name) for name in self._plain}
         for name, write in self._converted:
-            found[name] = write(getattr(value, name))
-        return self.message(**found)
+            values[name] = write(getattr(value, name))
+        for name, codec in self._inlined.items():
+            values |= codec._written(getattr(value, name))
+        return values
 
     def from_pb(self, pb: M) -> T:
         """The value with the message's fields. Raises InvalidRequest for an enum's number that this version lacks."""
@@ -116,8 +131,10 @@ class Codec(Generic[T, M]):
             if may_be_absent and not pb.HasField(name):
                 values.append(absent)
             else:
-                found = getattr(pb, name)
-                values.append(found if read is None else read(found))
+                field_value = getattr(pb, name)
+                values.append(field_value if read is None else read(field_value))
+        for index, codec in self._inlined_at:
+            values.insert(index, codec.from_pb(pb))
         return self.kind(*values)
 
 
@@ -159,11 +176,11 @@ def enum_numbers(members: Iterable[E], pb: _Descriptor) -> dict[E, Any]:
     Raises TypeError for a member that the protobuf enum lacks.
     """
     prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", pb.name).upper()
-    found = {member: pb.values_by_name.get(f"{prefix}_{member.name}") for member in members}
-    lacking = [member.name for member, value in found.items() if value is None]
+    numbers = {member: pb.values_by_name.get(f"{prefix}_{member.name}") for member in members}
+    lacking = [member.name for member, value in numbers.items() if value is None]
     if lacking:
         raise TypeError(f"the protobuf enum {pb.name} lacks {lacking}")
-    return {member: value.number for member, value in found.items() if value is not None}
+    return {member: value.number for member, value in numbers.items() if value is not None}
 
 
 def _derive_conversions(

@@ -106,12 +106,12 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
 
 def _plain_fields(pb: generation.GenerateRequest) -> dict[str, Any]:
     """The fields that are in the message as they are in a request. Absent ones have the request's defaults."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for part, names in _PLAIN_FIELDS:
         for field, value in (getattr(pb, part) if part else pb).ListFields():
             if (name := names.get(field.name)) is not None:
-                found[name] = tuple(value) if name in _LISTS else value
-    return found
+                fields[name] = tuple(value) if name in _LISTS else value
+    return fields
 
 
 def _write(part: Message, field: str, value: Any) -> None:
@@ -242,10 +242,10 @@ def call_number_to_metadata(call: int) -> tuple[tuple[str, str], ...]:
 
 def call_number_from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> int:
     """The client's number for a call, from its metadata; 0 if there is no valid one."""
-    found = next((value for key, value in metadata or () if key == _CALL_NUMBER_KEY), "")
-    if not isinstance(found, str) or len(found) > _MAX_CALL_NUMBER_DIGITS:
+    number = next((value for key, value in metadata or () if key == _CALL_NUMBER_KEY), "")
+    if not isinstance(number, str) or len(number) > _MAX_CALL_NUMBER_DIGITS:
         return 0
-    return int(found) if found.isascii() and found.isdecimal() else 0
+    return int(number) if number.isascii() and number.isdecimal() else 0
 
 
 def path_to_metadata(finished: Finished) -> tuple[tuple[str, str], ...]:
@@ -311,8 +311,8 @@ def model_from_pb(pb: generation.Model) -> ModelCard:
 
 def finished_from_pb(pb: generation.Finished, metadata: Sequence[tuple[str, str | bytes]]) -> Finished:
     """The last event of a stream, with the path from the trailing metadata. Absent keys become empty."""
-    found = {key: value for key, value in metadata if isinstance(value, str)}
-    prefill, decode, attempts, reason, kv_bytes = (found.get(key, "") for key in _PATH_KEYS)
+    metadata_values = {key: value for key, value in metadata if isinstance(value, str)}
+    prefill, decode, attempts, reason, kv_bytes = (metadata_values.get(key, "") for key in _PATH_KEYS)
     return Finished(
         finish_reason=_FINISH_NAMES.get(pb.finish_reason, "unknown"),
         stop_reason=_stop_reason(pb),
@@ -334,7 +334,7 @@ def embed_request_to_pb(request: EmbedRequest) -> generation.EmbedRequest:
     """The message of a client's call. Raises InvalidRequest for a value that does not fit its field."""
     try:
         return generation.EmbedRequest(
-            inputs=[_input_to_pb(one) for one in request.inputs],
+            inputs=[_input_to_pb(item) for item in request.inputs],
             task=_TASKS[request.task],
             pooling=generation.POOLING_UNSPECIFIED if request.pooling is None else _KINDS[request.pooling],
             **{name: getattr(request, name) for name in _EMBED_FIELDS},
@@ -343,10 +343,10 @@ def embed_request_to_pb(request: EmbedRequest) -> generation.EmbedRequest:
         raise InvalidRequest("request", str(error)) from None
 
 
-def _input_to_pb(one: EmbedInput) -> generation.EmbedInput:
-    if one.prompt is None or isinstance(one.prompt, str):
-        return generation.EmbedInput(text=one.prompt, second_text=one.second_text)
-    return generation.EmbedInput(token_ids=generation.TokenIds(ids=one.prompt), second_text=one.second_text)
+def _input_to_pb(item: EmbedInput) -> generation.EmbedInput:
+    if item.prompt is None or isinstance(item.prompt, str):
+        return generation.EmbedInput(text=item.prompt, second_text=item.second_text)
+    return generation.EmbedInput(token_ids=generation.TokenIds(ids=item.prompt), second_text=item.second_text)
 
 
 def embed_request_from_pb(pb: generation.EmbedRequest) -> EmbedRequest:
@@ -356,7 +356,7 @@ def embed_request_from_pb(pb: generation.EmbedRequest) -> EmbedRequest:
     if pb.pooling not in _KIND_OF:
         raise InvalidRequest("pooling", f"this version knows no pooling {pb.pooling}")
     return EmbedRequest(
-        inputs=[_input_from_pb(one) for one in pb.inputs],
+        inputs=[_input_from_pb(item) for item in pb.inputs],
         task=_TASK_OF[pb.task],
         pooling=_KIND_OF[pb.pooling],
         **{name: _read(pb, name) for name in _EMBED_FIELDS},

@@ -34,6 +34,7 @@ from baton.messages.node_report import (
     TraceEvent,
     TraceStep,
 )
+from baton.messages.request_spec import RequestSpec
 from baton.messages.spans import RowsRequest
 from baton.messages.speculation import DraftCounts
 from baton.model_formats.adapters import AdapterInfo
@@ -62,12 +63,14 @@ _TIMINGS = Codec(StageTimings, node.StageTimings)
 ADAPTER_INFO = Codec(AdapterInfo, node.InspectAdapterResponse)
 _ADAPTER_REPORT = Codec(AdapterReport, node.AdapterReport)
 _DRAFT_COUNTS = Codec(DraftCounts, node.DraftCounts)
-_SUBMIT = Codec(
-    Submit,
+_SPEC = Codec(
+    RequestSpec,
     node.Submit,
     FieldConversion("prompt_token_ids", read=list),
     nested=(SAMPLING_PARAMS,),
+    is_inlined=True,
 )
+_SUBMIT = Codec(Submit, node.Submit, inlined={"spec": _SPEC})
 _ROUTER_MESSAGES: OneOfCodec[RouterMessage, node.AttachRequest] = OneOfCodec(
     node.AttachRequest,
     _SUBMIT,
@@ -186,7 +189,9 @@ def report_to_pb(report: StepReport) -> node.StepReport:
             logprobs=logprobs_to_pb(delta.logprobs),
             outcome=_OUTCOMES[delta.outcome],
             stop_token_id=delta.stop_token_id,
-            error=delta.error,
+            # Routers of earlier versions read the field from the error.
+            error=f"{delta.error_field}: {delta.error}" if delta.error_field else delta.error,
+            error_field=delta.error_field,
             timings=_TIMINGS.to_pb(delta.timings) if delta.timings is not None else None,
             sequence_index=delta.sequence_index,
             transfer_cause=transfer_cause_to_pb(delta.transfer_cause),
@@ -223,6 +228,10 @@ def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
         delta.outcome = _OUTCOME_NAMES.get(pb.outcome, Outcome.ERROR)
         delta.stop_token_id = pb.stop_token_id if pb.HasField("stop_token_id") else None
         delta.error = pb.error
+        if delta.outcome is Outcome.INVALID:
+            # Nodes of earlier versions say the field in the error alone.
+            delta.error_field = pb.error_field or pb.error.partition(": ")[0]
+            delta.error = pb.error.removeprefix(f"{delta.error_field}: ")
         delta.transfer_cause = transfer_cause_from_pb(pb.transfer_cause)
         delta.embedding = pb.embedding
         delta.takeover = pb.takeover

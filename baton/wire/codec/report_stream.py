@@ -42,12 +42,12 @@ class ReportWriter:
         """Encode the next report of the stream."""
         order, places, tokens, other_deltas = self._order, [], [], []
         for delta in report.deltas:
-            place = self._place(delta)
-            if place is None:
+            number = self._place(delta)
+            if number is None:
                 other_deltas.append(delta)
             else:
-                order[place].next_index += 1
-                places.append(place)
+                order[number].next_index += 1
+                places.append(number)
                 tokens.append(delta.token_ids[0])
         pb = report_to_pb(replace(report, deltas=other_deltas) if tokens else report)
         pb.next_token_ids.extend(tokens)
@@ -56,9 +56,9 @@ class ReportWriter:
             pb.next_places.extend(places)
         new = _still_running(other_deltas)
         if new or (places and not have_all_a_token):
-            self._order = [*(order[place] for place in places), *new]
+            self._order = [*(order[number] for number in places), *new]
             self._places = {
-                (running.attempt, running.sequence_index): place for place, running in enumerate(self._order)
+                (running.attempt, running.sequence_index): number for number, running in enumerate(self._order)
             }
         return pb
 
@@ -96,7 +96,7 @@ class ReportReader:
         if not pb.next_token_ids:
             return ()
         try:
-            continued = [self._order[place] for place in pb.next_places] if pb.next_places else self._order
+            continued = [self._order[number] for number in pb.next_places] if pb.next_places else self._order
         except IndexError:
             continued = ()
         if len(continued) != len(pb.next_token_ids):

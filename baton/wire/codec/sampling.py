@@ -49,6 +49,6 @@ def logprobs_from_pb(pbs: Iterable[generation.PositionLogprobs]) -> LogprobRows:
 
 def _row_of(pb: generation.PositionLogprobs) -> bytes:
     top: list[float] = []
-    for one in pb.top:
-        top += (one.token_id, one.logprob)
+    for entry in pb.top:
+        top += (entry.token_id, entry.logprob)
     return packed_row(pb.token_id, pb.logprob, pb.rank, top)

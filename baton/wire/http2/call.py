@@ -1,53 +1,42 @@
 """One gRPC call at the server (gRPC's PROTOCOL-HTTP2.md): its request, and the context with which it is answered.
 
-The file is long because grpcio's interface of a context is: a third of it are short methods that grpcio prescribes.
+A third of it are short methods that grpcio's interface of a context prescribes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import inspect
 import logging
-import re
 import struct
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple, NoReturn, Protocol
-from urllib.parse import quote
 
 import grpc
 
-from baton.security.matrix import Caller, current_caller
-from baton.wire.http2.header_blocks import Header, write_headers
+from baton.security.matrix import current_caller
+from baton.wire.http2.call_headers import (
+    RESPONSE_HEADERS,
+    CallDetails,
+    CallHead,
+    CallRefused,
+    Metadatum,
+    metadata_block,
+    status_block,
+    trailers_only,
+)
 
 _log = logging.getLogger(__name__)
 
-Metadatum = tuple[str, str | bytes]
-
 _MESSAGE_PREFIX = struct.Struct(">BI")
 """Before each message: whether it is compressed, and its length."""
-_RESPONSE_HEADERS = write_headers(((":status", "200"), ("content-type", "application/grpc")))
-_OK_TRAILERS = write_headers((("grpc-status", "0"),))
 _DEADLINE_EXCEEDED = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])\Z")
-_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 STALL_S = 60.0
 """Seconds that a write may wait for a client that reads nothing, before the call is ended."""
 IDLE_REQUEST_S = 300.0
 """Seconds that a handler waits for the next message of a client's stream."""
-_RESERVED = frozenset({"te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"})
-
-
-class CallDetails(NamedTuple):
-    """The properties of a call that interceptors and handlers can see (`grpc.HandlerCallDetails`)."""
-
-    method: str
-    invocation_metadata: Sequence[Metadatum]
-    caller: Caller | None = None
-    """The caller; None if the server has not authenticated it when the headers came."""
 
 
 class UnreadBytes:
@@ -102,36 +91,6 @@ class _Refusal(NamedTuple):
 
     code: grpc.StatusCode
     detail: str
-
-
-class CallRefused(Exception):
-    """A call ends with this status, whatever its handler would answer."""
-
-    def __init__(self, code: grpc.StatusCode, detail: str, trailing: Sequence[Metadatum] = ()) -> None:
-        """`trailing`: the trailing metadata of the answer."""
-        super().__init__(detail)
-        self.code = code
-        self.trailing = trailing
-
-
-class CallHead(NamedTuple):
-    """The content of a call's headers."""
-
-    details: CallDetails
-    is_gzip: bool
-    timeout_s: float | None
-
-    @classmethod
-    def read(cls, headers: Sequence[Header]) -> CallHead:
-        """Parse a header list; raises CallRefused if it begins no gRPC call."""
-        fields = dict(headers)
-        details = CallDetails(_method(fields), metadata_of(headers))
-        is_gzip = fields.get("grpc-encoding", "identity") == "gzip"
-        return cls(details, is_gzip, _timeout_s(fields.get("grpc-timeout")))
-
-    def with_caller(self, caller: Caller) -> CallHead:
-        """Return a copy that names the authenticated caller."""
-        return self._replace(details=self.details._replace(caller=caller))
 
 
 class Call(grpc.aio.ServicerContext[Any, Any]):
@@ -243,7 +202,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     def stop(self, refusal: CallRefused) -> None:
         """End the call with this status, and cancel its handler."""
         if not self._is_over:
-            status = _status(refusal.code, str(refusal)) if self._has_begun else trailers_only(refusal)
+            status = status_block(refusal.code, str(refusal)) if self._has_begun else trailers_only(refusal)
             self._link.end(self._stream, status)
         self.cancel()
 
@@ -447,7 +406,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     def _begin(self, metadata: Iterable[Metadatum] = ()) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._link.send_headers(self._stream, _RESPONSE_HEADERS + _metadata_block(metadata))
+            self._link.send_headers(self._stream, RESPONSE_HEADERS + metadata_block(metadata))
 
     def _finish(self, code: grpc.StatusCode, detail: str) -> None:
         """Send the status; does nothing for a call that is over."""
@@ -455,9 +414,8 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             return
         self._is_over = True
         self._stop_timer()
-        first = b"" if self._has_begun else _RESPONSE_HEADERS
-        status = _OK_TRAILERS if code is grpc.StatusCode.OK else _status(code, detail)
-        self._link.finish(self._stream, first + status + _metadata_block(self._trailing))
+        first = b"" if self._has_begun else RESPONSE_HEADERS
+        self._link.finish(self._stream, first + status_block(code, detail) + metadata_block(self._trailing))
 
     def _expire(self) -> None:
         self._timer = None
@@ -473,63 +431,6 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             self._timer = None
 
 
-def trailers_only(refusal: CallRefused) -> bytes:
-    """Return the header block that is the whole answer to a refused call ("Trailers-Only")."""
-    return _RESPONSE_HEADERS + _status(refusal.code, str(refusal)) + _metadata_block(refusal.trailing)
-
-
-def _status(code: grpc.StatusCode, detail: str) -> bytes:
-    number: int = code.value[0]
-    status = (("grpc-status", str(number)), ("grpc-message", quote(detail, safe=_PRINTABLE)))
-    return write_headers(status)
-
-
-_PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
-
-
 def _not_one_message() -> CallRefused:
     """Return the refusal of none or several messages where a method takes one (gRPC's statuscodes.md)."""
     return CallRefused(grpc.StatusCode.UNIMPLEMENTED, "a method of one message takes exactly one")
-
-
-def _method(fields: Mapping[str, str]) -> str:
-    if fields.get(":method") != "POST" or not fields.get("content-type", "").startswith("application/grpc"):
-        raise CallRefused(grpc.StatusCode.INTERNAL, "no gRPC call: that is a POST with content-type application/grpc")
-    return fields.get(":path", "")
-
-
-def metadata_of(headers: Sequence[Header]) -> Sequence[Metadatum]:
-    """Return the metadata of a call: all headers but those of HTTP/2 and gRPC itself. Raises CallRefused."""
-    return tuple(
-        (name, _from_base64(value) if name.endswith("-bin") else value)
-        for name, value in headers
-        if name[:1] != ":" and name not in _RESERVED
-    )
-
-
-def _from_base64(value: str) -> bytes:
-    try:
-        return base64.b64decode(value + "=" * (-len(value) % 4), validate=True)
-    except (binascii.Error, ValueError):
-        raise CallRefused(grpc.StatusCode.INTERNAL, "metadata with a name that ends in -bin is not base64") from None
-
-
-def _metadata_block(metadata: Iterable[Metadatum]) -> bytes:
-    return write_headers((key.lower(), _value(value)) for key, value in metadata or ())
-
-
-def _value(value: str | bytes) -> str:
-    if isinstance(value, bytes):
-        return base64.b64encode(value).rstrip(b"=").decode("ascii")
-    if value.isascii() and value.isprintable():
-        return value
-    return "".join(letter if " " <= letter <= "~" else "?" for letter in value)
-
-
-def _timeout_s(text: str | None) -> float | None:
-    if text is None:
-        return None
-    found = _TIMEOUT.match(text)
-    if found is None:
-        raise CallRefused(grpc.StatusCode.INTERNAL, "the header grpc-timeout is malformed")
-    return int(found[1]) * _UNITS_S[found[2]]

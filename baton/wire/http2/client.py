@@ -16,7 +16,7 @@ from typing import Self
 import grpc
 
 from baton.wire.credentials import MAX_MESSAGE_BYTES
-from baton.wire.http2.call import CallRefused, metadata_of
+from baton.wire.http2.call_headers import CallRefused, metadata_of
 from baton.wire.http2.client_connection import CallEnd, CallListener, ClientConnection
 from baton.wire.http2.frames import ConnectionFault
 

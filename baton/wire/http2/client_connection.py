@@ -236,7 +236,7 @@ class ClientConnection(Connection[_Call]):
         self.is_leaving = True
         last, code = struct.unpack_from(">II", payload)
         detail = f"the peer is leaving ({code}): {payload[8:200].decode(errors='replace')}"
-        for number in [one for one in self._streams if one > last & LARGEST_WINDOW]:
+        for number in [stream for stream in self._streams if stream > last & LARGEST_WINDOW]:
             self._end(number, CallEnd(grpc.StatusCode.UNAVAILABLE, detail))
 
     def _answer(self, answer: bytes) -> None:

@@ -21,7 +21,8 @@ from baton.observe.listener import Listener, listening_socket
 from baton.observe.log_limit import LimitedLog
 from baton.security.connection_limit import ConnectionLimit
 from baton.wire.authenticator import Authenticator
-from baton.wire.http2.call import STALL_S, Call, CallDetails, UnreadBytes
+from baton.wire.http2.call import STALL_S, Call, UnreadBytes
+from baton.wire.http2.call_headers import CallDetails
 from baton.wire.http2.server_link import ServerLink, too_many_keyless
 from baton.wire.turn_budget import TurnBudget
 
@@ -186,7 +187,9 @@ class Http2Server(grpc.aio.Server):
             tls.set_alpn_protocols(["h2"])
         # The first interceptor is the outermost.
         self.find_handler = reduce(
-            lambda inner, one: partial(one.intercept_service, inner), reversed(interceptors), self._find_handler
+            lambda inner, interceptor: partial(interceptor.intercept_service, inner),
+            reversed(interceptors),
+            self._find_handler,
         )
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler[Any, Any]]) -> None:
@@ -232,11 +235,11 @@ class Http2Server(grpc.aio.Server):
         return self._budget
 
     async def start(self) -> None:
-        for one in self._sockets:
-            name = f"grpc {one.getsockname()[1]}"
+        for listening in self._sockets:
+            name = f"grpc {listening.getsockname()[1]}"
             listener = Listener(
                 name,
-                one,
+                listening,
                 lambda place: ServerLink(self, place),
                 self._limit,
                 self._tls,
@@ -250,8 +253,8 @@ class Http2Server(grpc.aio.Server):
         self.is_stopping = True
         for listener in self._listeners:
             listener.close()
-        for one in self._sockets:
-            one.close()
+        for listening in self._sockets:
+            listening.close()
         for link in self.connections:
             link.leave()
         await self._calls_end(grace or 0.0)
@@ -290,7 +293,7 @@ class Http2Server(grpc.aio.Server):
         if link.num_keyless >= _KEYLESS_PER_CONNECTION:
             raise too_many_keyless()
         if self.num_keyless >= MAX_KEYLESS_CALLS:
-            greediest = max(self.connections, key=lambda one: one.num_keyless)
+            greediest = max(self.connections, key=lambda connection: connection.num_keyless)
             if greediest.num_keyless <= link.num_keyless + 1:
                 raise too_many_keyless()
             greediest.end_keyless()

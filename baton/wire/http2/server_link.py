@@ -12,7 +12,8 @@ import grpc
 from baton.errors import BatonError
 from baton.observe.listener import close_transport
 from baton.security.connection_limit import Place
-from baton.wire.http2.call import Call, CallHead, CallRefused, UnreadBytes, trailers_only
+from baton.wire.http2.call import Call, UnreadBytes
+from baton.wire.http2.call_headers import CallHead, CallRefused, trailers_only
 from baton.wire.http2.flood_guard import FREE_RESETS, FREE_RESETS_UNAUTHENTICATED
 from baton.wire.http2.frames import ConnectionFault
 from baton.wire.http2.server_connection import (
@@ -221,8 +222,8 @@ class ServerLink(asyncio.BufferedProtocol):
 
     @property
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        found = self._transport.get_extra_info("peercert") if self._transport is not None else None
-        names = [value.encode() for kind, value in (found or {}).get("subjectAltName", ()) if kind == "DNS"]
+        certificate = self._transport.get_extra_info("peercert") if self._transport is not None else None
+        names = [value.encode() for kind, value in (certificate or {}).get("subjectAltName", ()) if kind == "DNS"]
         return {"peer_dns": names} if names else {}
 
     # Called by the server.

@@ -21,7 +21,7 @@ import grpc
 from baton.errors import BatonError, InvalidRequest, SlowReader
 from baton.wire import status
 from baton.wire.authenticator import Authenticator
-from baton.wire.http2.call import CallDetails, CallRefused
+from baton.wire.http2.call_headers import CallDetails, CallRefused
 
 _log = logging.getLogger(__name__)
 _BATON_PREFIX = "/baton."

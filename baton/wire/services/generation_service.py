@@ -155,7 +155,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         if not request.prompt_embeds:
             return 0
         check_count("prompt_embeds", request.prompt_embeds, MAX_SPANS)
-        num_bytes, most = sum(len(one.safetensors) for one in request.prompt_embeds), self._prompt_embeds_bytes
+        num_bytes, most = sum(len(rows.safetensors) for rows in request.prompt_embeds), self._prompt_embeds_bytes
         if num_bytes > most > 0:
             raise InvalidRequest("prompt_embeds", f"has {num_bytes} bytes; at most {most} are taken here")
         return num_bytes if most else 0
@@ -195,14 +195,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     async def Embed(self, request: generation.EmbedRequest, context: _Context) -> generation.EmbedResponse:
         check_count("inputs", request.inputs, MAX_INPUTS)
-        for place, one in enumerate(request.inputs):
-            check_count(f"inputs[{place}]", one.token_ids.ids, MAX_TOKEN_IDS)
+        for index, item in enumerate(request.inputs):
+            check_count(f"inputs[{index}]", item.token_ids.ids, MAX_TOKEN_IDS)
         _check_message(request)
         decoded = embed_request_from_pb(request)
         if self._takes_traces:
             decoded = replace(decoded, traceparent=_traceparent(context))
         response = await self._handler.embed(decoded, context.time_remaining())
-        if sum(len(one.values) for one in response.results) <= _FEW_NUMBERS:
+        if sum(len(item.values) for item in response.results) <= _FEW_NUMBERS:
             return EMBED_RESPONSE.to_pb(response)
         # A million numbers would hold the event loop for as long as a hundred tokens take.
         return await asyncio.to_thread(EMBED_RESPONSE.to_pb, response)
@@ -263,8 +263,8 @@ class _ResponseStream:
 
 def _traceparent(context: _Context) -> str:
     """The W3C trace context that the client sent; empty: none."""
-    found = next((value for key, value in context.invocation_metadata() or () if key == "traceparent"), "")
-    return found if isinstance(found, str) else ""
+    header = next((value for key, value in context.invocation_metadata() or () if key == "traceparent"), "")
+    return header if isinstance(header, str) else ""
 
 
 def _check_message(request: Message, num_row_bytes: int = 0) -> None:
@@ -323,5 +323,5 @@ def _refuse_unknown_fields(message: Message, path: str) -> None:
         if isinstance(value, Message):
             _refuse_unknown_fields(value, f"{path}{field.name}.")
         elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
-            for place, one in enumerate(value):
-                _refuse_unknown_fields(one, f"{path}{field.name}[{place}].")
+            for index, item in enumerate(value):
+                _refuse_unknown_fields(item, f"{path}{field.name}[{index}].")

@@ -17,13 +17,14 @@ from baton.model_formats.audio import AudioLimits, Recording, UnusableAudio, dec
 from baton.model_formats.limits import AUDIO_RATE
 from baton.text.prompts import SpeechPrompts
 from router.admission.checks import check_can, check_model
+from router.handler import Handler
 from router.http.answers import ending_with_errors, path_headers
 from router.http.audio.formats import SEGMENTS, Segment, Transcript, event, token_usage, words_of, written
 from router.http.audio.forms import MORE_BYTES, SpeechBody, boundary_of, check_origin, read_form
 from router.http.audio.transcription import PartEnd, SpeechCall, Transcription
 from router.http.bodies.fields import read_as
 from router.http.client import Client
-from router.http.endpoint import BodyEndpoint, Handler, HttpCall
+from router.http.endpoint import BodyEndpoint, HttpCall
 from router.http.errors import Headers, error_event
 from router.http.json_body import LargeBodies
 from router.http.model import ServedModel
@@ -220,20 +221,20 @@ async def _segments_of(transcription: Transcription, model: ServedModel) -> tupl
     headers: Headers = []
     text, token_ids, logprobs = "", list[int](), list[float]()
     async with aclosing(transcription.events()) as events:
-        async for found in events:
-            if isinstance(found, PartEnd):
-                is_silent = found.finished is None
-                if found.finished is not None:
-                    headers = headers or path_headers(found.finished)
-                spellings = [model.spelling(token_id) for token_id in found.token_ids]
-                words = words_of(spellings, found.times_s, transcription.language)
+        async for event in events:
+            if isinstance(event, PartEnd):
+                is_silent = event.finished is None
+                if event.finished is not None:
+                    headers = headers or path_headers(event.finished)
+                spellings = [model.spelling(token_id) for token_id in event.token_ids]
+                words = words_of(spellings, event.times_s, transcription.language)
                 part = transcription.parts[len(segments)]
                 segments.append(Segment(part, text, token_ids, logprobs, is_silent, words))
                 text, token_ids, logprobs = "", [], []
             else:
-                text += found.text
-                token_ids += found.token_ids
-                logprobs += [one.logprob for one in found.logprobs]
+                text += event.text
+                token_ids += event.token_ids
+                logprobs += [logprob.logprob for logprob in event.logprobs]
     return segments, headers
 
 
@@ -242,14 +243,14 @@ async def _stream(client: Client, transcription: Transcription) -> None:
     text = ""
     num_prompt = num_written = 0
     async with ending_with_errors(client, error_event), aclosing(transcription.events()) as events:
-        async for found in events:
-            if isinstance(found, PartEnd):
-                if found.finished is not None:
-                    num_prompt += found.finished.prompt_tokens
-                    num_written += found.finished.completion_tokens
+        async for segment_event in events:
+            if isinstance(segment_event, PartEnd):
+                if segment_event.finished is not None:
+                    num_prompt += segment_event.finished.prompt_tokens
+                    num_written += segment_event.finished.completion_tokens
                 continue
             # The text of an answer begins without a space.
-            delta = found.text if text else found.text.lstrip()
+            delta = segment_event.text if text else segment_event.text.lstrip()
             text += delta
             if delta:
                 await client.write(event({"type": "transcript.text.delta", "delta": delta}))

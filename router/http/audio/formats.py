@@ -85,12 +85,12 @@ def _characters(spellings: Sequence[bytes], times_s: Sequence[float]) -> Iterato
     """Tokens, of which several are one where a character is divided among them."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text, first = "", 0
-    for place, spelling in enumerate(spellings):
-        is_last = place + 1 == len(spellings)
+    for index, spelling in enumerate(spellings):
+        is_last = index + 1 == len(spellings)
         text += decoder.decode(spelling, is_last)
         if is_last or not decoder.getstate()[0]:
-            yield _Piece(text, times_s[first], times_s[place + 1])
-            text, first = "", place + 1
+            yield _Piece(text, times_s[first], times_s[index + 1])
+            text, first = "", index + 1
 
 
 def _shorten(words: Sequence[_Piece]) -> None:
@@ -240,7 +240,7 @@ def _json(value: dict[str, Any]) -> bytes:
 def _verbose(transcript: Transcript) -> dict[str, Any]:
     segments = [
         {
-            "id": place,
+            "id": index,
             "seek": segment.part[0] * 100 // AUDIO_RATE,
             "start": segment.start_s,
             "end": segment.end_s,
@@ -252,7 +252,7 @@ def _verbose(transcript: Transcript) -> dict[str, Any]:
             # The model is not asked for more than whether there is anything to hear.
             "no_speech_prob": float(segment.is_silent),
         }
-        for place, segment in enumerate(transcript.segments)
+        for index, segment in enumerate(transcript.segments)
     ]
     words = [
         {"word": word.text, "start": word.start_s, "end": word.end_s}

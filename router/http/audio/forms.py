@@ -44,7 +44,7 @@ def _switch(value: Any) -> bool:
 
 
 def _granularities(value: Any) -> frozenset[Granularity]:
-    if any(one not in ("segment", "word") for one in value):
+    if any(granularity not in ("segment", "word") for granularity in value):
         raise ValueError("must be segment or word")
     return frozenset(value)
 

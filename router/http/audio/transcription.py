@@ -24,7 +24,7 @@ from baton.model_formats.audio import Recording, pcm_of
 from baton.model_formats.limits import AUDIO_RATE
 from baton.text.prompts import SAMPLES_PER_ROW, SpeechPrompts
 from router.admission.sampling import longest_answer
-from router.http.endpoint import Handler
+from router.handler import Handler
 from router.pooling import numbers_of, part_ids
 
 AT_ONCE = 4
@@ -92,7 +92,7 @@ class Transcription:
         """Find out which language is spoken, by the first part that is not silent, unless it is known."""
         if self.language:
             return
-        heard = next((part for place, part in enumerate(self.parts) if place not in self._silent), None)
+        heard = next((part for index, part in enumerate(self.parts) if index not in self._silent), None)
         if heard is None:
             self.language = NO_LANGUAGE
             return
@@ -122,21 +122,21 @@ class Transcription:
         most = min(AT_ONCE, self._handler.most_at_once() or AT_ONCE)
         room = asyncio.Semaphore(most)
 
-        async def write(place: int, name: str, times_name: str) -> None:
-            if place in self._silent:
-                arrived.put_nowait((place, PartEnd(None)))
+        async def write(index: int, name: str, times_name: str) -> None:
+            if index in self._silent:
+                arrived.put_nowait((index, PartEnd(None)))
                 return
             try:
-                async with room, aclosing(self._answer(self._request(place, name))) as answer:
+                async with room, aclosing(self._answer(self._request(index, name))) as answer:
                     token_ids: list[int] = []
                     async for event in answer:
                         if isinstance(event, Finished):
-                            arrived.put_nowait((place, await self._end_of(place, times_name, token_ids, event)))
+                            arrived.put_nowait((index, await self._end_of(index, times_name, token_ids, event)))
                         else:
                             token_ids += event.token_ids
-                            arrived.put_nowait((place, event))
+                            arrived.put_nowait((index, event))
             except Exception as error:
-                arrived.put_nowait((place, error))
+                arrived.put_nowait((index, error))
 
         count = len(self.parts)
         names = part_ids(self._call.request_id, count)
@@ -146,30 +146,30 @@ class Transcription:
         tasks = [asyncio.create_task(write(*part)) for part in parts]
         early: list[list[Chunk | PartEnd]] = [[] for _ in self.parts]
         try:
-            place = 0
-            while place < len(self.parts):
-                while early[place]:
-                    event = early[place].pop(0)
+            index = 0
+            while index < len(self.parts):
+                while early[index]:
+                    event = early[index].pop(0)
                     yield event
                     if isinstance(event, PartEnd):
-                        place += 1
-                        if place == len(self.parts):
+                        index += 1
+                        if index == len(self.parts):
                             return
-                of, found = await arrived.get()
-                if isinstance(found, Exception):
-                    raise found
-                early[of].append(found)
+                of, arrival = await arrived.get()
+                if isinstance(arrival, Exception):
+                    raise arrival
+                early[of].append(arrival)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _end_of(self, place: int, name: str, token_ids: Sequence[int], finished: Finished) -> PartEnd:
+    async def _end_of(self, index: int, name: str, token_ids: Sequence[int], finished: Finished) -> PartEnd:
         """The end of a part, with the times of its tokens if they are wanted. Raises BatonErrors."""
         text = tuple(token for token in token_ids if token not in self._prompts.special)
         if not self._call.with_times or not text:
             return PartEnd(finished)
-        prompt, (start, stop) = self._prompt(), self.parts[place]
+        prompt, (start, stop) = self._prompt(), self.parts[index]
         text = text[: self._prompts.max_length - len(prompt)]
         request = GenerateRequest(
             prompt=(*prompt, *text),
@@ -192,7 +192,7 @@ class Transcription:
         """The tokens with which the decoder begins each part."""
         return self._prompts.prompt(self.language, translates=self._call.translates, before=self._call.before)
 
-    def _request(self, place: int, name: str) -> GenerateRequest:
+    def _request(self, index: int, name: str) -> GenerateRequest:
         prompt = self._prompt()
         longest = min(self._prompts.max_length - len(prompt), longest_answer(self._card, len(prompt)))
         return GenerateRequest(
@@ -203,7 +203,7 @@ class Transcription:
             max_tokens=max(1, longest),
             logit_bias=dict.fromkeys(self._prompts.suppressed, _NEVER),
             traceparent=self._call.traceparent,
-            audio=pcm_of(self._samples, self.parts[place]),
+            audio=pcm_of(self._samples, self.parts[index]),
             logprobs=0 if self._call.with_logprobs else None,
         )
 

@@ -40,7 +40,7 @@ def content_of(value: Any) -> Content:
         return value or ""
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of parts")
-    parts = [_part(part, place) for place, part in enumerate(value)]
+    parts = [_part(part, index) for index, part in enumerate(value)]
     if any(isinstance(part, ImagePart) for part in parts):
         return tuple(parts)
     return "\n".join(part for part in parts if isinstance(part, str))
@@ -62,15 +62,15 @@ class ImageUrlPart(Strict):
     cache_control: Ignored = None
 
 
-def _part(part: Any, place: int) -> str | ImagePart:
-    name = f"part {place}"
+def _part(part: Any, index: int) -> str | ImagePart:
+    name = f"part {index}"
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
         return read_part(TextPart, part, name).text
     if kind == "image_url":
         return _image_of(read_part(ImageUrlPart, part, name).image_url, name)
     raise ValueError(
-        f"part {place} must be {{'type': 'text', 'text': ...}} or {{'type': 'image_url', 'image_url': {{'url': ...}}}}"
+        f"part {index} must be {{'type': 'text', 'text': ...}} or {{'type': 'image_url', 'image_url': {{'url': ...}}}}"
     )
 
 
@@ -107,9 +107,9 @@ def image_of_base64(data: str, name: str) -> bytes:
         raise ValueError(f"{name}: the image is not base64") from None
 
 
-def message_parts(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def message_parts(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The parts of the messages of a body, or of its input, before anything of it was checked, in any API."""
-    lists = [value for name in ("messages", "input") if isinstance(value := found.get(name), list)]
+    lists = [value for name in ("messages", "input") if isinstance(value := body.get(name), list)]
     contents = (message.get("content") for messages in lists for message in messages if isinstance(message, dict))
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return (part for part in parts if isinstance(part, dict))

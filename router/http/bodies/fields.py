@@ -112,12 +112,12 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_no_unknown_fields(cls, found: Any) -> Any:
-        if isinstance(found, dict) and not found.keys() <= cls._names:
-            raise _UnknownField(next(name for name in found if name not in cls._names), cls._names)
-        if isinstance(found, dict) and not cls._ignored.isdisjoint(found):
-            note_ignored(name for name in cls._ignored & found.keys() if found[name] not in _NOTHING)
-        return found
+    def _has_no_unknown_fields(cls, body: Any) -> Any:
+        if isinstance(body, dict) and not body.keys() <= cls._names:
+            raise _UnknownField(next(name for name in body if name not in cls._names), cls._names)
+        if isinstance(body, dict) and not cls._ignored.isdisjoint(body):
+            note_ignored(name for name in cls._ignored & body.keys() if body[name] not in _NOTHING)
+        return body
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,29 +139,29 @@ class Bounded:
         return value
 
 
-def read_as(kind: type[M], found: Mapping[str, Any]) -> M:
+def read_as(kind: type[M], body: Mapping[str, Any]) -> M:
     """A client's JSON as this model; raises InvalidRequest that names the first wrong field."""
     try:
-        return kind.model_validate(found)
+        return kind.model_validate(body)
     except ValidationError as error:
         raise _refusal(error) from None
 
 
-def read_part(kind: type[M], found: Mapping[str, Any], name: str = "") -> M:
+def read_part(kind: type[M], body: Mapping[str, Any], name: str = "") -> M:
     """A part of a body as this model, for a validator of the body; raises ValueError that names the first wrong field.
 
     `name`: what the part is called in the refusal; empty: the body's field is the part.
     """
     try:
-        return read_as(kind, found)
+        return read_as(kind, body)
     except InvalidRequest as error:
         raise ValueError(f"{name}: {error}" if name else str(error)) from None
 
 
 def _refusal(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
-    place = first["loc"]
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    location = first["loc"]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     match first["type"]:
         case "missing":
             return InvalidRequest(field, "is required")
@@ -172,12 +172,12 @@ def _refusal(error: ValidationError) -> InvalidRequest:
             return InvalidRequest(field, first["msg"].replace("Input should be", "must be"))
 
 
-def _unknown(place: str, cause: _UnknownField) -> InvalidRequest:
+def _unknown(path: str, cause: _UnknownField) -> InvalidRequest:
     """The refusal of an unknown field of the object at a place; empty: of the whole body."""
     close = get_close_matches(cause.name, cause.known, n=1) if len(cause.name) <= _MAX_NAME_CHARS else ()
     # Pydantic takes no error whose text is not valid Unicode.
     name = cause.name.encode(errors="backslashreplace").decode()
-    field = f"{place}.{name}" if place else name
+    field = f"{path}.{name}" if path else name
     return InvalidRequest(_shown(field), "is unknown" + (f" (did you mean {close[0]}?)" if close else ""))
 
 

@@ -38,7 +38,7 @@ class _Named(Protocol):
 
 def _distinct(value: list[_Named] | None) -> list[_Named] | None:
     names = [tool.name for tool in value or ()]
-    if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
+    if twice := next((name for index, name in enumerate(names) if name in names[:index]), None):
         raise ValueError(f"has {twice} twice")
     return value
 
@@ -166,14 +166,14 @@ class ToolFields:
     format: str
     """The name of the field with the format of the message's text."""
 
-    def parameters(self, place: int) -> str:
+    def parameters(self, index: int) -> str:
         """The parameters of one of the tools."""
-        return f"tools[{place}].{self.parameters_name}"
+        return f"tools[{index}].{self.parameters_name}"
 
-    def strict(self, place: int) -> str:
+    def strict(self, index: int) -> str:
         """The switch that makes one of the tools strict, which stands beside its parameters."""
         outer, dot, _ = self.parameters_name.rpartition(".")
-        return f"tools[{place}].{outer}{dot}strict"
+        return f"tools[{index}].{outer}{dot}strict"
 
 
 CHAT_TOOL_FIELDS = ToolFields(
@@ -217,7 +217,7 @@ def tools_of(bodies: Sequence[ToolBody], fields: ToolFields) -> list[Tool]:
     Parameters are JSON objects within the bounds of a schema's size and depth, and with a bound on all together.
     """
     tools, num_bytes = [], 0
-    for place, body in enumerate(bodies):
+    for index, body in enumerate(bodies):
         try:
             tool = Tool.of(body.name, body.function.parameters, is_strict=body.function.strict is True)
             parse_schema(tool.parameters)
@@ -227,5 +227,5 @@ def tools_of(bodies: Sequence[ToolBody], fields: ToolFields) -> list[Tool]:
                 reason = f"has, with those before, {num_bytes} bytes; all together may have {MAX_TOOLS_BYTES}"
                 raise InvalidRequest("parameters", reason)
         except InvalidRequest as error:
-            raise InvalidRequest(fields.parameters(place), error.reason) from None
+            raise InvalidRequest(fields.parameters(index), error.reason) from None
     return tools

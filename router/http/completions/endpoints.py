@@ -12,13 +12,14 @@ from baton.messages.generation import Accepted, GenerateRequest, ModelCard
 from baton.messages.request_limits import MAX_CALL_PROMPT_LOGPROB_VALUES, MAX_CALL_SEQUENCES, MAX_SEQUENCES
 from router.admission.checks import check_model, check_token_ids
 from router.admission.sampling import DEFAULT_MAX_TOKENS, check_output_size, check_prompt_logprobs, longest_answer
+from router.handler import Handler
 from router.http.answers import Collected, StreamWriter
 from router.http.completions.answers import EchoedPrompt, whole_answer
 from router.http.completions.bodies import ChatBody, CompletionBody, plan_chat
 from router.http.completions.events import AnswerOptions, EventWriter, Label, ParsedEventWriter
 from router.http.completions.generation import GenerationBody, read_generation
 from router.http.completions.logprobs import CHAT, COMPLETION, AnswerFormat, TokenTexts
-from router.http.endpoint import Handler, HttpCall
+from router.http.endpoint import HttpCall
 from router.http.generating import EndpointRequest, GeneratingEndpoint
 from router.http.json_body import MAX_BODY_BYTES, base64_bytes, quote
 from router.http.model import ServedModel

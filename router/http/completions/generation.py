@@ -316,10 +316,29 @@ class GenerationBody(Strict):
 
 
 _AS_THEY_CAME = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "top_n_sigma", "seed", "max_tokens", "min_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
-    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "speculation"),
-    *("length_penalty", "early_stopping", "ttft_slo_ms", "tpot_slo_ms"),
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "top_n_sigma",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "bad_words",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "speculation",
+    "length_penalty",
+    "early_stopping",
+    "ttft_slo_ms",
+    "tpot_slo_ms",
 )
 """Fields that the request to the core has under the same name and with the same value."""
 

@@ -140,10 +140,10 @@ Content = Annotated[Sequence[Block], PlainValidator(_any_blocks, json_schema_inp
 def check_role(role: str, blocks: Sequence[Block]) -> None:
     """Raises ValueError for a block that messages of this role do not have."""
     kinds = _OF_ROLES[role]
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         if block.type not in kinds:
             raise ValueError(
-                f"block {place} is of the type {block.type!r}, which no message of the role {role} may have"
+                f"block {index} is of the type {block.type!r}, which no message of the role {role} may have"
             )
 
 
@@ -174,16 +174,16 @@ def _blocks(value: Any, kinds: Mapping[str, type[Any]]) -> Sequence[Any]:
         return ()
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of blocks")
-    return tuple(_block(block, place, kinds) for place, block in enumerate(value))
+    return tuple(_block(block, index, kinds) for index, block in enumerate(value))
 
 
-def _block(block: Any, place: int, kinds: Mapping[str, type[Any]]) -> Any:
+def _block(block: Any, index: int, kinds: Mapping[str, type[Any]]) -> Any:
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str):
-        raise ValueError(f"block {place} has no type")
+        raise ValueError(f"block {index} has no type")
     if kind not in kinds:
-        raise ValueError(f"block {place} is of the type {kind[:40]!r}; only {', '.join(kinds)} are served")
-    return read_part(kinds[kind], block, f"block {place}")
+        raise ValueError(f"block {index} is of the type {kind[:40]!r}; only {', '.join(kinds)} are served")
+    return read_part(kinds[kind], block, f"block {index}")
 
 
 class Turn(Protocol):
@@ -203,26 +203,26 @@ def template_messages(system: str, turns: Sequence[Turn]) -> Sequence[dict[str, 
     Messages of the same role that follow each other are one, as in Anthropic's API: many templates want the roles to
     alternate. Each result of a call is a message of its own, of the role `tool`.
     """
-    found = [TemplateMessage("system", [system])] if system else []
+    messages = [TemplateMessage("system", [system])] if system else []
     call_ids: set[str] = set()
-    for place, turn in enumerate(turns):
-        name = f"messages[{place}].content"
+    for index, turn in enumerate(turns):
+        name = f"messages[{index}].content"
         for message in _of_assistant(turn.content) if turn.role == "assistant" else _of_user(turn.role, turn.content):
             if message.call_id is not None and message.call_id not in call_ids:
                 reason = f"has the result of the call {message.call_id[:80]!r}, which is not before it"
                 raise InvalidRequest(name, reason)
             call_ids.update(call["id"] for call in message.calls)
-            if found and found[-1].role == message.role != "tool":
-                found[-1].texts += message.texts
-                found[-1].reasoning += message.reasoning
-                found[-1].calls += message.calls
+            if messages and messages[-1].role == message.role != "tool":
+                messages[-1].texts += message.texts
+                messages[-1].reasoning += message.reasoning
+                messages[-1].calls += message.calls
             else:
-                found.append(message)
-        if len(found) > MAX_MESSAGES:
+                messages.append(message)
+        if len(messages) > MAX_MESSAGES:
             raise InvalidRequest(name, f"has, with those before, more than {MAX_MESSAGES} messages and results")
-        if len(found[-1].calls) > MAX_TOOLS:
+        if len(messages[-1].calls) > MAX_TOOLS:
             raise InvalidRequest(name, f"has more than {MAX_TOOLS} calls")
-    return [message.as_message() for message in found]
+    return [message.as_message() for message in messages]
 
 
 def _of_assistant(blocks: Sequence[Block]) -> Iterator[TemplateMessage]:
@@ -234,13 +234,13 @@ def _of_assistant(blocks: Sequence[Block]) -> Iterator[TemplateMessage]:
 def _of_user(role: str, blocks: Sequence[Block]) -> Iterator[TemplateMessage]:
     """Results of calls, and the texts and images between them, in their order."""
     begin, has_results = 0, False
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         if not isinstance(block, ToolResult):
             continue
-        if parts := parts_of(blocks[begin:place]):
+        if parts := parts_of(blocks[begin:index]):
             yield TemplateMessage(role, parts)
         yield TemplateMessage("tool", [block.text], call_id=block.tool_use_id)
-        begin, has_results = place + 1, True
+        begin, has_results = index + 1, True
     if parts := parts_of(blocks[begin:]):
         yield TemplateMessage(role, parts)
     elif not has_results:

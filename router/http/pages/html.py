@@ -55,8 +55,8 @@ def read_page(name: str) -> bytes:
     """
     folder = Path(__file__).parent
 
-    def inlined(found: re.Match[bytes]) -> bytes:
-        script, style = found.groups()
+    def inlined(match: re.Match[bytes]) -> bytes:
+        script, style = match.groups()
         tag = b"script" if script else b"style"
         return b"<%b>\n%b</%b>" % (tag, folder.joinpath((script or style).decode()).read_bytes(), tag)
 

@@ -96,8 +96,8 @@ def _operation(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     if parameters:
         made["parameters"] = parameters
     if operation.bodies:
-        found = [_body_schema(body, schemas) for body in operation.bodies]
-        content = {"schema": found[0] if len(found) == 1 else {"oneOf": found}, "example": operation.example}
+        bodies = [_body_schema(body, schemas) for body in operation.bodies]
+        content = {"schema": bodies[0] if len(bodies) == 1 else {"oneOf": bodies}, "example": operation.example}
         made["requestBody"] = {"required": True, "content": {operation.body_kind: content}}
     return made
 
@@ -176,12 +176,12 @@ def _body_schema(body: type[Strict], schemas: dict[str, Any]) -> dict[str, Any]:
 def _readable(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema without fields that may only be null, and without null, which means that a field is not sent."""
     properties = {}
-    for name, found in schema.get("properties", {}).items():
-        if found.get("type") == "null":
+    for name, schema_of_field in schema.get("properties", {}).items():
+        if schema_of_field.get("type") == "null":
             continue
-        known = {key: value for key, value in found.items() if key not in ("title", "default", "anyOf")}
-        if "anyOf" in found:
-            kinds = [kind for kind in found["anyOf"] if kind.get("type") != "null"]
+        known = {key: value for key, value in schema_of_field.items() if key not in ("title", "default", "anyOf")}
+        if "anyOf" in schema_of_field:
+            kinds = [kind for kind in schema_of_field["anyOf"] if kind.get("type") != "null"]
             known |= kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
         if name in NUMBER_RANGES and "maximum" not in known:
             allowed = NUMBER_RANGES[name]

@@ -120,7 +120,10 @@ _PAGES = "Pages"
 
 OPERATIONS: Sequence[Operation] = (
     Operation(
-        *("POST", "/v1/chat/completions", _GENERATING, "Continues a chat, as in OpenAI's API"),
+        "POST",
+        "/v1/chat/completions",
+        _GENERATING,
+        "Continues a chat, as in OpenAI's API",
         {
             "id": f"chatcmpl-{EXAMPLE_ID}",
             "object": "chat.completion",
@@ -146,7 +149,10 @@ OPERATIONS: Sequence[Operation] = (
         },
     ),
     Operation(
-        *("POST", "/v1/completions", _GENERATING, "Continues a text, or several, as in OpenAI's API"),
+        "POST",
+        "/v1/completions",
+        _GENERATING,
+        "Continues a text, or several, as in OpenAI's API",
         {
             "id": f"cmpl-{EXAMPLE_ID}",
             "object": "text_completion",
@@ -156,7 +162,7 @@ OPERATIONS: Sequence[Operation] = (
         },
         (CompletionBody,),
         {"prompt": "def fibonacci(n):", "max_tokens": 16, "seed": 7},
-        about="A stream takes one prompt.",
+        about="A stream of several prompts has the choices of all, in their order.",
         event={
             "id": f"cmpl-{EXAMPLE_ID}",
             "object": "text_completion",
@@ -165,7 +171,10 @@ OPERATIONS: Sequence[Operation] = (
         },
     ),
     Operation(
-        *("POST", "/v1/messages", _GENERATING, "Continues a conversation, as in Anthropic's API"),
+        "POST",
+        "/v1/messages",
+        _GENERATING,
+        "Continues a conversation, as in Anthropic's API",
         {
             "id": f"msg_{EXAMPLE_ID}",
             "type": "message",
@@ -187,13 +196,19 @@ OPERATIONS: Sequence[Operation] = (
         event={"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hello"}},
     ),
     Operation(
-        *("POST", "/v1/messages/count_tokens", _TOKENS, "Counts the tokens of a conversation, as in Anthropic's API"),
+        "POST",
+        "/v1/messages/count_tokens",
+        _TOKENS,
+        "Counts the tokens of a conversation, as in Anthropic's API",
         {"input_tokens": 10},
         (CountBody,),
         {"model": _MODEL, "messages": _HELLO},
     ),
     Operation(
-        *("POST", "/v1/responses", _GENERATING, "Continues a conversation that the router keeps, as in OpenAI's API"),
+        "POST",
+        "/v1/responses",
+        _GENERATING,
+        "Continues a conversation that the router keeps, as in OpenAI's API",
         _RESPONSE,
         (ResponsesBody,),
         {"input": "Hello", "max_output_tokens": 64},
@@ -209,18 +224,27 @@ OPERATIONS: Sequence[Operation] = (
         },
     ),
     Operation(
-        *("POST", "/v1/responses/input_tokens", _TOKENS, "Counts the tokens of a response's input, as in OpenAI's API"),
+        "POST",
+        "/v1/responses/input_tokens",
+        _TOKENS,
+        "Counts the tokens of a response's input, as in OpenAI's API",
         {"object": "response.input_tokens", "input_tokens": 10},
         (ResponsesBody,),
         {"input": "Hello"},
     ),
     Operation("GET", _STORED, _GENERATING, "Returns a stored response", _RESPONSE),
     Operation(
-        *("DELETE", _STORED, _GENERATING, "Deletes a stored response"),
+        "DELETE",
+        _STORED,
+        _GENERATING,
+        "Deletes a stored response",
         {"id": _RESPONSE["id"], "object": "response", "deleted": True},
     ),
     Operation(
-        *("GET", f"{_STORED}/input_items", _GENERATING, "Lists the conversation before a stored response, in pages"),
+        "GET",
+        f"{_STORED}/input_items",
+        _GENERATING,
+        "Lists the conversation before a stored response, in pages",
         {
             "object": "list",
             "data": [
@@ -238,13 +262,19 @@ OPERATIONS: Sequence[Operation] = (
         },
     ),
     Operation(
-        *("POST", f"{_STORED}/cancel", _GENERATING, "Is refused: only responses in the background could be cancelled"),
+        "POST",
+        f"{_STORED}/cancel",
+        _GENERATING,
+        "Is refused: only responses in the background could be cancelled",
         {"error": {"message": "...", "type": "invalid_request_error", "param": None, "code": None}},
         status=400,
     ),
     *(
         Operation(
-            *("POST", path, _GENERATING, summary),
+            "POST",
+            path,
+            _GENERATING,
+            summary,
             {"text": "Hello, you.", "usage": {"type": "duration", "seconds": 2}},
             (SpeechBody,),
             {"file": "@speech.wav", "language": "en"},
@@ -258,7 +288,10 @@ OPERATIONS: Sequence[Operation] = (
         )
     ),
     Operation(
-        *("POST", "/v1/embeddings", _EMBEDDING, "Turns texts into vectors, as in OpenAI's API"),
+        "POST",
+        "/v1/embeddings",
+        _EMBEDDING,
+        "Turns texts into vectors, as in OpenAI's API",
         {
             "object": "list",
             "data": [{"object": "embedding", "index": 0, "embedding": [0.6, -0.8]}],
@@ -271,7 +304,10 @@ OPERATIONS: Sequence[Operation] = (
     ),
     *(
         Operation(
-            *("POST", path, _EMBEDDING, "Scores pairs of texts, as vLLM does"),
+            "POST",
+            path,
+            _EMBEDDING,
+            "Scores pairs of texts, as vLLM does",
             {
                 "id": f"score-{EXAMPLE_ID}",
                 "object": "list",
@@ -306,7 +342,10 @@ OPERATIONS: Sequence[Operation] = (
         for path in ("/v1/rerank", "/rerank", "/v2/rerank")
     ),
     Operation(
-        *("POST", "/classify", _EMBEDDING, "Labels texts, as vLLM does, with a model that has a classification head"),
+        "POST",
+        "/classify",
+        _EMBEDDING,
+        "Labels texts, as vLLM does, with a model that has a classification head",
         {
             "id": f"classify-{EXAMPLE_ID}",
             "object": "list",
@@ -319,13 +358,19 @@ OPERATIONS: Sequence[Operation] = (
         {"input": ["a text", "another"]},
     ),
     Operation(
-        *("POST", "/tokenize", _TOKENS, "Returns the tokens of a text or of a chat, as vLLM does"),
+        "POST",
+        "/tokenize",
+        _TOKENS,
+        "Returns the tokens of a text or of a chat, as vLLM does",
         {"count": 2, "max_model_len": 2048, "tokens": [319, 289], "token_strs": None},
         (TokenizeText, TokenizeChat),
         {"prompt": "def f"},
     ),
     Operation(
-        *("POST", "/detokenize", _TOKENS, "Returns the text of tokens, as vLLM does"),
+        "POST",
+        "/detokenize",
+        _TOKENS,
+        "Returns the text of tokens, as vLLM does",
         {"prompt": "def f"},
         (DetokenizeBody,),
         {"tokens": [319, 289]},
@@ -340,13 +385,19 @@ OPERATIONS: Sequence[Operation] = (
     Operation("GET", "/health", _HEALTH, "The same as /readyz", "ok\n"),
     Operation("GET", "/metrics", _HEALTH, "Metrics of this router for Prometheus", "# HELP baton_node_up ...\n"),
     Operation(
-        *("POST", "/v1/load_lora_adapter", _HEALTH, "Gives a name to an adapter on the nodes, as vLLM does"),
+        "POST",
+        "/v1/load_lora_adapter",
+        _HEALTH,
+        "Gives a name to an adapter on the nodes, as vLLM does",
         "Success: sql was given the adapter 3ce30741c727.\n",
         (LoadAdapterBody,),
         {"lora_name": "sql", "lora_path": "/srv/adapters/sql"},
     ),
     Operation(
-        *("POST", "/v1/unload_lora_adapter", _HEALTH, "Takes an adapter's name away, as vLLM does"),
+        "POST",
+        "/v1/unload_lora_adapter",
+        _HEALTH,
+        "Takes an adapter's name away, as vLLM does",
         "Success: sql has no adapter any more.\n",
         (UnloadAdapterBody,),
         {"lora_name": "sql"},

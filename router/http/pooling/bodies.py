@@ -68,11 +68,11 @@ def _inputs(value: Any) -> Sequence[str | Sequence[int]]:
         return (value,)
     if isinstance(value, list) and len(value) > MAX_INPUTS and not isinstance(value[0], int):
         raise ValueError(f"has {len(value)} inputs; at most {MAX_INPUTS} are taken")
-    is_alike = isinstance(value, list) and (all(isinstance(one, str) for one in value) or all(map(is_ids, value)))
+    is_alike = isinstance(value, list) and (all(isinstance(item, str) for item in value) or all(map(is_ids, value)))
     if not is_alike:
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
     if not all(value):
-        raise ValueError(f"has an input that is empty: number {next(n for n, one in enumerate(value) if not one)}")
+        raise ValueError(f"has an input that is empty: number {next(n for n, item in enumerate(value) if not item)}")
     return tuple(value)
 
 
@@ -82,7 +82,7 @@ Inputs = Annotated[Sequence[str | Sequence[int]], PlainValidator(_inputs, json_s
 def inputs_of(inputs: Sequence[str | Sequence[int]]) -> Sequence[PoolingInput]:
     """The inputs of a call, each with the name of its field."""
     alone = len(inputs) == 1
-    return [PoolingInput(one, field="input" if alone else f"input[{place}]") for place, one in enumerate(inputs)]
+    return [PoolingInput(item, field="input" if alone else f"input[{index}]") for index, item in enumerate(inputs)]
 
 
 class EmbeddingBody(PoolingBody):
@@ -109,7 +109,7 @@ _SCORE_BYTES = 64
 def _texts(value: Any) -> Sequence[str]:
     if isinstance(value, str):
         value = [value]
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise ValueError("must be a string or a list of strings")
     if not value:
         raise ValueError("is empty")
@@ -119,22 +119,22 @@ def _texts(value: Any) -> Sequence[str]:
 
 
 def _documents(value: Any) -> Sequence[Document]:
-    if not isinstance(value, list) or not all(isinstance(one, str | dict) for one in value):
+    if not isinstance(value, list) or not all(isinstance(document, str | dict) for document in value):
         raise ValueError("must be a list of texts, or of objects with texts")
-    if any(not isinstance(text, str) for one in value if isinstance(one, dict) for text in one.values()):
+    if any(not isinstance(text, str) for document in value if isinstance(document, dict) for text in document.values()):
         raise ValueError("has an object with something else than texts")
-    _texts([one if isinstance(one, str) else "" for one in value])
-    for place, one in enumerate(value):
-        if isinstance(one, dict):
+    _texts([document if isinstance(document, str) else "" for document in value])
+    for index, document in enumerate(value):
+        if isinstance(document, dict):
             # The answer repeats an object whole, with names and texts that are not ranked, too.
-            whole = "".join(chain.from_iterable(one.items()))
-            check_text(_field("documents", place, len(value)), whole, MAX_POOLING_BODY_BYTES)
+            joined = "".join(chain.from_iterable(document.items()))
+            check_text(_field("documents", index, len(value)), joined, MAX_POOLING_BODY_BYTES)
     return tuple(value)
 
 
 def _distinct(names: list[str]) -> list[str]:
     # Joined as often as it is named, a text would be many times as long as the body.
-    if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
+    if twice := next((name for index, name in enumerate(names) if name in names[:index]), None):
         raise ValueError(f"has {twice[:80]!r} twice: name each field once")
     return names
 
@@ -192,8 +192,8 @@ class ScoreBody(ScoringBody):
             message = f"has {len(seconds)} texts, and text_1 {len(firsts)}: it needs as many, or text_1 a single one"
             raise InvalidRequest("text_2", message)
         return [
-            TextPair(first, second, "text_1", _field("text_2", place, len(seconds)))
-            for place, (first, second) in enumerate(zip(firsts, seconds, strict=True))
+            TextPair(first, second, "text_1", _field("text_2", index, len(seconds)))
+            for index, (first, second) in enumerate(zip(firsts, seconds, strict=True))
         ]
 
 
@@ -212,14 +212,14 @@ class RerankBody(ScoringBody):
     def pairs(self) -> Sequence[TextPair]:
         count = len(self.documents)
         pairs = []
-        for place, document in enumerate(self.documents):
-            field = _field("documents", place, count)
+        for index, document in enumerate(self.documents):
+            field = _field("documents", index, count)
             pairs.append(TextPair(self.query, self._text(document, field), "query", field))
         return pairs
 
     def num_answer_bytes(self, pairs: Sequence[TextPair]) -> int:
-        objects = [one for one in self.documents if not isinstance(one, str)]
-        return super().num_answer_bytes(pairs) + sum(len(text) for one in objects for text in one.values())
+        objects = [document for document in self.documents if not isinstance(document, str)]
+        return super().num_answer_bytes(pairs) + sum(len(text) for document in objects for text in document.values())
 
     def _text(self, document: Document, field: str) -> str:
         """The text by which a document is ranked; raises InvalidRequest if it has none."""
@@ -235,5 +235,5 @@ class RerankBody(ScoringBody):
         return replace(super().call(request_id, traceparent), most_second_tokens=self.max_tokens_per_doc)
 
 
-def _field(name: str, place: int, count: int) -> str:
-    return name if count == 1 else f"{name}[{place}]"
+def _field(name: str, index: int, count: int) -> str:
+    return name if count == 1 else f"{name}[{index}]"

@@ -10,10 +10,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from baton.clock import Clock
 from baton.messages.generation import Finished
 from baton.messages.request_limits import MAX_POOLING_BODY_BYTES
+from router.handler import Handler
 from router.http.answers import path_headers
 from router.http.bodies.fields import read_as
 from router.http.client import Client
-from router.http.endpoint import JSON, BodyEndpoint, Handler, HttpCall
+from router.http.endpoint import JSON, BodyEndpoint, HttpCall
 from router.http.model import ServedModel
 from router.http.pooling.bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody, ScoringBody
 from router.pooling import SMALL_VECTORS, PoolingCall, Scores, TextPair, numbers_of, pool_all, score_pairs
@@ -51,7 +52,7 @@ class PoolingEndpoint(BodyEndpoint, Generic[B]):
     async def _respond(self, body: B, call: PoolingCall, timeout_s: float | None) -> Response:
         """The answer to a body; raises BatonError."""
         results = await pool_all(call, self._handler, self._model.vocabulary, self._model.card, timeout_s)
-        num_bytes = sum(len(one.embedding) for one in results)
+        num_bytes = sum(len(result.embedding) for result in results)
         return Response(await self._written(num_bytes, self._json, body, call, results), results[0])
 
     async def _written(self, num_bytes: int, write: Callable[..., bytes], *arguments: object) -> bytes:
@@ -65,7 +66,7 @@ class PoolingEndpoint(BodyEndpoint, Generic[B]):
 
 def usage_of(results: Sequence[Finished]) -> dict[str, Any]:
     """The field `usage` of an answer."""
-    num_tokens = sum(one.prompt_tokens for one in results)
+    num_tokens = sum(result.prompt_tokens for result in results)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
@@ -92,8 +93,8 @@ class Embeddings(PoolingEndpoint[EmbeddingBody]):
             {
                 "object": "list",
                 "data": (
-                    {"object": "embedding", "index": place, "embedding": write(one.embedding)}
-                    for place, one in enumerate(results)
+                    {"object": "embedding", "index": index, "embedding": write(result.embedding)}
+                    for index, result in enumerate(results)
                 ),
                 "model": body.model or self._model.card.name,
                 "usage": usage_of(results),
@@ -121,17 +122,17 @@ class Classify(PoolingEndpoint[ClassifyBody]):
                 "object": "list",
                 "created": int(self._clock.wall()),
                 "model": body.model or self._model.card.name,
-                "data": (_classified(place, one, labels) for place, one in enumerate(results)),
+                "data": (_classified(index, result, labels) for index, result in enumerate(results)),
                 "usage": usage_of(results),
             }
         )
 
 
-def _classified(place: int, result: Finished, labels: Sequence[str]) -> Mapping[str, Any]:
+def _classified(index: int, result: Finished, labels: Sequence[str]) -> Mapping[str, Any]:
     probs = numbers_of(result.embedding)
     best = max(range(len(probs)), key=probs.__getitem__)
     label = labels[best] if best < len(labels) else None
-    return {"index": place, "label": label, "probs": probs, "num_classes": len(probs)}
+    return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
 
 
 class _ScoringEndpoint(PoolingEndpoint[S]):
@@ -161,7 +162,7 @@ class Score(_ScoringEndpoint[ScoreBody]):
                 "created": int(self._clock.wall()),
                 "model": body.model or self._model.card.name,
                 "data": (
-                    {"index": place, "object": "score", "score": score} for place, score in enumerate(scored.scores)
+                    {"index": index, "object": "score", "score": score} for index, score in enumerate(scored.scores)
                 ),
                 "usage": usage_of(scored.results),
             }
@@ -174,10 +175,10 @@ class Rerank(_ScoringEndpoint[RerankBody]):
     body = RerankBody
 
     def _write(self, body: RerankBody, call: PoolingCall, pairs: Sequence[TextPair], scored: Scores) -> bytes:
-        order = sorted(range(len(pairs)), key=lambda place: (-scored.scores[place], place))
+        order = sorted(range(len(pairs)), key=lambda index: (-scored.scores[index], index))
         if body.top_n:
             order = order[: body.top_n]
-        results: list[dict[str, Any]] = [{"index": place, "relevance_score": scored.scores[place]} for place in order]
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": scored.scores[index]} for index in order]
         if body.return_documents is not False:
             for result in results:
                 document = body.documents[result["index"]]

@@ -86,10 +86,10 @@ _CHOICES: Mapping[str, type[ChosenTool | AllowedTools]] = {"function": ChosenToo
 
 def _tool_type(value: Any) -> Any:
     """A list of tools; raises ValueError for one that is no function, by its type."""
-    for place, tool in enumerate(value[:MAX_TOOLS] if isinstance(value, list) else ()):
+    for index, tool in enumerate(value[:MAX_TOOLS] if isinstance(value, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
-            raise ValueError(f"has, at {place}, a tool of the type {kind[:40]!r}; only functions are served")
+            raise ValueError(f"has, at {index}, a tool of the type {kind[:40]!r}; only functions are served")
     return value
 
 

@@ -20,12 +20,13 @@ from baton.messages.request_limits import MAX_MESSAGES, MAX_REQUEST_BYTES
 from baton.security.matrix import current_caller
 from router.admission.checks import check_model
 from router.admission.sampling import longest_answer
+from router.handler import Handler
 from router.http.answers import Collected, in_turns, runs_of
 from router.http.bodies.fields import read_as
 from router.http.chat_plan import plan_offer, reasoning_variables
 from router.http.client import Client
 from router.http.completions.logprobs import ChatLogprobs
-from router.http.endpoint import JSON, Handler, HttpCall
+from router.http.endpoint import JSON, HttpCall
 from router.http.errors import HttpError, Kind
 from router.http.generating import EndpointRequest, GeneratingEndpoint
 from router.http.json_body import MAX_BODY_BYTES
@@ -93,7 +94,7 @@ class ResponsesEndpoint(GeneratingEndpoint[ResponsesRequest]):
             raise _no_previous(body.previous_response_id)
         check_model(body.model or "", card)
         earlier = previous.items if previous is not None else ()
-        added = [replace(item, id=f"{item.prefix}_{name}_{place}") for place, item in enumerate(body.input)]
+        added = [replace(item, id=f"{item.prefix}_{name}_{index}") for index, item in enumerate(body.input)]
         items = (*earlier, *added)
         _check_size(items)
         messages = template_messages(body.instructions, items)
@@ -274,7 +275,7 @@ def _listed(items: Sequence[Item], query: Mapping[str, str]) -> Sequence[Item]:
     ordered = list(items) if order == "asc" else list(reversed(items))
     if (after := query.get("after")) is None:
         return ordered
-    places = [place for place, item in enumerate(ordered) if item.id == after]
+    places = [index for index, item in enumerate(ordered) if item.id == after]
     if not places:
         raise InvalidRequest("after", "is no item of this response")
     return ordered[places[0] + 1 :]

@@ -75,9 +75,13 @@ class ResponseWriter:
 
     def error(self, error: BatonError) -> bytes:
         """The last events of a request that failed: the error, and the failed response."""
-        found = error_of(error)
-        error_fields = {"code": found["code"] or found["type"], "message": found["message"], "param": found["param"]}
-        failed = self._draft.failed(str(found["message"]))
+        error_body = error_of(error)
+        error_fields = {
+            "code": error_body["code"] or error_body["type"],
+            "message": error_body["message"],
+            "param": error_body["param"],
+        }
+        failed = self._draft.failed(str(error_body["message"]))
         return self._event("error", as_text(error_fields)[1:-1]) + self._event(
             "response.failed", f'"response":{failed}'
         )
@@ -113,8 +117,8 @@ class ResponseWriter:
         )
 
     def _text_event(self, kind: str, item: OutputItem, fields: str) -> bytes:
-        place = "" if item.kind == "function_call" else ',"content_index":0'
-        return self._event(kind, f'"item_id":{quote(item.id)},"output_index":{item.place}{place},{fields}')
+        content_index = "" if item.kind == "function_call" else ',"content_index":0'
+        return self._event(kind, f'"item_id":{quote(item.id)},"output_index":{item.place}{content_index},{fields}')
 
     def _item_event(self, what: str, item: OutputItem, written: str) -> bytes:
         return self._event(f"response.output_item.{what}", f'"output_index":{item.place},"item":{written}')

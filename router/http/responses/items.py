@@ -283,21 +283,21 @@ def read_input(value: Any) -> Sequence[Item]:
         raise ValueError("must be a string or a list of items")
     if len(value) > MAX_MESSAGES:
         raise ValueError(f"has {len(value)} items; at most {MAX_MESSAGES} are taken")
-    return tuple(_item(item, f"item {place}") for place, item in enumerate(value))
+    return tuple(_item(item, f"item {index}") for index, item in enumerate(value))
 
 
-def _item(found: Any, name: str) -> Item:
-    if not isinstance(found, dict):
+def _item(body: Any, name: str) -> Item:
+    if not isinstance(body, dict):
         raise ValueError(f"{name} must be an object")
-    kind = found.get("type")
+    kind = body.get("type")
     if kind in (None, "message"):
-        return _message(found, name)
+        return _message(body, name)
     if not isinstance(kind, str):
         raise ValueError(f"{name} is of a type that is no text")
     if kind not in _KINDS:
         served = ", ".join(("message", *_KINDS))
         raise ValueError(f"{name} is of the type {kind[:40]!r}; only items of these types are served: {served}")
-    return read_part(_KINDS[kind], found, name).as_item()
+    return read_part(_KINDS[kind], body, name).as_item()
 
 
 def _message(item: Mapping[str, Any], name: str) -> MessageItem:
@@ -311,7 +311,7 @@ def _message(item: Mapping[str, Any], name: str) -> MessageItem:
         raise ValueError(f"{name} needs a content, a string or a list of parts")
     if isinstance(content, str):
         return MessageItem("", (content,), item["role"])
-    parts = [_part(part, f"{name}: part {place}") for place, part in enumerate(content)]
+    parts = [_part(part, f"{name}: part {index}") for index, part in enumerate(content)]
     if item["role"] == "assistant" and any(isinstance(part, ImagePart) for part in parts):
         raise ValueError(f"{name} has an image, which no message of the assistant has")
     return MessageItem("", tuple(parts), item["role"])
@@ -331,7 +331,7 @@ def _texts(content: str | list[Any]) -> tuple[str, ...]:
     """The texts of parts; raises ValueError that names the part."""
     if isinstance(content, str):
         return (content,)
-    return tuple(_text(part, f"part {place}") for place, part in enumerate(content))
+    return tuple(_text(part, f"part {index}") for index, part in enumerate(content))
 
 
 def _text(part: Any, name: str) -> str:
@@ -348,6 +348,6 @@ def _text(part: Any, name: str) -> str:
     return text
 
 
-def _check_fields(found: Mapping[str, Any], known: set[str], name: str) -> None:
-    if (unknown := next((field for field in found if field not in known), None)) is not None:
+def _check_fields(body: Mapping[str, Any], known: set[str], name: str) -> None:
+    if (unknown := next((field for field in body if field not in known), None)) is not None:
         raise ValueError(f"{name} has the unknown field {unknown[:40]!r}")

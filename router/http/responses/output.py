@@ -70,9 +70,9 @@ def status_of(finish_reason: str) -> str:
     return "incomplete" if finish_reason == "length" else "completed"
 
 
-def as_text(found: Mapping[str, Any]) -> str:
+def as_text(body: Mapping[str, Any]) -> str:
     """An object as JSON, which may have text that is not valid Unicode."""
-    return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
 
 
 def _usage(finished: Finished, num_reasoning_tokens: int) -> dict[str, Any]:
@@ -140,8 +140,8 @@ class OutputItem:
         if self.kind == "function_call":
             return as_text(CallItem(self.id, (text,), self.call_id, self.name, status).as_object())
         more: dict[str, Any] = {"summary": []} if self.kind == "reasoning" else {"role": "assistant"}
-        found = {"id": self.id, "type": self.kind, **more, "status": status}
-        return f'{as_text(found)[:-1]},"content":[{part}]}}'
+        body = {"id": self.id, "type": self.kind, **more, "status": status}
+        return f'{as_text(body)[:-1]},"content":[{part}]}}'
 
     def as_item(self) -> Item:
         """The item for the conversation."""
@@ -234,15 +234,15 @@ class ResponseInProgress:
         """The response after its end. `now`: seconds since the epoch."""
         written = ",".join(item.ended() for item in self.items)
         num_reasoning_tokens = self._sequence.num_reasoning_tokens
-        whole = self.draft.ended(written, self._finish_reason, finished, num_reasoning_tokens, now)
-        return EndedResponse(whole, status_of(self._finish_reason), self.items)
+        response = self.draft.ended(written, self._finish_reason, finished, num_reasoning_tokens, now)
+        return EndedResponse(response, status_of(self._finish_reason), self.items)
 
     def _take(self, parts: Iterable[AnswerPart]) -> list[Change]:
         return list(map(self._changed, self._items.take(parts)))
 
-    def _new(self, kind: ItemKind, place: int, call: NamedCall | None) -> OutputItem:
+    def _new(self, kind: ItemKind, index: int, call: NamedCall | None) -> OutputItem:
         own = _KINDS[kind]
-        item = OutputItem(own, f"{_PREFIXES[own]}_{self._name}_{self._first_number + place}", place)
+        item = OutputItem(own, f"{_PREFIXES[own]}_{self._name}_{self._first_number + index}", index)
         if call is not None:
             item.call_id, item.name = call.id, call.name
         return item

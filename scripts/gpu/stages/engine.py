@@ -74,7 +74,7 @@ FULL = (
     Plan(LLAMA_8B, (128, 512, 2048, 8192), (1, 8, 16, 64, 128, 256), (1, 16, 64), 512, 20, compared_batch=16),
 )
 SMALL = (
-    Plan(TINY, (3, 9), (1, 2), (2,), context=24, steps=1, compared_batch=2, profiled_batches=(1,), profiled_prompt=3),
+    Plan(TINY, (3, 9), (2,), (2,), context=24, steps=1, compared_batch=2, profiled_batches=(1,), profiled_prompt=3),
 )
 
 

@@ -41,7 +41,6 @@ _CONTEXT_BYTES = 1 << 30
 _ROUND_S = 3.0
 _END_S = 10.0
 """Seconds before the deadline that are kept for the end of the clusters."""
-_DIGESTS = ("on", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,8 @@ class Plan:
     new_tokens: int
     rounds: int
     max_num_batched_tokens: int
+    digests: tuple[str, ...] = ("on", "off")
+    """A pair for each of these values of `--kv-digests`."""
 
     @property
     def num_blocks(self) -> int:
@@ -61,7 +62,7 @@ class Plan:
 
 
 FULL = Plan(LLAMA_1B, (512, 2048, 8192), new_tokens=16, rounds=4, max_num_batched_tokens=2048)
-SMALL = Plan(TINY, (20, 70), new_tokens=4, rounds=2, max_num_batched_tokens=64)
+SMALL = Plan(TINY, (20, 70), new_tokens=4, rounds=2, max_num_batched_tokens=64, digests=("on",))
 
 
 def run(context: StageContext) -> None:
@@ -106,15 +107,15 @@ def _blocks_alone(plan: Plan) -> int:
 
 @contextmanager
 def _pairs(context: StageContext, plan: Plan, directory: Path, cache_bytes: int) -> Iterator[dict[str, LiveCluster]]:
-    """A pair with digests of all blocks and one without; both start at the same time."""
+    """The pairs by their digests; all start at the same time."""
     flags = [
         *("--model", str(directory), "--device", context.device, "--dtype", _dtype_name(context), "--threads", "1"),
         *("--kv-cache-memory", str(cache_bytes), "--max-num-batched-tokens", str(plan.max_num_batched_tokens)),
         *("--allow-unverified", "--start-timeout-s", f"{max(context.seconds_left - _END_S, 1.0):.0f}"),
     ]
-    each = [[*flags, "--kv-digests", digests] for digests in _DIGESTS]
+    each = [[*flags, "--kv-digests", digests] for digests in plan.digests]
     with live_clusters(*each, environment=LANES) as pairs:
-        yield dict(zip(_DIGESTS, pairs, strict=True))
+        yield dict(zip(plan.digests, pairs, strict=True))
 
 
 def _dtype_name(context: StageContext) -> str:
@@ -124,7 +125,7 @@ def _dtype_name(context: StageContext) -> str:
 def _measure(context: StageContext, plan: Plan, pairs: dict[str, LiveCluster], alone: TorchModelRunner) -> None:
     """Send each prompt through both pairs by turns and to the runner; the first round warms up."""
     for place, tokens in enumerate(plan.prompts):
-        taken: dict[str, list[tuple[ClusterRun, HandOverTimes]]] = {digests: [] for digests in _DIGESTS}
+        taken: dict[str, list[tuple[ClusterRun, HandOverTimes]]] = {digests: [] for digests in plan.digests}
         ttft_alone, are_equal, reason = [], True, ""
         for number in range(1 + plan.rounds):
             if not has_room(context, f"round {number} of prompts of {tokens}", seconds=_ROUND_S + _END_S):
@@ -132,7 +133,7 @@ def _measure(context: StageContext, plan: Plan, pairs: dict[str, LiveCluster], a
             # No two prompts begin alike, so that none is in a node's cache.
             prompt = some_tokens(place * (1 + plan.rounds) + number, tokens, plan.shape.vocab)
             expected, seconds = _alone(alone, prompt, plan.new_tokens)
-            for digests in _DIGESTS if number % 2 else reversed(_DIGESTS):
+            for digests in plan.digests if number % 2 else reversed(plan.digests):
                 try:
                     ran = through_cluster(pairs[digests], prompt, plan.new_tokens)
                 except BatonError as error:

@@ -38,6 +38,7 @@ from baton.engine.request import Request, RequestStatus
 from baton.errors import BatonError, Unreachable
 from baton.messages.node import NodeDescription, Role, StepFigures
 from baton.messages.node_report import NodeTrace, TraceStep
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.models.resolve import FoundModel
 from tests.doubles.fake_clock import FakeClock
@@ -347,7 +348,7 @@ def _process(ticks: int) -> str:
 )
 def test_drafts_of_nodes_are_those_of_the_simulator(share: float, length: int, coverage: float) -> None:
     given = SimulatedSpeculation(share, length, coverage=coverage, adapts=False)
-    drafts, request = SimulatedDrafts(given, seed=1), Request("r", [1], SamplingParams())
+    drafts, request = SimulatedDrafts(given, seed=1), Request("r", RequestSpec([1], SamplingParams()))
     request.status = RequestStatus.RUNNING
     steps = []
     for _ in range(5000):

@@ -13,6 +13,7 @@ from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.messages.node import Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from tests.doubles.fake_clock import FakeClock
 
@@ -66,7 +67,7 @@ def _state(scheduler: SimulatedScheduler) -> object:
 def _request(rng: Random, number: int) -> Request:
     shared = [1] * 12 if rng.random() < 0.5 else []
     prompt = shared + [rng.randrange(2, 90) for _ in range(rng.randrange(1, 30))]
-    return Request(f"r{number}", prompt, SamplingParams(max_tokens=rng.randrange(1, 60), ignore_eos=True))
+    return Request(f"r{number}", RequestSpec(prompt, SamplingParams(max_tokens=rng.randrange(1, 60), ignore_eos=True)))
 
 
 @pytest.mark.parametrize("seed", range(12))

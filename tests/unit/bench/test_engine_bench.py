@@ -11,11 +11,12 @@ import torch
 from torch.nn import functional
 
 from baton.bench.micro.adapters import measure as measure_adapters
-from baton.bench.micro.engine import BesideLimit, EngineBenchConfig, Measurement
+from baton.bench.micro.engine import BesideLimit, EngineBenchConfig, Measurement, run
 from baton.bench.micro.engine_drive import EngineDrive, load_with_room
 from baton.bench.micro.engine_work import attention_operations, read_work, work_of
 from baton.bench.results.host import available_memory, last_level_cache, processor
 from baton.bench.results.spread import Spread
+from baton.cli.bench.micro import print_engine
 from baton.cli.main import main
 from baton.errors import BatonError
 from baton.runner import SimulatedSpec, TorchSpec, load
@@ -106,6 +107,30 @@ def test_a_drive_computes_prompts_and_decodes_them_as_one_batch() -> None:
     seen = []
     assert len(drive.decode(PROMPTS, 5, lambda: seen.append(1))) == len(seen) == 5
     assert len(drive.decode(PROMPTS[:1], 3)) == 3
+
+
+def test_the_engine_is_measured_and_compared_with_the_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], seed=1)
+    # A real read takes a gigabyte, a hundred times.
+    report = run(EngineBenchConfig(tmp_path, "tiny", context_tokens=32, steps=6, read_bytes=1 << 24))
+    assert (report.threads, report.context_tokens, report.bit_exact) == (1, 32, True)
+    assert 0 < report.attention_shared_ms < report.attention_apart_ms
+    for key in ("prefill_tokens_per_s", "prefill_share_of_product_rate", "attention_speedup", "read_gb_per_s"):
+        assert getattr(report, key) > 0, key
+    assert [figures.batch for figures in report.decode] == [1, 8, 16]
+    for figures in report.decode:
+        assert figures.tokens_per_s > 0
+        assert figures.share > 0
+        assert figures.step_ms_p10 <= figures.step_ms <= figures.step_ms_p90
+    assert report.read_gb_per_s_p10 <= report.read_gb_per_s <= report.read_gb_per_s_p90
+    assert report.bit_exact_cost is not None
+    assert 0 <= report.bit_exact_cost < 1
+    assert [split.step for split in report.time_split] == ["prefill", "decode 1", "decode 8", "decode 16"]
+    assert all(split.products_ms > 0 and split.python_ms > 0 for split in report.time_split)
+    print_engine(report)
+    assert f"memory    {report.read_gb_per_s:.1f} GB/s" in capsys.readouterr().out
 
 
 def test_adapters_are_measured_by_turns(tmp_path: Path) -> None:

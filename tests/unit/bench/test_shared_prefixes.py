@@ -178,7 +178,9 @@ def arrivals(per_s: float, seed: int) -> list[tuple[float, ValidRequest, Sequenc
         prompt = (*rng.choice(prefixes), *(rng.randrange(50_000) for _ in range(SUFFIX)))
         keys: list[bytes] = []
         HASHER.extend(keys, HASHER.root(), prompt)
-        found.append((when, ValidRequest(f"r{number}", MODEL, prompt, SamplingParams(max_tokens=16)), keys))
+        found.append(
+            (when, ValidRequest(prompt, SamplingParams(max_tokens=16), request_id=f"r{number}", model=MODEL), keys)
+        )
         when += rng.expovariate(per_s)
     return found
 

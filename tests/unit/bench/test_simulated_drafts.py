@@ -21,6 +21,7 @@ from baton.bench.workloads.spec import WorkloadSpec
 from baton.cli.main import main
 from baton.engine.request import Request, RequestStatus
 from baton.errors import InvalidRequest
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 
 SHARES = (0.0, 0.1, 0.4, 0.8, 1.0)
@@ -136,7 +137,7 @@ def test_more_right_drafts_never_make_the_mean_time_per_token_worse(
 def num_steps(share: float, seed: int, most: int, num_tokens: int) -> int:
     """The steps that a text of so many tokens takes."""
     drafts = SimulatedDrafts(SimulatedSpeculation(share, most, adapts=False), seed)
-    request = Request("r", [1, 2, 3], SamplingParams(max_tokens=num_tokens))
+    request = Request("r", RequestSpec([1, 2, 3], SamplingParams(max_tokens=num_tokens)))
     request.status, request.num_computed_tokens = RequestStatus.RUNNING, 2
     steps = 0
     while request.num_output_tokens < num_tokens:
@@ -214,7 +215,7 @@ def test_steps_without_a_request_neither_shorten_its_pauses_nor_change_its_draft
     def drafted(times_asked: int) -> list[int]:
         """The lengths of a text's drafts, if so many steps are decided before each of its own."""
         drafts = SimulatedDrafts(SimulatedSpeculation(share, 6), 1)
-        request = Request("r", [1, 2, 3], SamplingParams(max_tokens=500))
+        request = Request("r", RequestSpec([1, 2, 3], SamplingParams(max_tokens=500)))
         request.status, request.num_computed_tokens, lengths = RequestStatus.RUNNING, 2, []
         while request.num_output_tokens < 300:
             proposed, *more = [drafts.propose([("text", request)]) for _ in range(times_asked)]

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from baton.cli.commands.chat_stream import ChatClient, Endpoint, EventReader, error_from_object, error_from_response
+from baton.cli.chat_stream import ChatClient, Endpoint, EventReader, error_from_object, error_from_response
 from baton.cli.main import main
 from baton.errors import (
     BatonError,

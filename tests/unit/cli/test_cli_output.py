@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from baton.cli.cluster.log_files import LogLine
 from baton.cli.cluster.state import ClusterState, ProcessState
-from baton.cli.commands.generate import Answer, summary
 from baton.cli.commands.logs import format_line
 from baton.cli.output import (
     Format,
@@ -29,6 +28,7 @@ from baton.cli.output import (
     print_yaml,
     size,
 )
+from baton.cli.views.answer import Answer, summary
 from baton.cli.views.cluster_view import combine
 from baton.cli.waiting import ProgressLine
 from baton.cli.yaml_text import yaml_text

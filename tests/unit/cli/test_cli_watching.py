@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cli.commands import describe, get
+from baton.cli.commands import get
 from baton.cli.main import main
 from baton.cli.views.watching import GrowingTable, changed_items
 from baton.messages.ids import AttemptKey
@@ -31,10 +31,10 @@ def test_a_node_changes(change: dict[str, object], in_table: int, by_load: int) 
 
 
 def test_a_request_changes_with_its_state() -> None:
-    before = describe.watched_item(ROW, wide=False)
-    older = describe.watched_item(replace(ROW, age_s=9.0, output_tokens=70), wide=False)
-    over = describe.watched_item(replace(ROW, state="Finished", total_ms=9.0), wide=False)
-    other = describe.watched_item(replace(ROW, request_id="b"), wide=False)
+    before = get.watched_request(ROW, wide=False)
+    older = get.watched_request(replace(ROW, age_s=9.0, output_tokens=70), wide=False)
+    over = get.watched_request(replace(ROW, state="Finished", total_ms=9.0), wide=False)
+    other = get.watched_request(replace(ROW, request_id="b"), wide=False)
     assert changed_items({before.key: before.state}, [older, over, other]) == [over, other]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from baton.cli.commands import demo_run
-from baton.cli.commands.demo_run import DemoFailed, run_demo
+from baton.cli import demo_run
+from baton.cli.demo_run import DemoFailed, run_demo
 from baton.errors import EngineFault, ExitCode
 from baton.messages.generation import Accepted, Chunk
 from baton.wire.server.server import RpcServer
@@ -79,3 +80,20 @@ async def test_a_demo_whose_prompts_are_answered_leaves_nothing(
     assert await demo_on(FakeGenerationHandler(), "a line\n", monkeypatch) == ExitCode.OK
     assert capsys.readouterr().out.endswith("All processes are stopped.\n")
     assert not found(tmp_path, "*")
+
+
+def test_the_logs_of_a_cluster_that_does_not_start_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def up(*words: str) -> subprocess.CompletedProcess[str]:
+        if words[0] == "down":
+            return subprocess.CompletedProcess(words, 0, "", "")
+        log = Path(words[words.index("--run-dir") + 1]) / "logs" / "prefill-0.log"
+        log.parent.mkdir()
+        log.write_text("config.json\n")
+        return subprocess.CompletedProcess(words, 78, "", f"baton: prefill-0 did not start: it ends (log: {log})\n")
+
+    monkeypatch.setattr(demo_run, "_baton", up)
+    with pytest.raises(DemoFailed, match=r"^prefill-0 did not start: it ends \(log: ") as caught:
+        run_demo(None)
+    assert caught.value.exit_code is ExitCode.BAD_CONFIG
+    (kept,) = found(tmp_path, "baton-demo-*/logs/prefill-0.log")
+    assert str(kept) in str(caught.value)

@@ -14,13 +14,14 @@ from baton.engine.waiting.request_queue import (
     QueuePositions,
     RequestQueue,
 )
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 
 A, B = "a" * 64, "b" * 64
 
 
 def request(request_id: str, adapter: str = "", priority: int = 0, arrived: float = 0.0) -> Request:
-    made = Request(request_id, [1, 2, 3], SamplingParams(), adapter=adapter, priority=priority)
+    made = Request(request_id, RequestSpec([1, 2, 3], SamplingParams(), adapter=adapter, priority=priority))
     made.arrival_time = arrived
     return made
 

@@ -15,6 +15,7 @@ from baton.engine.runner import LazyExecutor, StepExecutor
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import PreemptionMode, SchedulerConfig
 from baton.messages.node import Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
@@ -58,7 +59,7 @@ def requests(stops: dict[str, int]) -> list[Request]:
             max_tokens=6 + 3 * number,
             stop_token_ids=frozenset({stops[name]}) if name in stops else frozenset(),
         )
-        made.append(Request(name, [token % 256 for token in prompt], params))
+        made.append(Request(name, RequestSpec([token % 256 for token in prompt], params)))
     return made
 
 

@@ -100,8 +100,7 @@ def test_stop_tokens_end_beams() -> None:
             assert rig.reason(name) is (Outcome.STOP if is_stop else Outcome.LENGTH)
 
 
-def test_only_the_best_beams_are_returned() -> None:
-    rig = EngineRig()
+def test_only_the_best_beams_are_returned(rig: EngineRig) -> None:
     prompt = prompt_of(6, 1)
     rig.add("r", prompt, beam_width=4, n=1, max_tokens=5)
     rig.run()
@@ -170,8 +169,7 @@ def test_a_beam_search_does_not_recompute_a_transferred_prompt() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_an_abort_ends_all_beams_with_one_output(steps: int) -> None:
-    rig = EngineRig()
+def test_an_abort_ends_all_beams_with_one_output(rig: EngineRig, steps: int) -> None:
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
     for _ in range(steps):
         rig.step()
@@ -184,8 +182,7 @@ def test_an_abort_ends_all_beams_with_one_output(steps: int) -> None:
     assert_nothing_left(rig)
 
 
-def test_one_failed_beam_fails_the_request() -> None:
-    rig = EngineRig()
+def test_one_failed_beam_fails_the_request(rig: EngineRig) -> None:
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
     rig.add("bystander", 5, max_tokens=9)
     for _ in range(3):
@@ -199,8 +196,7 @@ def test_one_failed_beam_fails_the_request() -> None:
     assert_nothing_left(rig)
 
 
-def test_a_runner_that_raises_fails_the_beam_search() -> None:
-    rig = EngineRig()
+def test_a_runner_that_raises_fails_the_beam_search(rig: EngineRig) -> None:
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
     for _ in range(3):
         rig.step()
@@ -210,8 +206,7 @@ def test_a_runner_that_raises_fails_the_beam_search() -> None:
     assert_nothing_left(rig)
 
 
-def test_a_transfer_that_fails_ends_the_search() -> None:
-    rig = EngineRig()
+def test_a_transfer_that_fails_ends_the_search(rig: EngineRig) -> None:
     rig.add("r", 10, leg=Leg.DECODE, beam_width=4, max_tokens=7)
     rig.step()
     (ended,) = rig.transfer(failed={"r": "peer gone"})
@@ -232,8 +227,7 @@ def test_the_models_maximum_length_ends_a_beam_search() -> None:
     ("field", "params"),
     [("beam_width", {"beam_width": 1}), ("beam_width", {"beam_width": 9}), ("n", {"beam_width": 3, "n": 4})],
 )
-def test_beam_parameters_out_of_bounds_are_refused(field: str, params: dict[str, Any]) -> None:
-    rig = EngineRig()
+def test_beam_parameters_out_of_bounds_are_refused(rig: EngineRig, field: str, params: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=field):
         rig.add("r", 4, **params)
     assert not rig.scheduler.has_requests()

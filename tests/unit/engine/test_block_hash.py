@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.request import Request
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 from tests.doubles.fake_runner import FakeRunner
@@ -97,7 +98,7 @@ def test_a_chain_can_be_extended_in_any_pieces(tokens: list[int], cut: int) -> N
         parent = hasher.block_key(parent, tokens[start : start + 4])
         one_by_one.append(parent)
 
-    request = Request("r", tokens, SamplingParams(), cache_salt="s")
+    request = Request("r", RequestSpec(tokens, SamplingParams(), cache_salt="s"))
     hasher.extend_request(request, min(cut, len(tokens)))
     assert request.block_hashes == one_by_one[: min(cut, len(tokens)) // 4]
     hasher.extend_request(request, len(tokens))
@@ -106,8 +107,8 @@ def test_a_chain_can_be_extended_in_any_pieces(tokens: list[int], cut: int) -> N
 
 def test_keys_cover_prompt_and_output() -> None:
     hasher = BlockHasher(FIELDS, 4)
-    whole = Request("whole", list(range(12)), SamplingParams())
-    split = Request("split", list(range(6)), SamplingParams())
+    whole = Request("whole", RequestSpec(list(range(12)), SamplingParams()))
+    split = Request("split", RequestSpec(list(range(6)), SamplingParams()))
     split.output_token_ids += range(6, 12)
     hasher.extend_request(whole, 12)
     hasher.extend_request(split, 7)
@@ -121,7 +122,7 @@ TEXT = [5, *[0] * 6, 6, 7, *[0] * 2, 8, 9, 10, 11, 12, 13]
 
 
 def keys_with(spans: tuple[Span, ...], cut: int = 16) -> list[bytes]:
-    request = Request("r", TEXT, SamplingParams(), spans=spans)
+    request = Request("r", RequestSpec(TEXT, SamplingParams(), spans=spans))
     hasher = BlockHasher(FIELDS, 4)
     hasher.extend_request(request, cut)
     hasher.extend_request(request, 16)

@@ -14,6 +14,7 @@ from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 
 BLOCK, NUM_BLOCKS = 2, 11
@@ -108,7 +109,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(target=live, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
     def admit(self, tokens: list[int]) -> MultipleResults[Request] | Request:
         self.count += 1
-        request = Request(f"r{self.count}", tokens, SamplingParams())
+        request = Request(f"r{self.count}", RequestSpec(tokens, SamplingParams()))
         computed = self.manager.get_computed_blocks(request)
         assert computed.num_tokens == BLOCK * len(self.naive.found(tokens))
         answer = self.manager.allocate_slots(request, len(tokens) - computed.num_tokens, computed=computed).answer

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from baton.engine.decode_set import DecodeSet
 from baton.engine.request import Request
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 
 
 def test_a_request_that_left_and_joined_again_before_one_tick_needs_one_block() -> None:
     decodes = DecodeSet(4)
-    request = Request("r", [1, 2, 3], SamplingParams())
+    request = Request("r", RequestSpec([1, 2, 3], SamplingParams()))
     request.num_computed_tokens = 3
     decodes.join(request, 4, num_ticks=9)
     decodes.leave("r")

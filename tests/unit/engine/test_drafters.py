@@ -14,6 +14,7 @@ from baton.engine.request import Request
 from baton.engine.speculation.request_drafts import WINDOW, DraftLength, ForcedDrafter, NgramDrafter, RequestDrafts
 from baton.engine.speculation.step_cost import Prices, StepCost
 from baton.errors import ConfigError
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import Span
 from baton.messages.speculation import SpeculationConfig
@@ -227,7 +228,7 @@ def test_placeholders_in_spans_are_no_text() -> None:
     config = SpeculationConfig("ngram", num_speculative_tokens=3, prompt_lookup_min=2, prompt_lookup_max=4)
 
     def drafts(prompt: list[int]) -> Sequence[int]:
-        request = Request("r", prompt, SamplingParams(), spans=spans)
+        request = Request("r", RequestSpec(prompt, SamplingParams(), spans=spans))
         drafting = RequestDrafts(request, config)
         drafting.follow(Prices(0.1, 0.1))
         return drafting.draft()
@@ -235,7 +236,7 @@ def test_placeholders_in_spans_are_no_text() -> None:
     assert drafts([*[0] * 6, 1, 2, *[0] * 4, 3, 4, 5, 3, 4]) == [5, 3]
     assert drafts([*[0] * 6, 1, 2, *[0] * 4, 0, 0]) == ()
     assert drafts([*[0] * 6, 1, 2, *[0] * 4, 1, 2]) == ()
-    alone = Request("r", [0] * 12, SamplingParams(), spans=spans)
+    alone = Request("r", RequestSpec([0] * 12, SamplingParams(), spans=spans))
     model = RequestDrafts(alone, SpeculationConfig("draft_model", model="d"))
     model.follow(Prices(0.1, 0.1), [1, 2])
     assert (model.num_wanted, model.draft()) == (0, ())

@@ -9,6 +9,7 @@ from baton.engine.kv_cache.block_pool import BlockAccounts, BlockInvariantBroken
 from baton.engine.kv_cache.block_table import AllocationAnswer
 from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 
 OK, LATER, NEVER = AllocationAnswer.OK, AllocationAnswer.LATER, AllocationAnswer.NEVER
@@ -20,7 +21,7 @@ def manager_of(num_blocks: int, *, caching: bool = True) -> KVCacheManager:
 
 
 def request_of(name: str, num_tokens: int, *, first: int = 0, salt: str = "") -> Request:
-    return Request(name, range(first, first + num_tokens), SamplingParams(), cache_salt=salt)
+    return Request(name, RequestSpec(range(first, first + num_tokens), SamplingParams(), cache_salt=salt))
 
 
 def compute(manager: KVCacheManager, request: Request) -> None:
@@ -108,7 +109,7 @@ def test_the_longest_cached_prefix_leaves_a_token_to_compute(num_tokens: int, hi
 def test_a_hole_ends_the_prefix() -> None:
     manager = manager_of(12)
     compute(manager, request_of("first", 12))
-    other = Request("other", [0, 1, 2, 3, 99, 5, 6, 7, 8, 9, 10, 11, 12], SamplingParams())
+    other = Request("other", RequestSpec([0, 1, 2, 3, 99, 5, 6, 7, 8, 9, 10, 11, 12], SamplingParams()))
     assert manager.get_computed_blocks(other).num_tokens == 4
 
 

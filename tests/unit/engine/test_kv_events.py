@@ -49,8 +49,7 @@ class Follower:
         assert self.found.get("host", set()) == set(manager.host.pool.keys)
 
 
-def test_no_event_is_recorded_without_a_reader() -> None:
-    rig = EngineRig()
+def test_no_event_is_recorded_without_a_reader(rig: EngineRig) -> None:
     rig.add("r", 20, max_tokens=2)
     rig.run()
     assert rig.scheduler.kv_cache_manager.kv_events.since(0).complete is False

@@ -31,6 +31,7 @@ from decode_node.app import DecodeRole
 from kv_transfer.backends.base import TransferBackend
 from prefill_node.app import PrefillRole
 from tests.support.engine_rig import SOURCE, prompt_of
+from tests.support.requests import request_of
 from tests.support.step_gate import StepGate
 
 LONG_S = 30.0
@@ -112,7 +113,7 @@ def pulled() -> Request:
 
 def attempt_of(name: str, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Request:
     attempt = AttemptKey(name, 1)
-    return Request(str(attempt), prompt, SamplingParams(max_tokens=max_tokens), attempt=attempt, **fields)
+    return request_of(str(attempt), prompt, SamplingParams(max_tokens=max_tokens), attempt=attempt, **fields)
 
 
 def test_a_load_begins_while_the_step_in_which_it_was_decided_computes(rig: Rig) -> None:

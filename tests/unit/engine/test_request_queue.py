@@ -10,12 +10,13 @@ import pytest
 from baton.engine.request import Request
 from baton.engine.waiting.request_queue import RequestQueue
 from baton.errors import ConfigError
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig
 
 
 def request(name: str, priority: int = 0, arrival: float = 0.0) -> Request:
-    return Request(name, [1], SamplingParams(), priority=priority, arrival_time=arrival)
+    return Request(name, RequestSpec([1], SamplingParams(), priority=priority), arrival_time=arrival)
 
 
 def names(requests: Sequence[Request] | RequestQueue) -> list[str]:
@@ -95,9 +96,9 @@ def test_the_heap_agrees_with_sorting() -> None:
             queue.remove_many(gone)
             known = [r for r in known if r.request_id not in gone]
         if known and rng.random() < 0.3:
-            best = min(known, key=lambda r: (r.arrival_time + 7.0 * r.priority, r.arrival_time))
+            best = min(known, key=lambda r: (r.arrival_time + 7.0 * r.spec.priority, r.arrival_time))
             popped = queue.pop()
-            assert (popped.arrival_time + 7.0 * popped.priority) == best.arrival_time + 7.0 * best.priority
+            assert (popped.arrival_time + 7.0 * popped.spec.priority) == best.arrival_time + 7.0 * best.spec.priority
             known.remove(popped)
     assert sorted(names(queue)) == sorted(names(known))
 

@@ -6,6 +6,7 @@ import pytest
 
 from baton.engine.request import Request, RequestEvent, RequestStatus
 from baton.messages.node import Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from tests.support.transitions import check_pair
 
@@ -61,7 +62,7 @@ ROADS = {
 
 
 def request_in(state: RequestStatus) -> Request:
-    request = Request("r", [1, 2, 3], SamplingParams())
+    request = Request("r", RequestSpec([1, 2, 3], SamplingParams()))
     for event in ROADS[state]:
         request.transition(event)
     if state is S.ENDED:

@@ -10,15 +10,14 @@ from baton.engine.batch import ModelRunnerOutput
 from baton.engine.request import Request, RequestStatus
 from baton.errors import ConfigError, DuplicateRequest
 from baton.messages.node import Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig, prompt_of
 
 
-def test_a_request_runs_to_its_length() -> None:
-    rig = EngineRig()
+def test_a_request_runs_to_its_length(rig: EngineRig) -> None:
     rig.add("r", 10, max_tokens=5)
-    rig.run()
-    assert rig.tokens["r"] == rig.expected("r", 5)
+    rig.run_right("r")
     assert rig.reason("r") is Outcome.LENGTH
     assert not rig.scheduler.has_requests()
     assert rig.scheduler.kv_cache_manager.pool.accounts().owned == 0
@@ -112,8 +111,7 @@ def test_the_runner_gets_each_new_block_and_token_once() -> None:
     assert rig.scheduler.schedule().finished_req_ids == frozenset()
 
 
-def test_outputs_are_grouped_by_client() -> None:
-    rig = EngineRig()
+def test_outputs_are_grouped_by_client(rig: EngineRig) -> None:
     rig.add("a", 4, client_index=1, max_tokens=2)
     rig.add("b", 4, client_index=2, max_tokens=2)
     rig.add("c", 4, client_index=1, max_tokens=2)
@@ -176,8 +174,7 @@ def test_kv_of_generated_tokens_is_found_after_preemption() -> None:
     assert rig.tokens["new"] == rig.expected("new", 12)
 
 
-def test_prefix_hits_are_reported() -> None:
-    rig = EngineRig()
+def test_prefix_hits_are_reported(rig: EngineRig) -> None:
     prompt = prompt_of(16)
     rig.add("first", prompt, max_tokens=1)
     rig.run()
@@ -191,8 +188,7 @@ def test_prefix_hits_are_reported() -> None:
     assert stats.num_hit_tokens == {"device": 12, "host": 0, "remote": 0}
 
 
-def test_prefix_cache_can_be_reset_when_idle_only() -> None:
-    rig = EngineRig()
+def test_prefix_cache_can_be_reset_when_idle_only(rig: EngineRig) -> None:
     rig.add("r", 16, max_tokens=2)
     rig.step()
     assert not rig.scheduler.kv_cache_manager.reset_prefix_cache()
@@ -203,13 +199,12 @@ def test_prefix_cache_can_be_reset_when_idle_only() -> None:
     assert rig.ends["again"].num_cached_tokens == 0
 
 
-def test_a_live_id_can_not_be_used_again() -> None:
-    rig = EngineRig()
+def test_a_live_id_can_not_be_used_again(rig: EngineRig) -> None:
     rig.add("r", 4, max_tokens=1)
     with pytest.raises(DuplicateRequest, match="request r is here already"):
-        rig.scheduler.add_request(Request("r", [1], SamplingParams()))
+        rig.scheduler.add_request(Request("r", RequestSpec([1], SamplingParams())))
     rig.run()
-    rig.scheduler.add_request(Request("r", [1], SamplingParams()))
+    rig.scheduler.add_request(Request("r", RequestSpec([1], SamplingParams())))
     assert rig.scheduler.get_request_counts() == (0, 1)
 
 
@@ -234,18 +229,16 @@ def test_a_preempted_request_can_be_aborted() -> None:
     while rig.requests["new"].status is not RequestStatus.PREEMPTED:
         rig.step()
     assert rig.abort("new")[0].outcome is Outcome.ABORTED
-    rig.run()
-    assert rig.tokens["old"] == rig.expected("old", 12)
+    rig.run_right("old")
 
 
-def test_results_for_requests_that_ended_meanwhile_are_skipped_and_counted() -> None:
-    rig = EngineRig()
+def test_results_for_requests_that_ended_meanwhile_are_skipped_and_counted(rig: EngineRig) -> None:
     rig.add("gone", 4, max_tokens=5)
     rig.add("stays", 4, max_tokens=5)
     output = rig.scheduler.schedule()
     computed = rig.runner.execute_model(output)
     rig.abort("gone")
-    rig.scheduler.add_request(Request("gone", [1, 2], SamplingParams()))
+    rig.scheduler.add_request(Request("gone", RequestSpec([1, 2], SamplingParams())))
     sampled = {**computed.sampled_token_ids, "stranger": [1]}
     outputs = rig.commit(output, ModelRunnerOutput(sampled))
     assert [one.request_id for one in outputs] == ["stays"]
@@ -253,8 +246,7 @@ def test_results_for_requests_that_ended_meanwhile_are_skipped_and_counted() -> 
     assert rig.scheduler.requests["gone"].num_output_tokens == 0, "its successor of the same name got nothing"
 
 
-def test_the_same_step_commits_once() -> None:
-    rig = EngineRig()
+def test_the_same_step_commits_once(rig: EngineRig) -> None:
     rig.add("r", 4, max_tokens=5)
     output = rig.scheduler.schedule()
     computed = rig.runner.execute_model(output)

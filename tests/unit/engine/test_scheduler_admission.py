@@ -19,9 +19,7 @@ def test_admission_allocates_the_whole_prompt_although_it_is_computed_in_chunks(
     for _ in range(4):
         rig.step()
         assert running(rig) == ["first"]
-    rig.run()
-    assert rig.tokens["first"] == rig.expected("first", 4)
-    assert rig.tokens["second"] == rig.expected("second", 4)
+    rig.run_right("first", "second")
     assert rig.scheduler.make_stats().num_preemptions == 0
 
 
@@ -143,8 +141,7 @@ def test_without_chunked_prefill_a_prompt_that_lacks_blocks_does_not_stop_others
     assert rig.reason("whole") is Outcome.LENGTH
 
 
-def test_an_idle_engine_sleeps_and_a_request_wakes_it() -> None:
-    rig = EngineRig()
+def test_an_idle_engine_sleeps_and_a_request_wakes_it(rig: EngineRig) -> None:
     assert not rig.core.has_work()
     rig.add("r", 4, max_tokens=1)
     assert rig.core.has_work()
@@ -152,8 +149,7 @@ def test_an_idle_engine_sleeps_and_a_request_wakes_it() -> None:
     assert not rig.core.has_work()
 
 
-def test_an_engine_whose_requests_all_wait_for_remote_kv_sleeps() -> None:
-    rig = EngineRig()
+def test_an_engine_whose_requests_all_wait_for_remote_kv_sleeps(rig: EngineRig) -> None:
     rig.add("r", 8, leg=Leg.DECODE, max_tokens=3)
     assert rig.core.has_work()
     rig.step()
@@ -174,8 +170,7 @@ def test_an_engine_whose_next_request_lacks_blocks_sleeps_until_some_are_release
     assert not rig.core.has_work()
     rig.transfer(released=["offered"])
     assert rig.core.has_work()
-    rig.run()
-    assert rig.tokens["next"] == rig.expected("next", 1)
+    rig.run_right("next")
 
 
 def test_an_abort_of_the_first_waiting_request_wakes_the_engine() -> None:

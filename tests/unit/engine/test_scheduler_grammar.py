@@ -17,8 +17,7 @@ def matcher() -> FakeMatcher:
     return FakeMatcher([], range(1000))
 
 
-def test_a_request_waits_for_its_grammar_while_others_run() -> None:
-    rig = EngineRig()
+def test_a_request_waits_for_its_grammar_while_others_run(rig: EngineRig) -> None:
     waiting = rig.add("g", 6, json_schema=SCHEMA, max_tokens=4)
     assert waiting.status is RequestStatus.WAITING_FOR_GRAMMAR
     assert not rig.core.has_work()
@@ -30,13 +29,11 @@ def test_a_request_waits_for_its_grammar_while_others_run() -> None:
     assert {reason: count for reason, count in by_reason.items() if count} == {"grammar": 1}
 
     rig.scheduler.grammar_compiled("g", [matcher()])
-    rig.run()
-    assert rig.tokens["g"] == rig.expected("g", 4)
+    rig.run_right("g")
     assert rig.scheduler.make_stats().num_requests_waiting_by_reason["grammar"] == 0
 
 
-def test_the_runner_is_given_the_matcher_of_each_sequence() -> None:
-    rig = EngineRig()
+def test_the_runner_is_given_the_matcher_of_each_sequence(rig: EngineRig) -> None:
     rig.add("g", 6, json_schema=SCHEMA, n=3, max_tokens=3)
     rig.add("plain", 6, max_tokens=3)
     matchers = [matcher() for _ in range(3)]
@@ -50,8 +47,7 @@ def test_the_runner_is_given_the_matcher_of_each_sequence() -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.ABORTED, Outcome.ERROR])
-def test_a_request_can_end_while_it_waits_for_its_grammar(outcome: Outcome) -> None:
-    rig = EngineRig()
+def test_a_request_can_end_while_it_waits_for_its_grammar(rig: EngineRig, outcome: Outcome) -> None:
     rig.add("g", 6, json_schema=SCHEMA)
     (end,) = rig.abort("g", outcome=outcome)
     assert end.outcome is outcome
@@ -60,8 +56,7 @@ def test_a_request_can_end_while_it_waits_for_its_grammar(outcome: Outcome) -> N
     assert sum(rig.scheduler.make_stats().num_requests_waiting_by_reason.values()) == 0
 
 
-def test_a_decode_leg_loads_its_prompt_only_once_its_grammar_is_compiled() -> None:
-    rig = EngineRig()
+def test_a_decode_leg_loads_its_prompt_only_once_its_grammar_is_compiled(rig: EngineRig) -> None:
     rig.add("d", 9, leg=Leg.DECODE, json_schema=SCHEMA, max_tokens=3)
     rig.run()
     assert not rig.connector.loads

@@ -13,6 +13,7 @@ from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.messages.node import Leg, Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.loading import load_runner
@@ -123,7 +124,7 @@ def test_with_a_real_model_the_tokens_are_those_of_a_large_pool(tmp_path: Path, 
         scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock())
         core = EngineCore(scheduler, runner)
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-        request = Request("r", [(13 * place) % 250 for place in range(100)], params)
+        request = Request("r", RequestSpec([(13 * place) % 250 for place in range(100)], params))
         core.scheduler.add_request(request)
         while core.has_work():
             core.step()

@@ -12,6 +12,7 @@ from baton.engine.constraints import RepetitionDetector
 from baton.engine.request import Request
 from baton.errors import InvalidRequest
 from baton.messages.node import Leg, Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import MAX_PATTERN_SIZE, RepetitionDetection, SamplingParams
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 
@@ -72,8 +73,7 @@ def check_end(rig: EngineRig, name: str = "r") -> None:
     assert rig.scheduler.make_stats().free_blocks == rig.scheduler.make_stats().total_blocks
 
 
-def test_an_output_that_repeats_itself_ends_with_an_error() -> None:
-    rig = EngineRig()
+def test_an_output_that_repeats_itself_ends_with_an_error(rig: EngineRig) -> None:
     rig.add("r", 6, max_tokens=14, repetition_detection=RULE)
     rig.add("free", 6, max_tokens=14)
     drive(rig)
@@ -83,10 +83,11 @@ def test_an_output_that_repeats_itself_ends_with_an_error() -> None:
 
 
 @pytest.mark.parametrize("given", range(1, END))
-def test_a_continued_output_ends_at_the_same_token(given: int) -> None:
-    rig = EngineRig()
+def test_a_continued_output_ends_at_the_same_token(rig: EngineRig, given: int) -> None:
     request = Request(
-        "r", prompt_of(6), SamplingParams(max_tokens=14, repetition_detection=RULE), output_token_ids=TOKENS[:given]
+        "r",
+        RequestSpec(prompt_of(6), SamplingParams(max_tokens=14, repetition_detection=RULE)),
+        output_token_ids=TOKENS[:given],
     )
     rig.scheduler.add_request(request)
     rig.tokens["r"] = TOKENS[:given]
@@ -95,12 +96,11 @@ def test_a_continued_output_ends_at_the_same_token(given: int) -> None:
 
 
 @pytest.mark.parametrize("given", [1, 5, END - 1])
-def test_a_decode_leg_ends_at_the_same_token(given: int) -> None:
-    rig = EngineRig()
+def test_a_decode_leg_ends_at_the_same_token(rig: EngineRig, given: int) -> None:
     params = SamplingParams(max_tokens=14, repetition_detection=RULE)
     output = TOKENS[: given - 1]
     rig.scheduler.add_request(
-        Request("r", prompt_of(6), params, leg=Leg.DECODE, kv_source=SOURCE, output_token_ids=output)
+        Request("r", RequestSpec(prompt_of(6), params), leg=Leg.DECODE, kv_source=SOURCE, output_token_ids=output)
     )
     rig.tokens["r"] = [*output]
     rig.step()
@@ -109,10 +109,11 @@ def test_a_decode_leg_ends_at_the_same_token(given: int) -> None:
     check_end(rig)
 
 
-def test_the_first_token_of_a_prefill_leg_may_complete_a_repetition() -> None:
-    rig = EngineRig()
+def test_the_first_token_of_a_prefill_leg_may_complete_a_repetition(rig: EngineRig) -> None:
     params = SamplingParams(max_tokens=14, repetition_detection=RULE)
-    rig.scheduler.add_request(Request("r", prompt_of(6), params, leg=Leg.PREFILL, output_token_ids=TOKENS[: END - 1]))
+    rig.scheduler.add_request(
+        Request("r", RequestSpec(prompt_of(6), params), leg=Leg.PREFILL, output_token_ids=TOKENS[: END - 1])
+    )
     rig.tokens["r"] = TOKENS[: END - 1]
     drive(rig)
     assert rig.tokens["r"] == TOKENS[:END]
@@ -129,8 +130,7 @@ def test_preemption_does_not_change_where_a_repetition_ends() -> None:
     check_end(rig)
 
 
-def test_min_tokens_does_not_prevent_it_and_a_stop_token_takes_precedence() -> None:
-    rig = EngineRig()
+def test_min_tokens_does_not_prevent_it_and_a_stop_token_takes_precedence(rig: EngineRig) -> None:
     rig.add("r", 6, max_tokens=14, min_tokens=12, repetition_detection=RULE)
     rig.add("stops", 6, max_tokens=14, min_tokens=12, stop_token_ids=frozenset({3}), repetition_detection=RULE)
     drive(rig)
@@ -138,8 +138,7 @@ def test_min_tokens_does_not_prevent_it_and_a_stop_token_takes_precedence() -> N
     check_end(rig)
 
 
-def test_a_repetition_ends_all_sequences_of_the_request() -> None:
-    rig = EngineRig()
+def test_a_repetition_ends_all_sequences_of_the_request(rig: EngineRig) -> None:
     rig.add("r", 6, max_tokens=14, n=2, repetition_detection=RULE)
     drive(rig)
     assert {name: end.outcome for name, end in rig.ends.items()} == dict.fromkeys(("r", "r~1"), Outcome.REPETITION)

@@ -12,8 +12,7 @@ SPANS = (Span(0, 6, "a" * 64), Span(9, 3, "b" * 64))
 OTHERS = (Span(0, 6, "a" * 64), Span(9, 3, "c" * 64))
 
 
-def test_only_blocks_with_the_same_rows_are_found() -> None:
-    rig = EngineRig()
+def test_only_blocks_with_the_same_rows_are_found(rig: EngineRig) -> None:
     rig.add("warm", TOKENS, spans=SPANS, max_tokens=3)
     rig.run()
     for name, spans, cached in (("same", SPANS, 12), ("other", OTHERS, 8), ("text", (), 0)):
@@ -42,8 +41,7 @@ def test_a_failed_load_computes_its_rows_here() -> None:
     rig.add("d", TOKENS, spans=SPANS, leg=Leg.DECODE, max_tokens=6)
     rig.step()
     rig.transfer(failed={"d": "peer gone"})
-    rig.run()
-    assert rig.tokens["d"] == rig.expected("d", 6)
+    rig.run_right("d")
     assert rig.requests["d"].num_cached_tokens == 8
     rig.transfer(released=["d"])
 

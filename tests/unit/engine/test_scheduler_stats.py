@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from baton.engine.batch import ComputedStep, ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import RequestStatus
-from baton.messages.node import Leg
-from baton.node.reports.reports import load_of, load_report, step_figures
+from baton.messages.node import Leg, StepFigures
+from baton.node.reports.reports import load_of, load_report
 from tests.support.engine_rig import EngineRig, prompt_of
 
 
@@ -36,8 +36,7 @@ def test_every_waiting_request_has_exactly_one_reason() -> None:
     assert waiting(rig) == {}
 
 
-def test_a_deferred_request_whose_prompt_has_begun_waits_for_another_reason() -> None:
-    rig = EngineRig()
+def test_a_deferred_request_whose_prompt_has_begun_waits_for_another_reason(rig: EngineRig) -> None:
     rig.connector.unknown.add("unsure")
     rig.add("unsure", 8, leg=Leg.DECODE, max_tokens=3)
     rig.step()
@@ -66,8 +65,7 @@ def test_preempted_and_swapped_requests_have_different_reasons() -> None:
         assert waiting(rig) == {}
 
 
-def test_hits_are_counted_by_source() -> None:
-    rig = EngineRig()
+def test_hits_are_counted_by_source(rig: EngineRig) -> None:
     prompt = prompt_of(16)
     rig.add("pulled", prompt, leg=Leg.DECODE, max_tokens=2)
     rig.step()
@@ -121,25 +119,23 @@ def computed_step(rig: EngineRig, seconds: float) -> ComputedStep | None:
     return rig.core.take_computed_step()
 
 
-def test_a_computed_step_has_its_size_and_duration() -> None:
-    rig = EngineRig()
+def test_a_computed_step_has_its_size_and_duration(rig: EngineRig) -> None:
     began = rig.clock.monotonic()
     rig.add("a", 10, max_tokens=5)
-    assert computed_step(rig, 0.25) == ComputedStep(0.25, 10, 0, 0, began + 0.25, True)
+    assert computed_step(rig, 0.25) == ComputedStep(StepFigures(250.0, 10, 0, 0), began + 0.25, True)
     rig.add("b", 7, max_tokens=5)
-    assert computed_step(rig, 0.5) == ComputedStep(0.5, 7, 1, 10, began + 0.75, True)
+    assert computed_step(rig, 0.5) == ComputedStep(StepFigures(500.0, 7, 1, 10), began + 0.75, True)
     rig.add("pulled", 8, leg=Leg.DECODE, max_tokens=5)
     rig.step()
     rig.complete_transfer("pulled")
     rig.core.take_computed_step()
-    assert computed_step(rig, 0.125) == ComputedStep(0.125, 0, 3, 12 + 8 + 8, began + 0.875, True), (
+    assert computed_step(rig, 0.125) == ComputedStep(StepFigures(125.0, 0, 3, 12 + 8 + 8), began + 0.875, True), (
         "its first token was drawn elsewhere"
     )
     assert rig.core.take_computed_step() is None
 
 
-def test_a_computed_step_counts_sequences_and_their_drafts_apart() -> None:
-    rig = EngineRig()
+def test_a_computed_step_counts_sequences_and_their_drafts_apart(rig: EngineRig) -> None:
     for name in ("right", "wrong", "alone"):
         rig.add(name, 10, max_tokens=9)
     rig.step()
@@ -147,16 +143,14 @@ def test_a_computed_step_counts_sequences_and_their_drafts_apart() -> None:
     rig.scheduler.update_draft_token_ids({"right": right, "wrong": [other[0], other[1] + 1]})
     computed = computed_step(rig, 0.25)
     assert computed is not None
-    assert (computed.num_prefill_tokens, computed.num_decodes, computed.num_decode_context_tokens) == (0, 3, 30)
-    assert (computed.num_drafts, computed.num_draft_tokens, computed.num_accepted_tokens) == (2, 5, 4)
-    assert step_figures(computed).decode_rows == 8
+    assert computed.figures == StepFigures(250.0, 0, 3, 30, drafts=2, draft_tokens=5, accepted_tokens=4)
+    assert computed.figures.decode_rows == 8
     computed = computed_step(rig, 0.25)
     assert computed is not None
-    assert (computed.num_decodes, computed.num_drafts, computed.num_draft_tokens) == (3, 0, 0)
+    assert (computed.figures.decode_sequences, computed.figures.drafts, computed.figures.draft_tokens) == (3, 0, 0)
 
 
-def test_a_lost_step_is_not_reported_as_computed() -> None:
-    rig = EngineRig()
+def test_a_lost_step_is_not_reported_as_computed(rig: EngineRig) -> None:
     rig.add("r", 10, max_tokens=5)
     rig.runner.raise_next = RuntimeError("broken")
     assert computed_step(rig, 0.25) is None
@@ -179,8 +173,7 @@ def test_token_counts_are_available_without_statistics() -> None:
     assert load_of(rig.core.scheduler, draining=True).draining
 
 
-def test_stopped_events_are_not_recorded() -> None:
-    rig = EngineRig()
+def test_stopped_events_are_not_recorded(rig: EngineRig) -> None:
     rig.scheduler.stop_events()
     rig.add("runs", 8, max_tokens=2)
     rig.run()

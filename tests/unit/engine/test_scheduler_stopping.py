@@ -9,6 +9,7 @@ import pytest
 from baton.engine.batch import ModelRunnerOutput
 from baton.engine.request import Request
 from baton.messages.node import Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from tests.support.engine_rig import EngineRig, prompt_of
 
@@ -49,9 +50,8 @@ def test_the_scripted_tokens_do_not_repeat() -> None:
     ],
 )
 def test_each_stop_condition_ends_a_request(
-    params: dict[str, Any], eos: tuple[int, ...], reason: Outcome, stop_reason: int | None, length: int
+    rig: EngineRig, params: dict[str, Any], eos: tuple[int, ...], reason: Outcome, stop_reason: int | None, length: int
 ) -> None:
-    rig = EngineRig()
     rig.add("r", PROMPT, eos=frozenset(eos), **{"max_tokens": 10, **params})
     rig.run()
     assert rig.tokens["r"] == TOKENS[:length], "the token that stops is part of the output"
@@ -86,7 +86,7 @@ def test_a_prompt_that_never_fits_is_refused_at_once(num_tokens: int, refused: b
         assert rig.reason("huge") is Outcome.IGNORED, "before any step"
     rig.step()
     if refused:
-        assert f"a prompt of {num_tokens} tokens leaves no room" in (rig.ends["huge"].error or "")
+        assert f"a prompt of {num_tokens} tokens leaves no room" in str(rig.ends["huge"].error)
         assert rig.reason("small") is Outcome.LENGTH, "nobody waits behind it"
     else:
         assert rig.tokens["huge"] == rig.expected("huge", 1)
@@ -94,15 +94,14 @@ def test_a_prompt_that_never_fits_is_refused_at_once(num_tokens: int, refused: b
 
 def test_a_refusal_that_was_not_taken_comes_with_the_next_step() -> None:
     rig = EngineRig(num_blocks=3)
-    rig.scheduler.add_request(Request("huge", list(range(40)), SamplingParams()))
+    rig.scheduler.add_request(Request("huge", RequestSpec(list(range(40)), SamplingParams())))
     assert rig.core.has_work()
     (outputs,) = rig.core.step().values()
     assert [output.outcome for output in outputs] == [Outcome.IGNORED]
     assert not rig.core.has_work()
 
 
-def test_a_failed_request_ends_alone() -> None:
-    rig = EngineRig()
+def test_a_failed_request_ends_alone(rig: EngineRig) -> None:
     rig.add("bad", 8, max_tokens=5)
     rig.add("good", PROMPT, max_tokens=10)
     rig.step()
@@ -113,8 +112,7 @@ def test_a_failed_request_ends_alone() -> None:
     assert rig.tokens["good"] == TOKENS
 
 
-def test_kv_of_a_failed_chunk_is_never_found() -> None:
-    rig = EngineRig()
+def test_kv_of_a_failed_chunk_is_never_found(rig: EngineRig) -> None:
     rig.add("bad", PROMPT, max_tokens=5)
     rig.runner.failures["bad"] = "non-finite logits"
     rig.step()
@@ -138,16 +136,14 @@ def test_a_runner_that_raises_fails_the_step_and_not_the_engine() -> None:
     assert rig.tokens["waits"] == TOKENS
 
 
-def test_a_request_without_a_sampled_token_fails() -> None:
-    rig = EngineRig()
+def test_a_request_without_a_sampled_token_fails(rig: EngineRig) -> None:
     rig.add("r", 4, max_tokens=5)
     output = rig.scheduler.schedule()
     rig.commit(output, ModelRunnerOutput({}))
     assert (rig.reason("r"), rig.ends["r"].error) == (Outcome.ERROR, "the runner returned no token")
 
 
-def test_tokens_behind_a_stop_are_cut_with_their_logprobs() -> None:
-    rig = EngineRig()
+def test_tokens_behind_a_stop_are_cut_with_their_logprobs(rig: EngineRig) -> None:
     rig.add("r", PROMPT, max_tokens=10, stop_token_ids=frozenset({2}))
     output = rig.scheduler.schedule()
     logprobs = [TokenLogprobs(token, -0.5, 1, ()) for token in (1, 2, 3)]

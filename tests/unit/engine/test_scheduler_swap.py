@@ -15,6 +15,7 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
 from baton.messages.node import Leg, Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, load
 from baton.runner.loading import load_runner
@@ -113,8 +114,7 @@ def test_a_swapped_request_is_resumed_before_new_requests() -> None:
     while rig.requests["new"].status is RequestStatus.SWAPPED:
         assert rig.requests["tiny"].status is RequestStatus.WAITING, "though there is a block for it"
         rig.step()
-    rig.run()
-    assert rig.tokens["new"] == rig.expected("new", 8)
+    rig.run_right("new")
     assert rig.reason("tiny") is Outcome.LENGTH
 
 
@@ -129,8 +129,7 @@ def test_nothing_is_loaded_into_blocks_that_are_still_to_be_copied_out() -> None
     while "pulled" not in rig.connector.loads:
         rig.step()
     rig.complete_transfer("pulled")
-    rig.run()
-    assert rig.tokens["pulled"] == rig.expected("pulled", 3)
+    rig.run_right("pulled")
 
 
 @pytest.mark.parametrize("committed", [False, True], ids=["before its copies", "after them"])
@@ -149,8 +148,7 @@ def test_an_abort_of_a_swapped_request_frees_its_host_blocks(committed: bool) ->
     stats = rig.scheduler.make_stats()
     assert stats.num_requests_waiting_by_reason["swapped"] == 0
     assert stats.free_host_blocks == 15
-    rig.run()
-    assert rig.tokens["old"] == rig.expected("old", 8)
+    rig.run_right("old")
 
 
 def test_a_request_whose_swap_out_was_lost_is_recomputed() -> None:
@@ -166,8 +164,7 @@ def test_a_request_whose_swap_out_was_lost_is_recomputed() -> None:
     assert rig.reason("old") is Outcome.ERROR
     assert rig.requests["new"].status is RequestStatus.PREEMPTED
     assert rig.scheduler.make_stats().free_host_blocks == 15
-    rig.run()
-    assert rig.tokens["new"] == rig.expected("new", 8)
+    rig.run_right("new")
 
 
 def test_a_lost_swap_in_fails_its_request() -> None:
@@ -207,7 +204,7 @@ PROMPTS = {f"r{number}": prompt_of(20 + 3 * number, number) for number in range(
 def generate(core: EngineCore, params: SamplingParams) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {name: [] for name in PROMPTS}
     for name, prompt in PROMPTS.items():
-        core.scheduler.add_request(Request(name, [token % 256 for token in prompt], params))
+        core.scheduler.add_request(Request(name, RequestSpec([token % 256 for token in prompt], params)))
     while core.has_work():
         for batch in core.step().values():
             for output in batch:

@@ -19,6 +19,7 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
 from baton.messages.kv_cache import BlockStored
 from baton.messages.node import Leg, Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
@@ -51,8 +52,7 @@ def test_blocks_are_freed_once_the_last_query_that_sees_them_is_computed() -> No
     # 8 tokens are computed; the next query, at 8, sees 4 to 8.
     assert rig.scheduler.kv_cache_manager.block_ids("one")[:1] == [0]
     assert held(rig) == 1
-    rig.run()
-    assert rig.tokens["one"] == rig.expected("one", 8)
+    rig.run_right("one")
 
 
 def test_blocks_of_prompts_are_freed_chunk_by_chunk_and_stay_cached() -> None:
@@ -127,8 +127,7 @@ def test_a_decode_leg_loads_only_the_blocks_that_it_sees(windows: tuple[int | No
     assert [block != 0 for block in of_window] == [False, False, False, True, True]
     assert held(rig) == reserved, "and the slot of the first generated token"
     rig.complete_transfer("taken")
-    rig.run()
-    assert rig.tokens["taken"] == rig.expected("taken", 12)
+    rig.run_right("taken")
 
 
 def test_an_aborted_load_quarantines_the_blocks_that_it_was_to_fill() -> None:
@@ -150,7 +149,7 @@ def windowed_manager(*, num_host_blocks: int = 0) -> KVCacheManager:
 
 def taken_in(manager: KVCacheManager, num_tokens: int, partly_filled: list[int]) -> Request:
     """A request whose prompt was read from another node, with these entries filled only in part."""
-    request = Request("taken", range(100, 100 + num_tokens), SamplingParams(max_tokens=8))
+    request = Request("taken", RequestSpec(range(100, 100 + num_tokens), SamplingParams(max_tokens=8)))
     allocation = manager.allocate_slots(request, 0, num_external_tokens=num_tokens)
     assert allocation.answer is AllocationAnswer.OK
     manager.note_partly_filled(request, partly_filled)
@@ -172,7 +171,7 @@ def test_a_block_that_was_filled_in_part_is_found_by_nobody() -> None:
     manager.free("taken")
     assert manager.get_computed_blocks(request).num_tokens == 0, "the query at 16 sees 11 to 16"
     # The block is whole for its next owner.
-    other = Request("other", range(500, 500 + 36 * 4), SamplingParams(max_tokens=8))
+    other = Request("other", RequestSpec(range(500, 500 + 36 * 4), SamplingParams(max_tokens=8)))
     manager.allocate_slots(other, 36 * 4)
     manager.cache_blocks(other, 36 * 4)
     assert cached_stripes(manager, other) == list(range(36))
@@ -201,7 +200,7 @@ def test_a_block_that_was_filled_in_part_is_shared_with_later_queries_only_and_i
     assert manager.shared_prefix("taken", 17) is None, "the query at 17 sees 12 to 17"
     shared = manager.shared_prefix("taken", 18)
     assert shared is not None
-    sibling = Request("sibling", request.prompt_token_ids, SamplingParams(max_tokens=8))
+    sibling = Request("sibling", RequestSpec(request.prompt_token_ids, SamplingParams(max_tokens=8)))
     sibling.output_token_ids.append(7)
     assert len(manager.allocate_slots(sibling, 2, computed=shared).copies) == 1
     manager.cache_blocks(sibling, 20)
@@ -211,7 +210,7 @@ def test_a_block_that_was_filled_in_part_is_shared_with_later_queries_only_and_i
 @pytest.mark.parametrize("valid", [4, 5])
 def test_of_a_failed_load_no_block_that_was_filled_in_part_is_found(valid: int) -> None:
     manager = windowed_manager()
-    request = Request("taken", range(100, 120), SamplingParams(max_tokens=8))
+    request = Request("taken", RequestSpec(range(100, 120), SamplingParams(max_tokens=8)))
     manager.allocate_slots(request, 0, num_external_tokens=20)
     manager.note_partly_filled(request, [3])
     manager.cache_valid(request, valid)
@@ -251,7 +250,7 @@ def test_a_prefix_that_lacks_what_its_next_query_sees_is_shorter(windows: tuple[
     manager = KVCacheManager(
         pool, BlockHasher(CacheKeyFields("m", "d", "l"), 4), 4, windows=windows, enable_caching=True
     )
-    request = Request("r", list(range(41)), SamplingParams())
+    request = Request("r", RequestSpec(list(range(41)), SamplingParams()))
     manager.allocate_slots(request, 41)
     manager.cache_blocks(request, 41)
     manager.free("r")
@@ -358,7 +357,9 @@ def test_with_a_real_model_freeing_blocks_changes_no_token(tmp_path: Path, archi
         scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock())
         core = EngineCore(scheduler, runner)
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-        requests = [Request(f"r{i}", [(13 * i + j) % 250 for j in range(20 + i)], params) for i in range(3)]
+        requests = [
+            Request(f"r{i}", RequestSpec([(13 * i + j) % 250 for j in range(20 + i)], params)) for i in range(3)
+        ]
         for request in requests:
             core.scheduler.add_request(request)
         while core.has_work():
@@ -408,7 +409,7 @@ def test_a_swapped_table_returns_with_the_same_null_blocks() -> None:
     pool, host = BlockPool(40), HostTier(40)
     hasher = BlockHasher(CacheKeyFields("m", "d", "l"), 4)
     manager = KVCacheManager(pool, hasher, 4, windows=(None, 5), enable_caching=True, host=host)
-    request = Request("r", list(range(21)), SamplingParams())
+    request = Request("r", RequestSpec(list(range(21)), SamplingParams()))
     manager.allocate_slots(request, 21)
     request.num_computed_tokens = 21
     manager.cache_blocks(request, 21)

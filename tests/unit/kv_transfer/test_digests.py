@@ -15,6 +15,7 @@ from baton.config import KVDigests
 from baton.engine.request import Request
 from baton.engine.runner import KVLayout, KVMemory, LayerGeometry, LayerGroup
 from baton.messages.ids import AttemptKey
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
 from baton.runner.blocks import block_digests as block_digests_module
@@ -46,7 +47,7 @@ class CountingDigests:
 
 
 def request_with_keys(num_tokens: int, num_keys: int, num_cached_tokens: int = 0) -> Request:
-    request = Request("r", list(range(num_tokens)), SamplingParams())
+    request = Request("r", RequestSpec(list(range(num_tokens)), SamplingParams()))
     request.block_hashes = [bytes([index]) * 32 for index in range(num_keys)]
     request.num_cached_tokens = num_cached_tokens
     return request

@@ -26,8 +26,20 @@ GRACE_S = 10.0
 LONG = SamplingParams(temperature=0.0, seed=3, max_tokens=12)
 
 
-def rig_with_grace(role: Role = Role.DECODE) -> NodeRig:
-    return NodeRig(role, orphan_grace_s=GRACE_S)
+@pytest.fixture
+async def rig() -> NodeRig:
+    """A node that keeps orphans for a while."""
+    return NodeRig(orphan_grace_s=GRACE_S)
+
+
+@pytest.fixture
+async def first(rig: NodeRig) -> Port:
+    return attach(rig, "router-0")
+
+
+@pytest.fixture
+async def second(rig: NodeRig) -> Port:
+    return attach(rig, "router-1")
 
 
 def attach(rig: NodeRig, name: str, run: int = 1) -> Port:
@@ -52,10 +64,16 @@ def of(sequence_index: int, told: list[RequestDelta]) -> list[RequestDelta]:
     return own
 
 
+async def check_replayed(rig: NodeRig, port: Port) -> None:
+    """Let all requests end; this router was then told the whole output of the long one."""
+    rig.driver.run()
+    assert tokens(of(0, await deltas(port))) == whole(12)
+
+
 @pytest.mark.parametrize("turns", [0, 1, 4])
-async def test_an_orphan_runs_on_and_is_replayed_from_the_beginning_to_the_router_that_adopts_it(turns: int) -> None:
-    rig = rig_with_grace()
-    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+async def test_an_orphan_runs_on_and_is_replayed_from_the_beginning_to_the_router_that_adopts_it(
+    rig: NodeRig, first: Port, second: Port, turns: int
+) -> None:
     rig.submit(first, sampling_params=LONG)
     turn(rig, turns)
     first.close()
@@ -97,9 +115,9 @@ async def _told_as_well() -> None:
         await rig.service.draining.wait_idle()
 
 
-async def test_the_router_that_lost_an_attempt_is_told_and_its_aborts_change_nothing() -> None:
-    rig = rig_with_grace()
-    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+async def test_the_router_that_lost_an_attempt_is_told_and_its_aborts_change_nothing(
+    rig: NodeRig, first: Port, second: Port
+) -> None:
     rig.submit(first, sampling_params=LONG)
     turn(rig, 3)
     await deltas(first)
@@ -108,16 +126,16 @@ async def test_the_router_that_lost_an_attempt_is_told_and_its_aborts_change_not
     assert (moved.attempt, moved.outcome) == (KEY, Outcome.MOVED)
     first.receive(Abort(KEY, "it was lost, I thought"))
     first.receive(Abort(KEY, "its text is over", 0))
-    rig.driver.run()
-    assert tokens(of(0, await deltas(second))) == whole(12)
+    await check_replayed(rig, second)
     assert await deltas(first) == []
     first.receive(Abort(KEY, "the other leg died"))
     assert rig.role.aborted == [], "what is on offer is the new router's"
 
 
 @pytest.mark.parametrize("how", ["running", "orphaned", "forgotten"])
-async def test_of_several_routers_the_one_with_the_latest_call_owns_it_in_whatever_order_they_adopt(how: str) -> None:
-    rig = rig_with_grace()
+async def test_of_several_routers_the_one_with_the_latest_call_owns_it_in_whatever_order_they_adopt(
+    rig: NodeRig, how: str
+) -> None:
     first, second, third = (attach(rig, f"router-{index}") for index in range(3))
     rig.submit(first, sampling_params=LONG, takeover=1)
     turn(rig, 3)
@@ -149,8 +167,7 @@ async def test_of_several_routers_the_one_with_the_latest_call_owns_it_in_whatev
     await rig.service.draining.wait_idle()
 
 
-async def test_of_two_routers_with_the_same_number_the_first_one_keeps_the_attempt() -> None:
-    rig = rig_with_grace()
+async def test_of_two_routers_with_the_same_number_the_first_one_keeps_the_attempt(rig: NodeRig) -> None:
     first, second, third = (attach(rig, f"router-{index}") for index in range(3))
     rig.submit(first, sampling_params=LONG, takeover=1)
     turn(rig, 3)
@@ -164,8 +181,7 @@ async def test_of_two_routers_with_the_same_number_the_first_one_keeps_the_attem
     assert {delta.outcome for delta in await deltas(second)} == {None, Outcome.LENGTH}
 
 
-async def test_a_router_without_takeover_numbers_adopts_and_aborts() -> None:
-    rig = rig_with_grace()
+async def test_a_router_without_takeover_numbers_adopts_and_aborts(rig: NodeRig) -> None:
     first, old = attach(rig, "router-0"), attach(rig, "router-1")
     rig.submit(first, sampling_params=LONG, takeover=3)
     turn(rig, 3)
@@ -193,8 +209,7 @@ async def test_the_takeover_number_is_remembered_after_the_attempt_is_forgotten(
     assert rig.role.aborted == [KEY]
 
 
-async def test_the_owner_may_adopt_its_own_attempt_to_have_it_replayed() -> None:
-    rig = rig_with_grace()
+async def test_the_owner_may_adopt_its_own_attempt_to_have_it_replayed(rig: NodeRig) -> None:
     port = attach(rig, "router-0")
     rig.submit(port, sampling_params=LONG)
     turn(rig, 3)
@@ -220,9 +235,7 @@ async def test_an_attempt_that_is_not_here_is_unknown(reason: str) -> None:
     second.receive(Abort(KEY, "so I tried elsewhere"))
 
 
-async def test_an_adopted_attempt_can_be_aborted_by_its_new_router() -> None:
-    rig = rig_with_grace()
-    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+async def test_an_adopted_attempt_can_be_aborted_by_its_new_router(rig: NodeRig, first: Port, second: Port) -> None:
     rig.submit(first, sampling_params=LONG)
     turn(rig, 2)
     second.receive(Adopt(KEY))
@@ -235,8 +248,7 @@ async def test_an_adopted_attempt_can_be_aborted_by_its_new_router() -> None:
     await rig.service.draining.wait_idle()
 
 
-async def test_an_attempt_outlives_several_lost_routers() -> None:
-    rig = rig_with_grace()
+async def test_an_attempt_outlives_several_lost_routers(rig: NodeRig) -> None:
     ports = [attach(rig, f"router-{index}") for index in range(4)]
     rig.submit(ports[0], sampling_params=LONG)
     for before, after in pairwise(ports):
@@ -249,9 +261,9 @@ async def test_an_attempt_outlives_several_lost_routers() -> None:
     await rig.service.draining.wait_idle()
 
 
-async def test_all_sequences_are_replayed_those_that_have_ended_included() -> None:
-    rig = rig_with_grace()
-    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+async def test_all_sequences_are_replayed_those_that_have_ended_included(
+    rig: NodeRig, first: Port, second: Port
+) -> None:
     rig.submit(first, sampling_params=replace(LONG, n=3))
     turn(rig, 5)
     first.receive(Abort(KEY, "its text is over", 1))
@@ -273,7 +285,7 @@ async def test_all_sequences_are_replayed_those_that_have_ended_included() -> No
 async def test_a_beam_search_can_be_adopted() -> None:
     best = expected_beams(PROMPT, BeamSearch(3, frozenset(), 5), vocab_size=VOCAB)
     for turns in (3, 50):
-        rig = rig_with_grace()
+        rig = NodeRig(orphan_grace_s=GRACE_S)
         first, second = attach(rig, "router-0"), attach(rig, "router-1")
         rig.submit(first, sampling_params=SamplingParams(temperature=0.0, max_tokens=5, n=2, beam_width=3))
         turn(rig, turns)
@@ -284,9 +296,9 @@ async def test_a_beam_search_can_be_adopted() -> None:
         assert [tokens(of(index, told)) for index in range(2)] == best[:2]
 
 
-async def test_the_output_that_an_attempt_was_submitted_with_is_replayed_first() -> None:
-    rig = rig_with_grace()
-    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+async def test_the_output_that_an_attempt_was_submitted_with_is_replayed_first(
+    rig: NodeRig, first: Port, second: Port
+) -> None:
     rig.submit(first, sampling_params=LONG, output_token_ids=whole(5))
     turn(rig, 3)
     second.receive(Adopt(KEY))
@@ -295,9 +307,7 @@ async def test_the_output_that_an_attempt_was_submitted_with_is_replayed_first()
     assert (told[1].first_index, tokens(told)) == (0, whole(12))
 
 
-async def test_logprobs_are_replayed_with_their_tokens() -> None:
-    rig = rig_with_grace()
-    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+async def test_logprobs_are_replayed_with_their_tokens(rig: NodeRig, first: Port, second: Port) -> None:
     rig.submit(first, sampling_params=replace(LONG, logprobs=2, seed=0))
     turn(rig, 4)
     first.close()
@@ -307,9 +317,9 @@ async def test_logprobs_are_replayed_with_their_tokens() -> None:
         assert [position.token_id for position in delta.logprobs] == list(delta.token_ids)
 
 
-async def test_an_adopted_decode_leg_brings_the_first_token_without_its_prefill_leg() -> None:
-    rig = rig_with_grace()
-    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+async def test_an_adopted_decode_leg_brings_the_first_token_without_its_prefill_leg(
+    rig: NodeRig, first: Port, second: Port
+) -> None:
     undisturbed = whole(12, seed=0)
     drawn = undisturbed[0]
     rig.submit(first, leg=Leg.DECODE, kv_source=SOURCE, sampling_params=replace(LONG, logprobs=0, seed=0))
@@ -327,9 +337,7 @@ async def test_an_adopted_decode_leg_brings_the_first_token_without_its_prefill_
     assert [position.token_id for delta in told for position in delta.logprobs] == undisturbed
 
 
-async def test_another_router_can_not_submit_an_orphan() -> None:
-    rig = rig_with_grace()
-    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+async def test_another_router_can_not_submit_an_orphan(rig: NodeRig, first: Port, second: Port) -> None:
     rig.submit(first)
     turn(rig, 1)
     first.close()
@@ -343,8 +351,7 @@ async def test_another_router_can_not_submit_an_orphan() -> None:
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-async def test_a_router_that_attaches_again_has_given_up_its_earlier_attempts(is_open: bool) -> None:
-    rig = rig_with_grace()
+async def test_a_router_that_attaches_again_has_given_up_its_earlier_attempts(rig: NodeRig, is_open: bool) -> None:
     first, other = attach(rig, "router-0"), attach(rig, "router-1")
     stays, moved = AttemptKey("stays", 1, 9), AttemptKey("moved", 1, 9)
     rig.submit(first)
@@ -365,9 +372,8 @@ async def test_a_router_that_attaches_again_has_given_up_its_earlier_attempts(is
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-async def test_a_router_whose_link_was_cut_goes_on_with_the_attempts_that_it_keeps(is_open: bool) -> None:
+async def test_a_router_whose_link_was_cut_goes_on_with_the_attempts_that_it_keeps(rig: NodeRig, is_open: bool) -> None:
     """It does not matter whether the node has noticed that the link is cut. Attempts that are not kept are aborted."""
-    rig = rig_with_grace()
     first, dropped = attach(rig, "router-0"), AttemptKey("dropped", 1, 9)
     rig.submit(first, sampling_params=LONG)
     rig.submit(first, dropped, sampling_params=LONG)
@@ -384,20 +390,17 @@ async def test_a_router_whose_link_was_cut_goes_on_with_the_attempts_that_it_kee
     assert told + tokens(await deltas(again)) == whole(12)
 
 
-async def test_a_restarted_router_may_adopt_the_attempts_of_its_earlier_process() -> None:
-    rig = rig_with_grace()
+async def test_a_restarted_router_may_adopt_the_attempts_of_its_earlier_process(rig: NodeRig) -> None:
     first = attach(rig, "router-0", run=1)
     rig.submit(first, sampling_params=LONG)
     turn(rig, 2)
     first.close()
     second = attach(rig, "router-0", run=2)
     second.receive(Adopt(KEY))
-    rig.driver.run()
-    assert tokens(of(0, await deltas(second))) == whole(12)
+    await check_replayed(rig, second)
 
 
-async def test_attempts_of_a_router_that_does_not_read_can_be_adopted_by_another() -> None:
-    rig = rig_with_grace()
+async def test_attempts_of_a_router_that_does_not_read_can_be_adopted_by_another(rig: NodeRig) -> None:
     slow, other = attach(rig, "router-0"), attach(rig, "router-1")
     rig.submit(slow, sampling_params=LONG)
     turn(rig, 1)
@@ -405,12 +408,10 @@ async def test_attempts_of_a_router_that_does_not_read_can_be_adopted_by_another
         slow.push(StepReport((), rig.service.report().load))
     turn(rig, 1)
     other.receive(Adopt(KEY))
-    rig.driver.run()
-    assert tokens(of(0, await deltas(other))) == whole(12)
+    await check_replayed(rig, other)
 
 
-async def test_a_node_that_closes_ends_everything_at_once() -> None:
-    rig = rig_with_grace()
+async def test_a_node_that_closes_ends_everything_at_once(rig: NodeRig) -> None:
     port, gone = attach(rig, "router-0"), attach(rig, "router-1")
     rig.submit(port)
     rig.submit(gone, AttemptKey("orphan", 1, 9))
@@ -425,17 +426,23 @@ async def test_a_node_that_closes_ends_everything_at_once() -> None:
 # In virtual time: what the grace is.
 
 
-def in_time(test: Callable[[NodeRig], Coroutine[Any, Any, None]]) -> None:
+def in_time(test: Callable[[NodeRig], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A test in virtual time; it is given a node."""
+
     async def main() -> None:
         errors: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         await test(NodeRig(clock=LoopClock(), orphan_grace_s=GRACE_S))
         assert not errors
 
-    run_virtually(main())
+    def run() -> None:
+        run_virtually(main())
+
+    return run
 
 
-async def _nobody_comes(rig: NodeRig) -> None:
+@in_time
+async def test_an_orphan_that_nobody_adopts_is_aborted_after_the_grace(rig: NodeRig) -> None:
     port = attach(rig, "router-0")
     rig.submit(port, sampling_params=LONG)
     turn(rig, 2)
@@ -451,11 +458,8 @@ async def _nobody_comes(rig: NodeRig) -> None:
     await idle
 
 
-def test_an_orphan_that_nobody_adopts_is_aborted_after_the_grace() -> None:
-    in_time(_nobody_comes)
-
-
-async def _adopted_in_time(rig: NodeRig) -> None:
+@in_time
+async def test_an_adopted_attempt_has_no_deadline(rig: NodeRig) -> None:
     port, other = attach(rig, "router-0"), attach(rig, "router-1")
     rig.submit(port, sampling_params=LONG)
     turn(rig, 1)
@@ -464,15 +468,11 @@ async def _adopted_in_time(rig: NodeRig) -> None:
     other.receive(Adopt(KEY))
     await asyncio.sleep(GRACE_S * 3)
     assert rig.service.running_for(other) == [KEY]
-    rig.driver.run()
-    assert tokens(of(0, await deltas(other))) == whole(12)
+    await check_replayed(rig, other)
 
 
-def test_an_adopted_attempt_has_no_deadline() -> None:
-    in_time(_adopted_in_time)
-
-
-async def _ends_as_an_orphan(rig: NodeRig) -> None:
+@in_time
+async def test_a_node_that_drains_waits_until_a_router_was_told_of_an_orphans_end(rig: NodeRig) -> None:
     port, other = attach(rig, "router-0"), attach(rig, "router-1")
     rig.submit(port)
     turn(rig, 1)
@@ -492,11 +492,8 @@ async def _ends_as_an_orphan(rig: NodeRig) -> None:
     assert rig.role.aborted == [], "it ended by itself"
 
 
-def test_a_node_that_drains_waits_until_a_router_was_told_of_an_orphans_end() -> None:
-    in_time(_ends_as_an_orphan)
-
-
-async def _ended_before(rig: NodeRig) -> None:
+@in_time
+async def test_the_grace_of_an_ended_attempt_begins_when_its_router_is_lost(rig: NodeRig) -> None:
     port, other = attach(rig, "router-0"), attach(rig, "router-1")
     rig.submit(port)
     rig.driver.run()
@@ -507,7 +504,3 @@ async def _ended_before(rig: NodeRig) -> None:
     await asyncio.sleep(GRACE_S - 1)
     other.receive(Adopt(KEY))
     assert tokens(of(0, await deltas(other))) == whole(4)
-
-
-def test_the_grace_of_an_ended_attempt_begins_when_its_router_is_lost() -> None:
-    in_time(_ended_before)

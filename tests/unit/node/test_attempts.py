@@ -72,11 +72,11 @@ def ended_attempt(book: AttemptBook, name: str, num_tokens: int, now: float, num
 def test_ended_attempts_are_kept_within_bounds_and_the_oldest_go_first() -> None:
     book = AttemptBook(GRACE_S, max_ended=3)
     kept = [ended_attempt(book, f"a{number}", 1, number) for number in range(5)]
-    assert [book.get(str(attempt.key)) is not None for attempt in kept] == [False, False, True, True, True]
+    assert [book.get(attempt.key) is not None for attempt in kept] == [False, False, True, True, True]
     book = AttemptBook(GRACE_S, max_ended_entries=100)
     small, large = ended_attempt(book, "small", 40, 0.0), ended_attempt(book, "large", 20, 1.0, num_top=2)
-    assert book.get(str(small.key)) is None, "40 tokens and 20 with three log-probabilities each are more than 100"
-    assert book.get(str(large.key)) is large
+    assert book.get(small.key) is None, "40 tokens and 20 with three log-probabilities each are more than 100"
+    assert book.get(large.key) is large
     assert large.num_entries == 80
 
 

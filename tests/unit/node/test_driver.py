@@ -21,6 +21,7 @@ from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import CacheInUse, TransferCause
 from baton.messages.kv_cache import AllBlocksCleared
 from baton.messages.node import Leg, Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import EncoderContent, Span
 from baton.node.driver import EngineDriver, StepNews
@@ -33,6 +34,7 @@ from tests.doubles.fake_connector import FakeConnector
 from tests.doubles.fake_row_source import FakeRowSource
 from tests.doubles.fake_runner import rows_of
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
+from tests.support.requests import request_of
 from tests.support.step_gate import StepGate
 
 LONG_S = 30.0
@@ -81,7 +83,7 @@ def check_no_thread_is_left() -> None:
 
 def request(request_id: str, client_index: int = 0, **fields: object) -> Request:
     params = SamplingParams(max_tokens=3)
-    return Request(request_id, prompt_of(6), params, client_index=client_index, **fields)  # type: ignore[arg-type]
+    return request_of(request_id, prompt_of(6), params, client_index=client_index, **fields)
 
 
 def test_the_driver_runs_submitted_requests_and_sleeps_in_between(rig: DriverRig) -> None:
@@ -100,7 +102,7 @@ def test_a_second_request_with_a_live_id_ends_alone(rig: DriverRig) -> None:
         assert not news.outputs
     (refused,) = news.outputs[2]
     assert refused.outcome is Outcome.ERROR
-    assert "here already" in (refused.error or "")
+    assert "here already" in str(refused.error)
     rig.driver.tell_transfer(KVTransferOutput(failed={"r": LostKV(TransferCause.PEER_GONE, "gone")}))
     assert rig.until_end("r")[-1].outcome is Outcome.KV_LOST
 
@@ -117,10 +119,10 @@ def test_commands_are_executed_in_order(rig: DriverRig) -> None:
 
 
 def test_released_blocks_wake_a_request_that_waits_for_blocks(rig: DriverRig) -> None:
-    big = Request("big", prompt_of(200), SamplingParams(max_tokens=1), leg=Leg.PREFILL)
+    big = Request("big", RequestSpec(prompt_of(200), SamplingParams(max_tokens=1)), leg=Leg.PREFILL)
     rig.driver.submit(big)
     rig.until_end("big")
-    waits = Request("waits", prompt_of(200, 5), SamplingParams(max_tokens=1))
+    waits = Request("waits", RequestSpec(prompt_of(200, 5), SamplingParams(max_tokens=1)))
     rig.driver.submit(waits)
     assert rig.news.get(timeout=LONG_S).stats.num_waiting == 1
     rig.driver.tell_transfer(KVTransferOutput(released=frozenset({"big"})))
@@ -148,7 +150,7 @@ def test_news_have_events_and_the_load_after_the_turn(rig: DriverRig) -> None:
 def test_a_runner_that_raises_fails_its_step_and_the_engine_goes_on(rig: DriverRig) -> None:
     rig.engine.runner.raise_next = RuntimeError("out of luck")
     rig.driver.submit(request("r"))
-    assert "out of luck" in (rig.until_end("r")[-1].error or "")
+    assert "out of luck" in str(rig.until_end("r")[-1].error)
     rig.driver.submit(request("next"))
     assert rig.until_end("next")[-1].outcome is Outcome.LENGTH
     assert rig.crashes.empty()
@@ -282,7 +284,7 @@ def test_an_end_that_needs_no_step_is_reported_at_once(ahead: bool) -> None:
     assert rig.outputs.get(timeout=LONG_S).request_id == "runs"
     rig.gate.wait_for_step(2)
     # They are executed between the second step and the third, which the gate does not let pass.
-    rig.driver.submit(Request("huge", prompt_of(4000), SamplingParams()))
+    rig.driver.submit(Request("huge", RequestSpec(prompt_of(4000), SamplingParams())))
     rig.driver.submit(request("aborted", leg=Leg.DECODE, kv_source=SOURCE))
     rig.driver.abort(["aborted"])
     rig.gate.allow(2)
@@ -299,7 +301,7 @@ def test_an_end_that_needs_no_step_is_reported_at_once(ahead: bool) -> None:
 def test_kv_that_arrives_during_a_step_is_used_in_the_next_one() -> None:
     rig = GatedRig(allowed=1, ahead=False, connector=FakeConnector())
     rig.driver.submit(request("d", leg=Leg.DECODE, kv_source=SOURCE))
-    rig.driver.submit(Request("stream", prompt_of(6), SamplingParams(max_tokens=20)))
+    rig.driver.submit(Request("stream", RequestSpec(prompt_of(6), SamplingParams(max_tokens=20))))
     assert rig.outputs.get(timeout=LONG_S).request_id == "stream"
     rig.gate.wait_for_step(2)
     # It is executed between the second step and the third.
@@ -341,7 +343,9 @@ def test_a_prefix_cache_in_use_is_not_reset_and_the_error_says_what_uses_it(rig:
     answers: queue.SimpleQueue[int | CacheInUse] = queue.SimpleQueue()
     rig.driver.submit(request("p", leg=Leg.PREFILL))
     rig.until_end("p")
-    rig.driver.submit(Request("d", prompt_of(6, 9), SamplingParams(max_tokens=3), leg=Leg.DECODE, kv_source=SOURCE))
+    rig.driver.submit(
+        Request("d", RequestSpec(prompt_of(6, 9), SamplingParams(max_tokens=3)), leg=Leg.DECODE, kv_source=SOURCE)
+    )
     while "d" not in rig.engine.connector.loads:
         rig.news.get(timeout=LONG_S)
     rig.driver.reset_prefix_cache(answers.put)

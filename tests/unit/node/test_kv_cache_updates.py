@@ -12,6 +12,7 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheUpdate, Tier
 from baton.messages.node import Leg, Submit, WatchKVCache
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.node.driver import StepNews
 from baton.node.reports.logs import EventLog
@@ -55,7 +56,7 @@ class Rig:
         """Run a request to its end."""
         self._number += 1
         key = AttemptKey(f"r{self._number}", 1)
-        router.port.receive(Submit(key, Leg.WHOLE, prompt, SamplingParams(max_tokens=2)))
+        router.port.receive(Submit(key, Leg.WHOLE, RequestSpec(prompt, SamplingParams(max_tokens=2))))
         self.driver.run()
 
     @property

@@ -16,6 +16,7 @@ from baton.errors import AdapterRefused, ConfigError, DeadlineExceeded, Overload
 from baton.messages.adapters import AdapterList, AdapterReport, AdapterSource, AdapterStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Leg, Outcome, RequestDelta
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import AdapterInfo, open_adapter
 from baton.node.adapters.adapter_cache import WAIT_S, AdapterFault
@@ -60,9 +61,7 @@ def outcomes(of: list[RequestDelta]) -> dict[str, Outcome | None]:
     return {delta.attempt.request_id: delta.outcome for delta in of if delta.outcome is not None}
 
 
-async def test_a_request_is_computed_with_its_adapter_once_that_is_loaded() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_a_request_is_computed_with_its_adapter_once_that_is_loaded(rig: NodeRig, port: Port) -> None:
     await acknowledged(rig, port, A, B)
     rig.submit(port, adapter=A)
     rig.submit(port, OTHER)
@@ -86,9 +85,7 @@ async def test_a_request_is_computed_with_its_adapter_once_that_is_loaded() -> N
     }
 
 
-async def test_an_adapter_that_the_node_does_not_acknowledge_is_refused_by_name() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_an_adapter_that_the_node_does_not_acknowledge_is_refused_by_name(rig: NodeRig, port: Port) -> None:
     rig.submit(port, adapter=A)
     (delta,) = await deltas(port)
     assert delta.outcome is Outcome.ADAPTER_UNAVAILABLE
@@ -101,9 +98,9 @@ async def test_an_adapter_that_the_node_does_not_acknowledge_is_refused_by_name(
     assert (delta.outcome, delta.error) == (Outcome.ADAPTER_UNAVAILABLE, "there is no directory /b")
 
 
-async def test_a_failed_load_fails_its_requests_alone_and_routers_hear_first_that_the_adapter_is_refused() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_a_failed_load_fails_its_requests_alone_and_routers_hear_first_that_the_adapter_is_refused(
+    rig: NodeRig, port: Port
+) -> None:
     await acknowledged(rig, port, A)
     rig.submit(port, adapter=A)
     rig.submit(port, OTHER)
@@ -124,9 +121,7 @@ async def test_a_failed_load_fails_its_requests_alone_and_routers_hear_first_tha
     assert (await queued_reports(port))[-1].adapters == AdapterReport([AdapterStatus(A)])
 
 
-async def test_a_request_can_be_aborted_while_its_adapter_is_loaded() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_a_request_can_be_aborted_while_its_adapter_is_loaded(rig: NodeRig, port: Port) -> None:
     await acknowledged(rig, port, A)
     rig.submit(port, adapter=A)
     rig.driver.run()
@@ -138,9 +133,9 @@ async def test_a_request_can_be_aborted_while_its_adapter_is_loaded() -> None:
     await rig.service.draining.wait_idle()
 
 
-async def test_a_load_that_takes_too_long_fails_its_requests_and_the_adapter_stays_acknowledged() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_a_load_that_takes_too_long_fails_its_requests_and_the_adapter_stays_acknowledged(
+    rig: NodeRig, port: Port
+) -> None:
     await acknowledged(rig, port, A)
     rig.submit(port, adapter=A)
     rig.driver.run()
@@ -156,9 +151,9 @@ async def test_a_load_that_takes_too_long_fails_its_requests_and_the_adapter_sta
     assert outcomes(await deltas(port)) == {"other": Outcome.LENGTH}
 
 
-async def test_the_least_recently_wanted_adapter_leaves_memory_when_its_requests_have_ended() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_the_least_recently_wanted_adapter_leaves_memory_when_its_requests_have_ended(
+    rig: NodeRig, port: Port
+) -> None:
     await acknowledged(rig, port, A, B, C)
     for number, digest in enumerate((A, B, C)):
         rig.submit(port, AttemptKey(f"r{number}", 1, 1), adapter=digest)
@@ -177,9 +172,9 @@ async def test_the_least_recently_wanted_adapter_leaves_memory_when_its_requests
     assert outcomes(await deltas(port)) == {"r2": Outcome.LENGTH}
 
 
-async def test_an_adapter_that_has_lost_its_name_leaves_memory_and_running_requests_keep_it() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_an_adapter_that_has_lost_its_name_leaves_memory_and_running_requests_keep_it(
+    rig: NodeRig, port: Port
+) -> None:
     await acknowledged(rig, port, A)
     rig.submit(port, adapter=A)
     rig.driver.run()
@@ -194,9 +189,7 @@ async def test_an_adapter_that_has_lost_its_name_leaves_memory_and_running_reque
     assert not rig.runner.adapters.loaded
 
 
-async def test_a_decode_leg_and_a_bad_digest() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_a_decode_leg_and_a_bad_digest(rig: NodeRig, port: Port) -> None:
     await acknowledged(rig, port, A)
     port.receive(submit(leg=Leg.DECODE, kv_source=SOURCE, adapter=A))
     rig.driver.run()
@@ -212,15 +205,12 @@ async def test_a_decode_leg_and_a_bad_digest() -> None:
     rig.driver.run()
 
 
-async def test_another_incarnation_inspects_nothing() -> None:
-    rig = NodeRig()
+async def test_another_incarnation_inspects_nothing(rig: NodeRig) -> None:
     with pytest.raises(ConfigError):
         await rig.service.inspect_adapter("decode-0.run7", "/a")
 
 
-async def test_an_adapter_that_has_moved_is_read_where_it_is_now() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_an_adapter_that_has_moved_is_read_where_it_is_now(rig: NodeRig, port: Port) -> None:
     await acknowledged(rig, port, A)
     rig.adapters.found["/moved"] = A
     port.receive(AdapterList([AdapterSource("a", "/moved", A)]))
@@ -311,7 +301,7 @@ def test_all_adapters_leave_memory_when_the_engine_ends_once_none_is_read_any_mo
     )
     threads.runner = runner
     driver.start()
-    driver.submit(Request("r", PROMPT, SamplingParams(max_tokens=2), adapter=A), "/a")
+    driver.submit(Request("r", RequestSpec(PROMPT, SamplingParams(max_tokens=2), adapter=A)), "/a")
     assert begun.wait(30)
     driver.stop()
     assert threads.has_ended, "what is read last is waited for"

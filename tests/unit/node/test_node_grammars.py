@@ -24,6 +24,7 @@ from baton.text.bounded_workers import BoundedWorkers
 from baton.text.constraint_checker import ConstraintChecker
 from tests.doubles.fake_grammar import FakeMatcher
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
+from tests.support.requests import request_of
 from tests.support.schema_bombs import schema_bomb
 
 LONG_S = 30.0
@@ -91,7 +92,7 @@ def rig() -> Iterator[Rig]:
 def request(request_id: str, json_schema: str = "", **fields: object) -> Request:
     n = int(str(fields.pop("n", 1)))
     params = SamplingParams(max_tokens=3, json_schema=json_schema, n=n)
-    return Request(request_id, prompt_of(6), params, **fields)  # type: ignore[arg-type]
+    return request_of(request_id, prompt_of(6), params, **fields)
 
 
 def test_others_run_while_a_grammar_is_compiled(rig: Rig) -> None:
@@ -110,7 +111,7 @@ def test_a_schema_that_can_not_be_compiled_fails_its_request_alone(rig: Rig, sch
     rig.driver.submit(request("good", "schema"))
     end = rig.end("bad")
     assert end.outcome is {"bad": Outcome.INVALID, "worse": Outcome.ERROR}[schema]
-    assert (end.error or "").startswith("json_schema: ")
+    assert str(end.error).startswith("json_schema: ")
     assert rig.end("good").outcome is Outcome.LENGTH
 
 
@@ -209,7 +210,7 @@ def test_without_a_compiler_a_schema_is_an_error() -> None:
     driver.start()
     driver.submit(request("g", "schema"))
     end = rig.end("g")
-    assert (end.outcome, end.error) == (Outcome.INVALID, "json_schema: this node's model has no text")
+    assert (end.outcome, str(end.error)) == (Outcome.INVALID, "json_schema: this node's model has no text")
     driver.stop()
 
 

@@ -21,7 +21,7 @@ T = EngineCoreEventType
 def clock_of(*events: tuple[EngineCoreEventType, float]) -> AttemptClock:
     clock = AttemptClock()
     for kind, time in events:
-        clock.note(EngineCoreEvent(kind, str(KEY), time))
+        clock.note(EngineCoreEvent(kind, KEY, time))
     return clock
 
 

@@ -21,6 +21,7 @@ from baton.errors import BackgroundFault, BatonError, ConfigError, EngineFault, 
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Adopt, Leg, NodeDescription, NodeShape, Outcome, RequestDelta, Role, Submit
 from baton.messages.node_report import HandoffReport, HandoffSide, OpenHandoff
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.node.lifecycle import NodeStop
 from baton.node.process import RoleMaker, serve_roles
@@ -140,7 +141,7 @@ async def test_a_description_has_the_number_of_threads_that_compute(tmp_path: Pa
 
 
 def submit(leg: Leg = Leg.WHOLE, max_tokens: int = 3) -> Submit:
-    return Submit(KEY, leg, (1, 2, 3), SamplingParams(max_tokens=max_tokens))
+    return Submit(KEY, leg, RequestSpec((1, 2, 3), SamplingParams(max_tokens=max_tokens)))
 
 
 async def until_end(stream: QueuedReports) -> RequestDelta:

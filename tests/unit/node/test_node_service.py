@@ -65,23 +65,20 @@ from tests.support.node_rig import (
     submit,
     tokens,
 )
+from tests.support.requests import changed
 from tests.support.virtual_time import LoopClock, run_virtually
 
 
-async def test_a_request_ends_once_and_leaves_nothing() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_a_request_ends_once_and_leaves_nothing(rig: NodeRig, port: Port) -> None:
     rig.submit(port)
     rig.driver.run()
     got = await deltas(port)
     assert tokens(got) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB)
     assert [delta.outcome for delta in got] == [None, None, None, Outcome.LENGTH]
-    assert not rig.service.running_for(port)
-    await rig.service.draining.wait_idle()
+    await rig.check_idle(port)
 
 
-async def test_each_router_is_told_of_its_own_requests_only() -> None:
-    rig = NodeRig()
+async def test_each_router_is_told_of_its_own_requests_only(rig: NodeRig) -> None:
     first, second = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     other = AttemptKey("req", 1, 8)
     rig.submit(first)
@@ -91,8 +88,9 @@ async def test_each_router_is_told_of_its_own_requests_only() -> None:
     assert {delta.attempt for delta in await deltas(second)} == {other}
 
 
-async def test_a_router_without_requests_is_told_of_the_load_a_few_times_a_second_and_when_work_ends() -> None:
-    rig = NodeRig()
+async def test_a_router_without_requests_is_told_of_the_load_a_few_times_a_second_and_when_work_ends(
+    rig: NodeRig,
+) -> None:
     asking, watching = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     await queued_reports(watching)
     rig.submit(asking, sampling_params=SamplingParams(temperature=0.0, seed=3, max_tokens=9))
@@ -107,9 +105,7 @@ async def test_a_router_without_requests_is_told_of_the_load_a_few_times_a_secon
     assert len(await deltas(asking)) == 9, "who asked hears of every step"
 
 
-async def test_steps_are_kept_for_a_timeline_and_returned_once() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_steps_are_kept_for_a_timeline_and_returned_once(rig: NodeRig, port: Port) -> None:
     rig.submit(port)
     rig.driver.turn()
     first = rig.service.steps(0)
@@ -141,9 +137,7 @@ def test_a_full_step_log_returns_the_steps_that_it_still_has() -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
-async def test_an_abort_ends_it_and_tells_the_role(turns: int) -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_an_abort_ends_it_and_tells_the_role(rig: NodeRig, port: Port, turns: int) -> None:
     rig.submit(port)
     for _ in range(turns):
         rig.driver.turn()
@@ -151,8 +145,7 @@ async def test_an_abort_ends_it_and_tells_the_role(turns: int) -> None:
     rig.driver.run()
     assert (await deltas(port))[-1].outcome is Outcome.ABORTED
     assert rig.role.aborted == [KEY]
-    assert not rig.service.running_for(port)
-    await rig.service.draining.wait_idle()
+    await rig.check_idle(port)
 
 
 def several(n: int, **fields: Any) -> Submit:
@@ -189,13 +182,10 @@ async def test_an_attempt_of_several_sequences_ends_with_the_last_of_them() -> N
     others = [delta for delta in got if delta.sequence_index]
     assert len(others) == 8
     assert all((delta.timings is None) == (delta.outcome is None) for delta in others)
-    assert not rig.service.running_for(port)
-    await rig.service.draining.wait_idle()
+    await rig.check_idle(port)
 
 
-async def test_one_sequence_or_all_are_aborted() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_one_sequence_or_all_are_aborted(rig: NodeRig, port: Port) -> None:
     port.receive(several(3))
     for _ in range(3):
         rig.driver.turn()
@@ -214,9 +204,7 @@ async def test_one_sequence_or_all_are_aborted() -> None:
     await rig.service.draining.wait_idle()
 
 
-async def test_a_beam_search_is_reported_as_its_best_sequences() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_a_beam_search_is_reported_as_its_best_sequences(rig: NodeRig, port: Port) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=5, n=2, beam_width=3)
     port.receive(submit(sampling_params=params))
     rig.driver.run()
@@ -228,13 +216,10 @@ async def test_a_beam_search_is_reported_as_its_best_sequences() -> None:
     ]
     assert {delta.outcome for delta in got} == {Outcome.LENGTH}
     assert {event.attempt for event in rig.log.after(0)} == {KEY}
-    assert not rig.service.running_for(port)
-    await rig.service.draining.wait_idle()
+    await rig.check_idle(port)
 
 
-async def test_an_aborted_beam_search_is_over() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_an_aborted_beam_search_is_over(rig: NodeRig, port: Port) -> None:
     port.receive(submit(sampling_params=SamplingParams(temperature=0.0, max_tokens=50, n=2, beam_width=3)))
     for _ in range(4):
         rig.driver.turn()
@@ -242,8 +227,7 @@ async def test_an_aborted_beam_search_is_over() -> None:
     rig.driver.run()
     assert [delta.outcome for delta in await deltas(port)] == [Outcome.ABORTED]
     assert not rig.scheduler.requests
-    assert not rig.service.running_for(port)
-    await rig.service.draining.wait_idle()
+    await rig.check_idle(port)
 
 
 async def test_an_embedding_comes_with_the_end_and_is_replayed_when_adopted() -> None:
@@ -261,13 +245,12 @@ async def test_an_embedding_comes_with_the_end_and_is_replayed_when_adopted() ->
     rig.service.close()
 
 
-async def test_embeddings_too_large_for_one_report_come_in_several() -> None:
-    rig = NodeRig()
+async def test_embeddings_too_large_for_one_report_come_in_several(rig: NodeRig) -> None:
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     assert len(await queued_reports(port)) == len(await queued_reports(other)) == 1
     keys = [AttemptKey(f"e{number}", 1) for number in range(12)]
-    ends = [EngineCoreOutput(str(key), (), 0, outcome=Outcome.STOP, embedding=bytes(3 << 19)) for key in keys]
-    step = ComputedStep(0.5, 12, 0, 0, 1.0, goes_on=False)
+    ends = [EngineCoreOutput(key, (), 0, outcome=Outcome.STOP, embedding=bytes(3 << 19)) for key in keys]
+    step = ComputedStep(StepFigures(500.0, 12, 0, 0), 1.0, goes_on=False)
     stats = rig.scheduler.make_stats()
     rig.service.on_step(StepNews({port.client_index: ends}, (), stats, StepTimes(), step=step))
     reports = await queued_reports(port)
@@ -307,11 +290,11 @@ def test_unsound_spans_are_refused(name: str) -> None:
     spans, reason = UNSOUND_SPANS[name]
     can = frozenset((Capability.GENERATE, Capability.PROMPT_EMBEDS))
     node = replace(DESCRIPTION, capabilities=can, row_width=4)
-    sound = replace(submit(), prompt_token_ids=[0, 0, 0, 9, 0, 0], spans=[given(0, 3), given(4, 2)])
+    sound = changed(submit(), prompt_token_ids=[0, 0, 0, 9, 0, 0], spans=[given(0, 3), given(4, 2)])
     assert objection(sound, node) is None
-    assert reason in (objection(replace(sound, spans=spans), node) or "")
+    assert reason in (objection(changed(sound, spans=spans), node) or "")
     assert "can't prompt_embeds" in (objection(sound, replace(node, capabilities=GENERATES)) or "")
-    with_logprobs = replace(sound, sampling_params=replace(sound.sampling_params, prompt_logprobs=0))
+    with_logprobs = changed(sound, sampling_params=replace(sound.spec.sampling_params, prompt_logprobs=0))
     assert "go with no prompt_logprobs" in (objection(with_logprobs, node) or "")
 
 
@@ -364,9 +347,9 @@ def test_unsound_inputs_of_a_decoder_are_refused(name: str) -> None:
     can = frozenset((Capability.GENERATE, Capability.TRANSCRIBE, Capability.IMAGE))
     node = replace(DESCRIPTION, capabilities=can)
     spans = source_spans(content.digest, 50)
-    sound = replace(submit(), prompt_token_ids=[0] * 64 + [9, 9], spans=spans, contents=[content])
+    sound = changed(submit(), prompt_token_ids=[0] * 64 + [9, 9], spans=spans, contents=[content])
     assert objection(sound, node) is None
-    assert reason in (objection(replace(sound, **wrong), node) or "")
+    assert reason in (objection(changed(sound, **wrong), node) or "")
 
 
 def test_a_node_takes_no_more_speech_than_a_request_may_have() -> None:
@@ -374,7 +357,7 @@ def test_a_node_takes_no_more_speech_than_a_request_may_have() -> None:
     for num_bytes, reason in ((MAX_AUDIO_BYTES, None), (MAX_AUDIO_BYTES + 2, "at most 960000 are taken")):
         speech = EncoderContent.of(bytes(num_bytes), ContentKind.SPEECH)
         spans = source_spans(speech.digest, 50)
-        why = objection(replace(submit(), prompt_token_ids=[0] * 64 + [9], spans=spans, contents=[speech]), node)
+        why = objection(changed(submit(), prompt_token_ids=[0] * 64 + [9], spans=spans, contents=[speech]), node)
         assert why is None if reason is None else reason in (why or "")
 
 
@@ -392,10 +375,10 @@ def test_unsound_alignments_are_refused(wrong: Mapping[str, Any], reason: str) -
     speech = EncoderContent.of(bytes(32), ContentKind.SPEECH)
     align = PoolingParams(Pooling.ALIGN, second_start=66, num_rows=50)
     spans = source_spans(speech.digest, 50)
-    begun = replace(submit(leg=Leg.EMBED), prompt_token_ids=[0] * 64 + [9, 9, 9], pooling=align)
-    sound = replace(begun, spans=spans, contents=[speech])
+    begun = changed(submit(leg=Leg.EMBED), prompt_token_ids=[0] * 64 + [9, 9, 9], pooling=align)
+    sound = changed(begun, spans=spans, contents=[speech])
     assert objection(sound, node) is None
-    assert reason in (objection(replace(sound, pooling=replace(align, **wrong)), node) or "")
+    assert reason in (objection(changed(sound, pooling=replace(align, **wrong)), node) or "")
     assert "needs the speech" in (objection(begun, node) or "")
     unable = replace(node, capabilities=frozenset((Capability.TRANSCRIBE,)))
     assert "can't align" in (objection(sound, unable) or "")
@@ -406,9 +389,9 @@ def test_unsound_images_are_refused(name: str) -> None:
     spans, images, reason = UNSOUND_IMAGES[name]
     node = replace(DESCRIPTION, capabilities=frozenset((Capability.GENERATE, Capability.IMAGE)), row_width=4)
     parts = [encoded(0, 3), encoded(4, 2, first_row=3)]
-    sound = replace(submit(), prompt_token_ids=[0, 0, 0, 9, 0, 0], spans=parts, contents=[IMAGE])
+    sound = changed(submit(), prompt_token_ids=[0, 0, 0, 9, 0, 0], spans=parts, contents=[IMAGE])
     assert objection(sound, node) is None
-    assert reason in (objection(replace(sound, spans=spans, contents=images), node) or "")
+    assert reason in (objection(changed(sound, spans=spans, contents=images), node) or "")
     assert "can't image" in (objection(sound, replace(node, capabilities=GENERATES)) or "")
 
 
@@ -416,7 +399,7 @@ def test_unsound_images_are_refused(name: str) -> None:
 @pytest.mark.parametrize("size", [-1, 0, 1, 4, 6, 8, 1 << 31])
 def test_the_blocks_of_the_reader_must_fit(leg: Leg, size: int) -> None:
     node = replace(DESCRIPTION, role=Role.PREFILL, block_size=4)
-    why = objection(replace(submit(leg=leg), reader_block_size=size), node) or ""
+    why = objection(changed(submit(leg=leg), reader_block_size=size), node) or ""
     fits = size in (1, 4, 8, 1 << 31) and leg is Leg.PREFILL
     assert why.startswith("reader_block_size: ") == (not fits and size != 0)
 
@@ -455,7 +438,7 @@ async def test_a_node_is_idle_only_when_no_block_is_leased() -> None:
     await idle
 
 
-def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left() -> None:
+def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left(rig: NodeRig, port: Port) -> None:
     """It does so when nothing else was left for a while; a lease whose reader is queued is waited for without bound."""
 
     async def main() -> None:
@@ -712,10 +695,8 @@ async def test_a_message_that_can_t_be_read_ends_its_own_attempt_alone() -> None
     assert (await deltas(port))[-1].outcome is Outcome.LENGTH
 
 
-async def test_the_wait_in_the_engines_inbox_counts_as_queueing() -> None:
+async def test_the_wait_in_the_engines_inbox_counts_as_queueing(rig: NodeRig, port: Port) -> None:
     """A step of half a second delays the inbox that long; for the client that is time in the queue."""
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
     rig.submit(port)
     rig.manual_clock.advance(0.5)
     rig.driver.turn()
@@ -724,9 +705,7 @@ async def test_the_wait_in_the_engines_inbox_counts_as_queueing() -> None:
     assert timings.queue_ms == pytest.approx(500.0)
 
 
-async def test_a_load_report_counts_each_request_once() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_a_load_report_counts_each_request_once(rig: NodeRig, port: Port) -> None:
     for number in range(6):
         rig.submit(port, AttemptKey(f"r{number}", 1))
     rig.submit(port, leg=Leg.DECODE, kv_source=SOURCE)
@@ -740,8 +719,7 @@ async def test_a_load_report_counts_each_request_once() -> None:
     assert (load.running, load.waiting, load.waiting_for_remote_kvs) == (4, 0, 1)
 
 
-async def test_reports_have_the_figures_of_a_step_and_the_work_that_is_left() -> None:
-    rig = NodeRig()
+async def test_reports_have_the_figures_of_a_step_and_the_work_that_is_left(rig: NodeRig) -> None:
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.submit(port)
     rig.driver.turn()
@@ -760,9 +738,7 @@ async def test_reports_have_the_figures_of_a_step_and_the_work_that_is_left() ->
     assert [report.step for report in await queued_reports(other)] == [None], "nothing was computed"
 
 
-async def test_a_decode_legs_timings_come_with_its_first_tokens() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_a_decode_legs_timings_come_with_its_first_tokens(rig: NodeRig, port: Port) -> None:
     rig.submit(port, leg=Leg.DECODE, kv_source=SOURCE)
     rig.driver.turn()
     of_prompt = StageTimings(queue_ms=4.0, cached_tokens=16)
@@ -781,9 +757,7 @@ async def test_a_decode_legs_timings_come_with_its_first_tokens() -> None:
     await rig.service.draining.wait_idle()
 
 
-async def test_drain_asks_the_process_and_trace_returns_the_events() -> None:
-    rig = NodeRig()
-    port = rig.service.open_port("router-0")
+async def test_drain_asks_the_process_and_trace_returns_the_events(rig: NodeRig, port: Port) -> None:
     rig.service.drain()
     assert rig.drained == 1
     rig.submit(port)

@@ -14,6 +14,7 @@ from baton.engine.kv_cache.events import KVEventLog, KVSnapshot
 from baton.engine.request import Request
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import NodeDescription
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import EncoderContent, Span, rows_key
 from baton.node.reports.reports import kv_cache_updates
@@ -39,7 +40,7 @@ def test_keys_of_a_prompt_with_the_angles_of_long_sequences_are_those_of_the_eng
     scheme = key_scheme_of(node)
     assert scheme is not None
     for length, is_long in ((3 * SIZE, False), (3 * SIZE + 1, True)):
-        asked = Request("r", PROMPT[:length], SamplingParams())
+        asked = Request("r", RequestSpec(PROMPT[:length], SamplingParams()))
         asked.is_long = is_long
         scheme.hasher.extend_request(asked, length)
         assert PromptKeys(asked.prompt_token_ids, "").first(scheme, 9) == asked.block_hashes

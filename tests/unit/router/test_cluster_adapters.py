@@ -109,29 +109,26 @@ async def test_both_legs_go_to_nodes_that_acknowledge_the_adapter_and_have_its_d
         for _ in range(3):
             reader = rig.ask(model="one")
             legs = [await rig.next_submit("p1"), await rig.next_submit("d2")]
-            assert [(leg.leg, leg.adapter) for leg in legs] == [(Leg.PREFILL, A), (Leg.DECODE, A)]
+            assert [(leg.leg, leg.spec.adapter) for leg in legs] == [(Leg.PREFILL, A), (Leg.DECODE, A)]
             rig.report("p1", legs[0].attempt, 0, "a", Outcome.HANDED_OFF)
             rig.report("d2", legs[0].attempt, 1, "b", Outcome.STOP, stop_token_id=98)
             await reader.finished()
         assert rig.nodes["d1"].inbox.empty()
         base = rig.ask()
         submit = await rig.next_submit("p1")
-        assert submit.adapter == ""
-        base.task.cancel()
-        await asyncio.gather(base.task, return_exceptions=True)
+        assert submit.spec.adapter == ""
+        await base.leaves()
 
 
 async def test_unknown_and_unloaded_names_are_refused_and_running_requests_keep_their_adapter() -> None:
     async with adapters_of(D1, D2) as adapters:
         rig = adapters.rig
-        with pytest.raises(UnknownModel):
-            await rig.ask(model="one").finished()
+        await rig.ask(model="one").raises(UnknownModel)
         await adapters.load("one", A, "d1", "d2")
         reader = rig.ask(model="one", request_id="r")
         first = await _taken(rig)
         await adapters.cluster.unload_adapter("one")
-        with pytest.raises(UnknownModel):
-            await rig.ask(model="one").finished()
+        await rig.ask(model="one").raises(UnknownModel)
         # The node dies: the request goes on elsewhere with the adapter that has no name any more.
         here, there = first
         rig.report(here, there.attempt, 0, "ab")
@@ -139,7 +136,7 @@ async def test_unknown_and_unloaded_names_are_refused_and_running_requests_keep_
         rig.nodes[here].die()
         other = "d2" if here == "d1" else "d1"
         again = await rig.next_submit(other)
-        assert (again.adapter, list(again.output_token_ids)) == (A, [97, 98])
+        assert (again.spec.adapter, list(again.output_token_ids)) == (A, [97, 98])
         rig.report(other, again.attempt, 2, "c", Outcome.STOP, stop_token_id=99)
         await reader.finished()
         assert rig.nodes[other].inbox.empty(), "its adapter was on the list as long as it ran"
@@ -169,10 +166,10 @@ async def test_a_node_that_lost_an_adapter_hurts_nobody_and_another_one_takes_th
         gone = RequestDelta(submit.attempt, outcome=Outcome.ADAPTER_UNAVAILABLE, error="its files have changed")
         rig.nodes[node].report(gone)
         again = await rig.next_submit(other)
-        assert again.adapter == A
+        assert again.spec.adapter == A
         rig.report(other, again.attempt, 0, "a", Outcome.STOP, stop_token_id=97)
         await reader.finished()
-        assert not rig.dispatcher.requests.placer.open_breakers(rig.timers.monotonic())
+        assert not rig.requests.placer.open_breakers(rig.timers.monotonic())
         (row,) = adapters.cluster.list_adapters()
         assert (row.nodes, row.refusals) == ([other], [AdapterRefusal(node, "its files have changed")])
         assert adapters.reasons() == ["AdapterLoaded", "AdapterRefused"]
@@ -181,10 +178,8 @@ async def test_a_node_that_lost_an_adapter_hurts_nobody_and_another_one_takes_th
         submit = await rig.next_submit(other)
         rig.nodes[other].report(adapters={A: "gone"})
         rig.nodes[other].report(RequestDelta(submit.attempt, outcome=Outcome.ADAPTER_UNAVAILABLE, error="gone"))
-        with pytest.raises(NoCapacity, match="acknowledges the adapter of one"):
-            await reader.finished()
-        with pytest.raises(NoCapacity, match="acknowledges the adapter of one"):
-            await rig.ask(model="one").finished()
+        await reader.raises(NoCapacity, "acknowledges the adapter of one")
+        await rig.ask(model="one").raises(NoCapacity, "acknowledges the adapter of one")
 
 
 async def test_nodes_that_only_say_that_they_lack_it_are_not_asked_for_ever() -> None:
@@ -195,8 +190,7 @@ async def test_nodes_that_only_say_that_they_lack_it_are_not_asked_for_ever() ->
         for _ in range(MAX_REFUSALS + 1):
             submit = await rig.next_submit("d1")
             rig.nodes["d1"].report(RequestDelta(submit.attempt, outcome=Outcome.ADAPTER_UNAVAILABLE, error="not here"))
-        with pytest.raises(AttemptsExhausted, match="d1 refused: not here"):
-            await reader.finished()
+        await reader.raises(AttemptsExhausted, "d1 refused: not here")
 
 
 async def test_a_node_that_was_started_again_learns_of_adapters_and_serves_those_that_waited() -> None:
@@ -219,7 +213,7 @@ async def test_a_node_that_was_started_again_learns_of_adapters_and_serves_those
         adapters.acknowledge("d1", A)
         for _ in range(2):
             leg = await rig.next_submit("d1")
-            assert leg.adapter == A
+            assert leg.spec.adapter == A
             start = len(leg.output_token_ids)
             rig.report("d1", leg.attempt, start, "b", Outcome.STOP, stop_token_id=98)
         await asyncio.gather(reader.finished(), newcomer.finished())
@@ -232,12 +226,12 @@ async def test_requests_without_the_adapter_do_not_wait_behind_one_whose_nodes_a
         waiting = rig.ask(model="one")
         base = rig.ask()
         submit = await rig.next_submit("d1")
-        assert submit.adapter == ""
+        assert submit.spec.adapter == ""
         rig.report("d1", submit.attempt, 0, "a", Outcome.STOP, stop_token_id=97)
         await base.finished()
         adapters.acknowledge("d1", A)
         submit = await rig.next_submit("d1")
-        assert submit.adapter == A
+        assert submit.spec.adapter == A
         rig.report("d1", submit.attempt, 0, "a", Outcome.STOP, stop_token_id=97)
         await waiting.finished()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ from baton.errors import (
     SlowReader,
     Unreachable,
 )
-from baton.messages.generation import Chunk, Finished, GenerateRequest
+from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Adopt, Leg, LoadReport, Outcome, RequestDelta, StageTimings
 from router.flight.flight_table import AttemptCause
@@ -62,16 +64,46 @@ async def test_the_tokens_of_both_legs_may_arrive_in_any_order() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, max_tokens=3)
         rig.report("d1", attempt, 1, "bc", Outcome.LENGTH)
-        # Another request's answer proves that the decode node's message was read before.
-        other = rig.ask("x", max_tokens=1)
-        second = await rig.next_submit("p1")
-        await rig.next_submit("d1")
-        rig.report("d1", second.attempt, 0, "z", Outcome.LENGTH)
-        await other.finished()
+        await rig.nodes["d1"].all_read()
         assert reader.chunks == []
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         await reader.finished()
         assert reader.text == "abc"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "outcome", "text", "end"),
+    [
+        ({"stop": ("END",)}, ["a", "bE", "NDxyz"], None, "ab", ("stop", "END", 5)),
+        (
+            {"stop": ("END",), "include_stop_str_in_output": True},
+            ["a", "bE", "NDxyz"],
+            None,
+            "abEND",
+            ("stop", "END", 5),
+        ),
+        # It takes precedence over the length in the same step.
+        ({"stop": ("b",), "max_tokens": 3}, ["a", "bc"], Outcome.LENGTH, "a", ("stop", "b", 2)),
+        # Text that was held back for it comes at the end.
+        ({"stop": ("END",), "max_tokens": 3}, ["a", "EN"], Outcome.LENGTH, "aEN", ("length", None, 3)),
+        ({"stop": ("b",), "min_tokens": 3}, ["b", "bbab"], None, "bbba", ("stop", "b", 5)),
+    ],
+)
+async def test_a_stop_string_ends_the_text_and_aborts_the_leg(
+    fields: dict[str, Any], said: Sequence[str], outcome: Outcome | None, text: str, end: tuple[str, str | None, int]
+) -> None:
+    """`said`: what the prefill node reports, and then the decode node, the last time with this outcome."""
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await start_pair(rig, **{"max_tokens": 12, **fields})
+        rig.report("p1", attempt, 0, said[0], Outcome.HANDED_OFF)
+        for place, part in enumerate(said[1:], 1):
+            at = sum(map(len, said[:place]))
+            rig.report("d1", attempt, at, part, outcome if place == len(said) - 1 else None)
+        finished = await reader.finished()
+        assert (reader.text, len(reader.token_ids)) == (text, end[2])
+        assert (finished.finish_reason, finished.stop_reason, finished.completion_tokens) == end
+        if outcome is None:
+            assert (await rig.next_abort("d1")).attempt == attempt
 
 
 async def test_a_stop_token_is_returned_without_its_text() -> None:
@@ -84,69 +116,16 @@ async def test_a_stop_token_is_returned_without_its_text() -> None:
         assert (finished.finish_reason, finished.stop_reason) == ("stop", 33)
 
 
-async def test_a_stop_string_ends_the_text_and_aborts_the_leg() -> None:
-    async with router_rig(prefill(), decode()) as rig:
-        reader, attempt = await start_pair(rig, stop=("END",), max_tokens=12)
-        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d1", attempt, 1, "bE")
-        rig.report("d1", attempt, 3, "NDxyz")
-        finished = await reader.finished()
-        assert reader.text == "ab"
-        assert reader.token_ids == [ord(letter) for letter in "abEND"]
-        assert (finished.finish_reason, finished.stop_reason, finished.completion_tokens) == ("stop", "END", 5)
-        assert (await rig.next_abort("d1")).attempt == attempt
-
-
-async def test_a_stop_string_stays_in_the_text_if_that_is_wanted() -> None:
-    async with router_rig(prefill(), decode()) as rig:
-        reader, attempt = await start_pair(rig, stop=("END",), include_stop_str_in_output=True, max_tokens=12)
-        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d1", attempt, 1, "bE")
-        rig.report("d1", attempt, 3, "NDxyz")
-        finished = await reader.finished()
-        assert (reader.text, finished.stop_reason, finished.completion_tokens) == ("abEND", "END", 5)
-
-
-async def test_a_stop_string_takes_precedence_over_the_length_in_the_same_step() -> None:
-    async with router_rig(prefill(), decode()) as rig:
-        reader, attempt = await start_pair(rig, stop=("b",), max_tokens=3)
-        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d1", attempt, 1, "bc", Outcome.LENGTH)
-        finished = await reader.finished()
-        assert (reader.text, finished.stop_reason, finished.completion_tokens) == ("a", "b", 2)
-
-
-async def test_text_held_back_for_a_stop_string_comes_at_the_end() -> None:
-    async with router_rig(prefill(), decode()) as rig:
-        reader, attempt = await start_pair(rig, stop=("END",), max_tokens=3)
-        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d1", attempt, 1, "EN", Outcome.LENGTH)
-        assert (await reader.finished()).finish_reason == "length"
-        assert reader.text == "aEN"
-
-
-async def test_min_tokens_prevents_an_early_stop_string() -> None:
-    async with router_rig(prefill(), decode()) as rig:
-        reader, attempt = await start_pair(rig, stop=("b",), min_tokens=3, max_tokens=6)
-        rig.report("p1", attempt, 0, "b", Outcome.HANDED_OFF)
-        rig.report("d1", attempt, 1, "bbab")
-        finished = await reader.finished()
-        assert (reader.text, finished.completion_tokens) == ("bbba", 5)
-        await rig.next_abort("d1")
-
-
 async def test_a_request_is_retried_when_its_prefill_node_dies_before_the_first_token() -> None:
     async with router_rig(prefill("p1"), decode("d1"), prefill("p2")) as rig:
         reader, first = await start_pair(rig, max_tokens=2)
         rig.nodes["p1"].die()
         assert (await rig.next_abort("d1")).attempt == first
-        second = (await rig.next_submit("p2")).attempt
+        second = await rig.next_attempt("p2")
         assert (await rig.next_submit("d1")).kv_source == rig.nodes["p2"].description.as_peer
         assert second == first._replace(attempt=2)
         rig.report("d1", first, 1, "?", Outcome.KV_LOST)
-        rig.report("p2", second, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d1", second, 1, "b", Outcome.LENGTH)
-        finished = await reader.finished()
+        finished = await rig.finish(reader, second, "ab", prefill="p2")
         assert (reader.text, finished.path.attempts, finished.path.prefill_node) == ("ab", 2, "p2")
 
 
@@ -160,9 +139,7 @@ async def test_a_reused_request_id_starts_another_flight() -> None:
         assert second != first
         rig.report("p1", first, 0, "?", Outcome.HANDED_OFF)
         rig.report("d1", first, 1, "?", Outcome.LENGTH)
-        rig.report("p1", second, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d1", second, 1, "b", Outcome.LENGTH)
-        await reader.finished()
+        await rig.finish(reader, second, "ab")
         assert reader.text == "ab"
 
 
@@ -174,11 +151,8 @@ async def test_a_stream_continues_on_another_pair_when_its_decode_node_dies() ->
         await reader.wait_for_tokens(3)
         rig.nodes["d1"].die()
         assert (await rig.next_abort("p1")).attempt == first
-        second = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d2")
-        rig.report("p1", second, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d2", second, 1, "bcde", Outcome.LENGTH)
-        finished = await reader.finished()
+        second = await rig.next_attempt("p1", "d2")
+        finished = await rig.finish(reader, second, "abcde", decode="d2")
         assert (reader.text, finished.path.attempts) == ("abcde", 2)
         assert [chunk.first_index for chunk in reader.chunks] == [0, 3]
 
@@ -199,11 +173,10 @@ async def test_a_request_fails_after_three_lost_attempts() -> None:
     async with router_rig(decode("d1"), decode("d2"), decode("d3"), decode("d4")) as rig:
         reader = rig.ask()
         for name in ("d1", "d2", "d3"):
-            rig.report(name, (await rig.next_submit(name)).attempt, 0, "")
+            rig.report(name, await rig.next_attempt(name), 0, "")
             await rig.nodes[name].all_read()
             rig.nodes[name].die()
-        with pytest.raises(AttemptsExhausted, match="3 attempts failed; the last: node d3 is gone"):
-            await reader.finished()
+        await reader.raises(AttemptsExhausted, "3 attempts failed; the last: node d3 is gone")
 
 
 async def test_a_silent_node_is_treated_as_lost() -> None:
@@ -211,13 +184,10 @@ async def test_a_silent_node_is_treated_as_lost() -> None:
         reader, first = await start_pair(rig, max_tokens=1)
         rig.nodes["d1"].is_silent = True
         rig.timers.advance(2.9)
-        for name in ("p1", "d2"):
-            rig.nodes[name].report()
-            await rig.nodes[name].all_read()
+        await rig.tell_all("p1", "d2")
         rig.timers.advance(0.2)
         assert (await rig.next_abort("p1")).attempt == first
-        again = (await rig.next_submit("p1")).attempt
-        assert (await rig.next_submit("d2")).attempt == again
+        again = await rig.next_attempt("p1", "d2")
         lost = next(node for node in rig.view.statuses(0, 0) if node.name == "d1")
         assert (lost.status, lost.detail) == ("Suspect", "node d1 sent nothing for 3 s")
         rig.report("p1", again, 0, "a", Outcome.LENGTH)
@@ -230,8 +200,7 @@ async def test_a_router_that_was_suspended_does_not_take_its_nodes_for_silent() 
         reader, attempt = await start_pair(rig, max_tokens=1)
         rig.timers.advance(60)
         for _ in range(5):
-            rig.nodes["d1"].report()
-            await rig.nodes["d1"].all_read()
+            await rig.tell_all("d1")
         rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
         await reader.finished()
         assert rig.nodes["p1"].num_attachments == 1
@@ -244,27 +213,22 @@ async def test_an_early_end_in_each_stage_reaches_both_nodes(stage: str, how: st
     async with router_rig(*nodes) as rig:
         reader = rig.ask(request_id="mine", timeout_s=1.0 if how == "deadline" else None)
         await reader.wait_until_accepted()
-        if stage != "placing":
-            attempt = (await rig.next_submit("p1")).attempt
-            await rig.next_submit("d1")
-        if stage in ("handed off", "streaming"):
-            rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-            await reader.wait_for_tokens(1)
-        if stage == "streaming":
-            rig.report("d1", attempt, 1, "b")
-            await reader.wait_for_tokens(2)
+        if nodes:
+            attempt = await rig.next_attempt("p1", "d1")
+        for name, index, told_in in (("p1", 0, ("handed off", "streaming")), ("d1", 1, ("streaming",))):
+            if stage in told_in:
+                rig.report(name, attempt, index, "a", Outcome.HANDED_OFF if name == "p1" else None)
+                await reader.wait_for_tokens(index + 1)
         if how == "rpc":
             rig.dispatcher.cancel("mine")
         elif how == "deadline":
             rig.timers.advance(1.0)
         else:
             reader.task.cancel()
-        if stage != "placing":
-            assert (await rig.next_abort("p1")).attempt == attempt
-            assert (await rig.next_abort("d1")).attempt == attempt
-        expected = {"rpc": Cancelled, "client gone": asyncio.CancelledError, "deadline": DeadlineExceeded}[how]
-        with pytest.raises(expected):
-            await reader.finished()
+        if nodes:
+            assert await rig.next_aborts("p1", "d1") == attempt
+        ends = {"rpc": Cancelled, "client gone": asyncio.CancelledError, "deadline": DeadlineExceeded}
+        await reader.raises(ends[how])
 
 
 async def test_two_requests_at_once_of_which_one_fails() -> None:
@@ -275,8 +239,7 @@ async def test_two_requests_at_once_of_which_one_fails() -> None:
             RequestDelta(second, outcome=Outcome.ERROR, error="logits are not finite"),
             RequestDelta(first, 0, (97,), outcome=Outcome.HANDED_OFF),
         )
-        with pytest.raises(EngineFault, match="logits are not finite"):
-            await bad.finished()
+        await bad.raises(EngineFault, "logits are not finite")
         assert (await rig.next_abort("d1")).attempt == second
         rig.report("d1", first, 1, "b", Outcome.LENGTH)
         await good.finished()
@@ -288,6 +251,7 @@ async def test_two_requests_at_once_of_which_one_fails() -> None:
 async def test_a_request_that_a_node_finds_invalid_fails_without_blaming_the_node(
     text: str, clients_field: str
 ) -> None:
+    why = "is too complex: 2001 items"
     async with router_rig(prefill(), decode()) as rig:
         for _ in range(5):
             reader, attempt = await start_pair(rig, max_tokens=9, constraint_field=clients_field)
@@ -295,16 +259,12 @@ async def test_a_request_that_a_node_finds_invalid_fails_without_blaming_the_nod
                 rig.report("p1", attempt, 0, text[0], Outcome.HANDED_OFF)
                 rig.report("d1", attempt, 1, text[1:])
                 await reader.wait_for_tokens(2)
-            why = "json_schema: is too complex: 2001 items"
-            rig.nodes["d1"].report(RequestDelta(attempt, outcome=Outcome.INVALID, error=why))
-            with pytest.raises(InvalidRequest) as caught:
-                await reader.finished()
-            found = caught.value.field, caught.value.reason
-            assert found == (clients_field or "json_schema", "is too complex: 2001 items")
+            rig.nodes["d1"].report(RequestDelta(attempt, outcome=Outcome.INVALID, error=why, error_field="json_schema"))
+            error = await reader.raises(InvalidRequest)
+            assert (error.field, error.reason) == (clients_field or "json_schema", why)
             assert (await rig.next_abort("p1")).attempt == attempt
-        assert rig.dispatcher.requests.counters.rejections["InvalidRequest"] == (0 if text else 5)
-        opened = [f.value for f in rig.dispatcher.requests.placer.figures(0.0) if f.name == "router_breakers_open"]  # type: ignore[union-attr]
-        assert opened == [0, 0]
+        assert rig.requests.counters.rejections["InvalidRequest"] == (0 if text else 5)
+        assert not rig.requests.placer.open_breakers(0.0)
 
 
 async def test_a_fault_of_the_router_ends_one_request_only() -> None:
@@ -316,8 +276,7 @@ async def test_a_fault_of_the_router_ends_one_request_only() -> None:
             RequestDelta(first, 0, (97,), outcome=Outcome.LENGTH),
         )
         await good.finished()
-        with pytest.raises(Exception, match="the router failed while it handled this request"):
-            await bad.finished()
+        await bad.raises(Exception, "the router failed while it handled this request")
 
 
 async def test_a_slow_reader_delays_no_other_and_is_ended_at_last() -> None:
@@ -325,34 +284,32 @@ async def test_a_slow_reader_delays_no_other_and_is_ended_at_last() -> None:
     async with router_rig(prefill(), decode(), limits=limits) as rig:
         slow = rig.dispatcher.generate(GenerateRequest("hello", max_tokens=20))
         await anext(slow)
-        attempt = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d1")
+        attempt = await rig.next_attempt("p1", "d1")
         quick, other = await start_pair(rig, max_tokens=1)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         rig.report("d1", attempt, 1, "bcd")
         rig.report("p1", other, 0, "z", Outcome.LENGTH)
         await quick.finished()
-        await rig.next_abort("d1")
-        await rig.next_abort("p1")
+        await rig.next_aborts("d1", "p1")
         await rig.nodes["d1"].all_read()
         # Reading in time is forgiven, ...
-        read = await anext(slow)
-        assert isinstance(read, Chunk)
-        assert read.text == "abcd"
+        assert chunk_of(await anext(slow)) == (0, "abcd")
         rig.timers.advance(2.0)
         rig.report("d1", attempt, 4, "ef")
         rig.report("d1", attempt, 6, "gh")
         await rig.nodes["d1"].all_read()
         # ... not reading is not.
         rig.timers.advance(2.0)
-        assert (await rig.next_abort("p1")).attempt == attempt
-        assert (await rig.next_abort("d1")).attempt == attempt
+        assert await rig.next_aborts("p1", "d1") == attempt
         # What had come is still delivered; then the end.
-        rest = await anext(slow)
-        assert isinstance(rest, Chunk)
-        assert (rest.first_index, rest.text) == (4, "efgh")
+        assert chunk_of(await anext(slow)) == (4, "efgh")
         with pytest.raises(SlowReader, match="unread"):
             await anext(slow)
+
+
+def chunk_of(event: GenerateEvent) -> tuple[int, str]:
+    assert isinstance(event, Chunk)
+    return event.first_index, event.text
 
 
 async def test_chunks_taken_at_once_are_no_backlog_and_a_reader_may_catch_up() -> None:
@@ -368,7 +325,7 @@ async def test_chunks_taken_at_once_are_no_backlog_and_a_reader_may_catch_up() -
 
         events = rig.dispatcher.generate(GenerateRequest("hello", max_tokens=12), take=take)
         await anext(events)
-        attempt = (await rig.next_submit("d1")).attempt
+        attempt = await rig.next_attempt("d1")
         rig.report("d1", attempt, 0, "abcd")
         await rig.nodes["d1"].all_read()
         # Four wait for a reader that does something else. Then it comes back, and takes what follows at once.
@@ -407,10 +364,9 @@ async def test_a_request_waits_for_a_node_only_up_to_a_limit() -> None:
         reader = rig.ask()
         await reader.wait_until_accepted()
         rig.timers.advance(9.9)
-        assert rig.dispatcher.requests.num_waiting == 1
+        assert rig.requests.num_waiting == 1
         rig.timers.advance(0.2)
-        with pytest.raises(NoCapacity, match="no node that serves demo is up"):
-            await reader.finished()
+        await reader.raises(NoCapacity, "no node that serves demo is up")
 
 
 async def test_a_request_that_lost_its_nodes_waits_for_a_model_to_load() -> None:
@@ -423,10 +379,9 @@ async def test_a_request_that_lost_its_nodes_waits_for_a_model_to_load() -> None
             # The node's address refuses the router, which tells its flights.
             await asyncio.sleep(0)
         rig.timers.advance(100)
-        assert rig.dispatcher.requests.num_waiting == 1
+        assert rig.requests.num_waiting == 1
         rig.timers.advance(30)
-        with pytest.raises(NoCapacity, match="no node that serves demo is up"):
-            await reader.finished()
+        await reader.raises(NoCapacity, "no node that serves demo is up")
 
 
 async def test_a_stream_whose_link_was_cut_continues_on_its_nodes() -> None:
@@ -442,24 +397,26 @@ async def test_a_stream_whose_link_was_cut_continues_on_its_nodes() -> None:
         rig.report("d1", attempt, 2, "yz", Outcome.LENGTH)
         assert (await reader.finished()).path.attempts == 1
         assert reader.text == "wxyz"
-        counters = rig.dispatcher.requests.counters
+        counters = rig.requests.counters
         assert (counters.attempts, counters.links_back) == ({AttemptCause.FIRST: 1}, 1)
 
 
 async def test_a_stream_survives_repeated_cuts_of_its_link_up_to_a_limit() -> None:
     async with router_rig(decode()) as rig:
         reader = rig.ask(max_tokens=4)
-        attempt = (await rig.next_submit("d1")).attempt
-        for _ in range(MAX_BROKEN):
-            rig.nodes["d1"].cut()
+        attempt = await rig.next_attempt("d1")
+
+        async def until_told() -> None:
             while rig.nodes["d1"].inbox.empty():
                 await asyncio.sleep(0)
                 rig.timers.advance(0.1)
+
+        for _ in range(MAX_BROKEN):
+            rig.nodes["d1"].cut()
+            await until_told()
             assert await rig.next_adopt("d1") == attempt
         rig.nodes["d1"].cut()
-        while rig.nodes["d1"].inbox.empty():
-            await asyncio.sleep(0)
-            rig.timers.advance(0.1)
+        await until_told()
         again = await rig.next_submit("d1")
         assert again.attempt.attempt == 2
         rig.report("d1", again.attempt, 0, "wxyz", Outcome.LENGTH)
@@ -470,15 +427,14 @@ async def test_a_request_cancelled_while_its_link_is_cut_is_aborted_when_it_is_b
     async with router_rig(decode()) as rig:
         node = rig.nodes["d1"]
         reader, stays = rig.ask(max_tokens=9, request_id="leaves"), rig.ask(max_tokens=1, request_id="stays")
-        left, kept = [(await rig.next_submit("d1")).attempt for _ in range(2)]
+        left, kept = [await rig.next_attempt("d1") for _ in range(2)]
         rig.report("d1", left, 0, "w")
         await reader.wait_for_tokens(1)
         node.attach_error = Unreachable("no route to host")
         node.cut()
         await rig.wait_until_attached(0)
         rig.dispatcher.cancel("leaves")
-        with pytest.raises(Cancelled):
-            await reader.finished()
+        await reader.raises(Cancelled)
         assert node.inbox.empty()
         await rig.timers.is_due(within=0.5)
         node.attach_error = None
@@ -494,7 +450,7 @@ async def test_a_prompt_is_placed_again_when_a_node_of_an_older_version_can_not_
     """Such a node aborts the attempts of an earlier stream, whatever the router keeps."""
     async with router_rig(decode()) as rig:
         reader = rig.ask(max_tokens=3)
-        attempt = (await rig.next_submit("d1")).attempt
+        attempt = await rig.next_attempt("d1")
         rig.report("d1", attempt, 0, "w")
         await reader.wait_for_tokens(1)
         rig.nodes["d1"].cut()
@@ -504,7 +460,7 @@ async def test_a_prompt_is_placed_again_when_a_node_of_an_older_version_can_not_
         assert list(again.output_token_ids) == [ord("w")]
         rig.report("d1", again.attempt, 1, "xy", Outcome.LENGTH)
         assert (await reader.finished()).path.attempts == 2
-        assert rig.dispatcher.requests.counters.attempts[AttemptCause.NOT_KEPT] == 1
+        assert rig.requests.counters.attempts[AttemptCause.NOT_KEPT] == 1
 
 
 async def test_a_draining_node_gets_no_new_requests_and_refusals_count_as_no_attempt() -> None:
@@ -513,19 +469,16 @@ async def test_a_draining_node_gets_no_new_requests_and_refusals_count_as_no_att
         rig.report("d1", first, outcome=Outcome.REFUSED)
         rig.nodes["d1"].report(load=LoadReport(draining=True))
         await rig.next_abort("p1")
-        second = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d2")
+        second = await rig.next_attempt("p1", "d2")
         await rig.nodes["d1"].all_read()
         assert [c.node.node_id for c in rig.view.candidates()] == ["d2", "p1"]
-        rig.report("p1", second, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d2", second, 1, "b", Outcome.LENGTH)
-        await reader.finished()
+        await rig.finish(reader, second, "ab", decode="d2")
 
 
 async def test_load_is_spread_over_nodes_before_they_report() -> None:
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
         readers = [rig.ask(max_tokens=1, request_id=f"r{n}") for n in range(4)]
-        keys = [(await rig.next_submit("p1")).attempt for _ in readers]
+        keys = [await rig.next_attempt("p1") for _ in readers]
         for name in ("d1", "d2", "d1", "d2"):
             await rig.next_submit(name)
         for attempt in keys:
@@ -537,22 +490,18 @@ async def test_load_is_spread_over_nodes_before_they_report() -> None:
 async def test_duplicates_bad_requests_and_a_draining_router_are_refused() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, request_id="mine", max_tokens=1)
-        with pytest.raises(DuplicateRequest):
-            await rig.ask(request_id="mine").finished()
-        with pytest.raises(InvalidRequest, match="prompt: is empty"):
-            await rig.ask(prompt="").finished()
-        with pytest.raises(DeadlineExceeded):
-            await rig.ask(timeout_s=0.0).finished()
+        await rig.ask(request_id="mine").raises(DuplicateRequest)
+        await rig.ask(prompt="").raises(InvalidRequest, "prompt: is empty")
+        await rig.ask(timeout_s=0.0).raises(DeadlineExceeded)
         with pytest.raises(RequestNotFound):
             rig.dispatcher.cancel("nobody")
         rig.dispatcher.drain()
-        with pytest.raises(Draining):
-            await rig.ask().finished()
-        assert rig.dispatcher.requests.num_live == 1
+        await rig.ask().raises(Draining)
+        assert rig.requests.num_live == 1
         rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
         await reader.finished()
         await rig.dispatcher.idle()
-        assert rig.dispatcher.requests.counters.accepted == 1
+        assert rig.requests.counters.accepted == 1
 
 
 async def test_a_long_text_is_tokenized_in_a_thread_with_the_same_result() -> None:

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from baton.errors import (
-    BatonError,
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
@@ -40,15 +39,9 @@ async def start_requests(rig: RouterRig, name: str = "d1", count: int = 3) -> li
 async def finish_requests(rig: RouterRig, *readers: Reader, name: str = "d1") -> None:
     """Let the node finish its requests in the order of their arrival."""
     for _ in readers:
-        rig.report(name, (await rig.next_submit(name)).attempt, 0, "a", Outcome.LENGTH)
+        await rig.serve(name)
     for reader in readers:
         await reader.finished()
-
-
-async def turned_away(reader: Reader) -> BatonError:
-    with pytest.raises(BatonError) as caught:
-        await reader.finished()
-    return caught.value
 
 
 async def test_requests_beyond_a_nodes_capacity_wait_at_the_router_in_order() -> None:
@@ -60,16 +53,16 @@ async def test_requests_beyond_a_nodes_capacity_wait_at_the_router_in_order() ->
         )
         await late.wait_until_accepted()
         await better.wait_until_accepted()
-        assert (rig.dispatcher.requests.num_waiting, rig.nodes["d1"].inbox.qsize()) == (2, 3)
+        assert (rig.requests.num_waiting, rig.nodes["d1"].inbox.qsize()) == (2, 3)
         rig.timers.advance(0.5)
         await finish_requests(rig, *running)
-        sent = [(await rig.next_submit("d1")).attempt for _ in range(2)]
+        sent = [await rig.next_attempt("d1") for _ in range(2)]
         assert [attempt.request_id for attempt in sent] == ["better", "late"]
         for attempt in sent:
             rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
         assert (await late.finished()).queue_ms == pytest.approx(500)
         await better.finished()
-        queue_time = rig.dispatcher.requests.counters.queue_time
+        queue_time = rig.requests.counters.queue_time
         assert (queue_time.count, queue_time.total) == (5, pytest.approx(1.0))
         page = render(figures(rig.dispatcher.requests, rig.view, 0.0, 0.0), {"node": "router-1"}).decode()
         assert 'baton_request_queue_time_seconds_bucket{le="0.001",node="router-1"} 3.0' in page
@@ -78,41 +71,37 @@ async def test_requests_beyond_a_nodes_capacity_wait_at_the_router_in_order() ->
 
 async def test_a_full_node_is_skipped_while_another_has_room() -> None:
     async with router_rig(prefill(), small("d1"), decode("d2", max_num_seqs=1)) as rig:
-        rig.nodes["d1"].report(load=LoadReport(waiting=2))
-        await rig.nodes["d1"].all_read()
+        await rig.tell_all("d1", waiting=2)
         readers = await start_requests(rig, count=3)
         assert (rig.nodes["d1"].inbox.qsize(), rig.nodes["d2"].inbox.qsize()) == (0, 3)
-        assert rig.dispatcher.requests.num_waiting == 0
+        assert rig.requests.num_waiting == 0
         for _ in readers:
-            rig.report("p1", (await rig.next_submit("p1")).attempt, 0, "a", Outcome.LENGTH)
+            await rig.serve("p1")
         for reader in readers:
             await reader.finished()
-        rig.nodes["d1"].report()
-        await rig.nodes["d1"].all_read()
+        await rig.tell_all("d1")
 
 
 async def test_queued_prompts_fill_a_prefill_node_and_its_report_admits_the_next_one() -> None:
     async with router_rig(prefill(max_num_seqs=64, max_num_batched_tokens=2), decode()) as rig:
-        rig.nodes["p1"].report(load=LoadReport(running=1, uncomputed_tokens=32))
-        await rig.nodes["p1"].all_read()
+        await rig.tell_all("p1", running=1, uncomputed_tokens=32)
         reader = rig.ask(max_tokens=1)
         await reader.wait_until_accepted()
-        assert rig.dispatcher.requests.num_waiting == 1
+        assert rig.requests.num_waiting == 1
         rig.nodes["p1"].report(load=LoadReport(running=1, uncomputed_tokens=31))
-        attempt = (await rig.next_submit("p1")).attempt
+        attempt = await rig.next_attempt("p1")
         rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
         await reader.finished()
 
 
 async def test_a_request_that_fits_only_a_full_node_waits_for_it() -> None:
     async with router_rig(small("d1"), decode("d2", max_num_seqs=1, num_blocks=2)) as rig:
-        rig.nodes["d1"].report(load=LoadReport(waiting=2))
-        await rig.nodes["d1"].all_read()
+        await rig.tell_all("d1", waiting=2)
         reader = rig.ask(max_tokens=40)
         await reader.wait_until_accepted()
-        assert rig.dispatcher.requests.num_waiting == 1
+        assert rig.requests.num_waiting == 1
         rig.nodes["d1"].report(load=LoadReport())
-        rig.report("d1", (await rig.next_submit("d1")).attempt, 0, "a", Outcome.STOP, stop_token_id=97)
+        rig.report("d1", await rig.next_attempt("d1"), 0, "a", Outcome.STOP, stop_token_id=97)
         await reader.finished()
 
 
@@ -120,7 +109,7 @@ async def test_the_number_of_running_requests_is_limited() -> None:
     async with router_rig(decode(), limits=DispatchLimits(max_running=1)) as rig:
         first, second = rig.ask(max_tokens=1, request_id="1"), rig.ask(max_tokens=1, request_id="2")
         await second.wait_until_accepted()
-        assert (rig.dispatcher.requests.num_placed, rig.dispatcher.requests.num_waiting) == (1, 1)
+        assert (rig.requests.num_placed, rig.requests.num_waiting) == (1, 1)
         await finish_requests(rig, first)
         await finish_requests(rig, second)
 
@@ -132,16 +121,14 @@ async def test_a_full_queue_refuses_equal_priorities_and_displaces_the_lowest_fo
         for reader in waiting:
             await reader.wait_until_accepted()
         refused = rig.ask(request_id="no", priority=1)
-        error = await turned_away(refused)
-        assert isinstance(error, QueueFull)
+        error = await refused.raises(QueueFull)
         assert 0.75 <= error.retry_after_s <= 1.25
         assert not refused.events, "who is turned away at once hears no Accepted"
         better = rig.ask(max_tokens=1, request_id="yes")
-        shed = await turned_away(waiting[1])
-        assert isinstance(shed, QueueFull)
+        shed = await waiting[1].raises(QueueFull)
         assert "a more urgent request came" in str(shed)
-        assert rig.dispatcher.requests.num_waiting == 2
-        assert rig.dispatcher.requests.counters.rejections == {"QueueFull": 2}
+        assert rig.requests.num_waiting == 2
+        assert rig.requests.counters.rejections == {"QueueFull": 2}
         page = render(figures(rig.dispatcher.requests, rig.view, 0.0, 0.0), {}).decode()
         assert 'baton_rejections_total{reason="queue_full"} 2.0' in page
         assert "baton_num_requests_waiting 2.0" in page
@@ -152,16 +139,15 @@ async def test_a_full_queue_refuses_equal_priorities_and_displaces_the_lowest_fo
 async def test_a_request_that_would_be_late_is_refused_at_once() -> None:
     async with router_rig(small()) as rig:
         running = await start_requests(rig)
-        attempts = [(await rig.next_submit("d1")).attempt for _ in running]
+        attempts = [await rig.next_attempt("d1") for _ in running]
         rig.timers.advance(6.0)
         rig.report("d1", attempts[0], 0, "a", Outcome.LENGTH)
         await running[0].finished()
         running[0] = rig.ask(max_tokens=1, request_id="another")
-        attempts[0] = (await rig.next_submit("d1")).attempt
+        attempts[0] = await rig.next_attempt("d1")
         # 6 s each, three at once: the next one is placed after 2 s and has its first token after 6 s more.
         for fields in ({"timeout_s": 7.9}, {"ttft_slo_ms": 7900.0}):
-            error = await turned_away(rig.ask(request_id="late", **fields))  # type: ignore[arg-type]
-            assert isinstance(error, WouldBeLate)
+            error = await rig.ask(request_id="late", **fields).raises(WouldBeLate)  # type: ignore[arg-type]
             assert error.retry_after_s >= 1.5
         in_time = rig.ask(request_id="in-time", max_tokens=1, timeout_s=8.1, ttft_slo_ms=8100.0)
         await in_time.wait_until_accepted()
@@ -176,10 +162,9 @@ async def test_predicted_lateness_refuses_a_request_unless_a_node_is_idle() -> N
     async with router_rig(decode(), placer=Placer(PlacementSettings(Policy.COST))) as rig:
         tried = rig.ask(request_id="tried", max_tokens=1, ttft_slo_ms=1e-3)
         await finish_requests(rig, tried)
-        rig.nodes["d1"].report(load=LoadReport(running=1, uncomputed_tokens=10**7))
-        await rig.nodes["d1"].all_read()
-        assert isinstance(await turned_away(rig.ask(ttft_slo_ms=1000.0)), WouldBeLate)
-        assert isinstance(await turned_away(rig.ask(timeout_s=1.0)), WouldBeLate)
+        await rig.tell_all("d1", running=1, uncomputed_tokens=10**7)
+        await rig.ask(ttft_slo_ms=1000.0).raises(WouldBeLate)
+        await rig.ask(timeout_s=1.0).raises(WouldBeLate)
         await finish_requests(rig, rig.ask(max_tokens=1))
 
 
@@ -188,7 +173,7 @@ POLICIES = [Policy.COST, Policy.LEAST_LOADED, Policy.ROUND_ROBIN]
 
 async def pace(rig: RouterRig, reader: Reader, seconds: float) -> None:
     """Let the node report two tokens with this gap between them, and the end."""
-    attempt = (await rig.next_submit("d1")).attempt
+    attempt = await rig.next_attempt("d1")
     rig.report("d1", attempt, 0, "a")
     await rig.nodes["d1"].all_read()
     rig.timers.advance(seconds)
@@ -201,11 +186,10 @@ async def test_an_unattainable_token_rate_is_refused_by_every_policy(policy: Pol
     async with router_rig(decode(), placer=Placer(PlacementSettings(policy))) as rig:
         # Nothing is known yet, and an idle node is worth a try.
         await pace(rig, rig.ask(request_id="tried", max_tokens=2, tpot_slo_ms=1e-3), 0.02)
-        error = await turned_away(rig.ask(max_tokens=2, tpot_slo_ms=1e-3))
-        assert isinstance(error, WouldBeLate)
+        error = await rig.ask(max_tokens=2, tpot_slo_ms=1e-3).raises(WouldBeLate)
         assert "it allows 0.001 ms" in str(error)
         assert error.retry_after_s > 0.0
-        assert rig.dispatcher.requests.counters.rejections == {"WouldBeLate": 1}
+        assert rig.requests.counters.rejections == {"WouldBeLate": 1}
         # What it hopes for can be kept, or has no second token that could be late.
         await pace(rig, rig.ask(request_id="kept", max_tokens=2, tpot_slo_ms=25.0), 0.02)
         await finish_requests(rig, rig.ask(request_id="one", max_tokens=1, tpot_slo_ms=1e-3))
@@ -218,15 +202,14 @@ async def test_an_unattainable_token_rate_is_refused_by_every_policy(policy: Pol
 async def test_a_first_token_that_comes_too_late_is_refused_by_every_policy(policy: Policy) -> None:
     async with router_rig(decode(), placer=Placer(PlacementSettings(policy))) as rig:
         first = rig.ask(request_id="first", max_tokens=1)
-        attempt = (await rig.next_submit("d1")).attempt
+        attempt = await rig.next_attempt("d1")
         rig.timers.advance(2.0)
         rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
         await first.finished()
         running = rig.ask(request_id="running", max_tokens=1)
         await running.wait_until_accepted()
-        rig.nodes["d1"].report(load=LoadReport(running=1, uncomputed_tokens=10**7))
-        await rig.nodes["d1"].all_read()
-        assert isinstance(await turned_away(rig.ask(ttft_slo_ms=1500.0, max_tokens=1)), WouldBeLate)
+        await rig.tell_all("d1", running=1, uncomputed_tokens=10**7)
+        await rig.ask(ttft_slo_ms=1500.0, max_tokens=1).raises(WouldBeLate)
         await finish_requests(rig, running)
 
 
@@ -243,18 +226,18 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(how: str) ->
         behind = rig.ask(request_id="behind", max_tokens=1)
         await reader.wait_until_accepted()
         await behind.wait_until_accepted()
-        assert rig.dispatcher.requests.num_waiting == 2
+        assert rig.requests.num_waiting == 2
         if how == "cancel":
             rig.dispatcher.cancel("mine")
         elif how == "client gone":
             reader.task.cancel()
         else:
             rig.timers.advance(1.0)
-        assert rig.dispatcher.requests.num_waiting == (2 if how == "client gone" else 1)
+        assert rig.requests.num_waiting == (2 if how == "client gone" else 1)
         expected = {"cancel": Cancelled, "client gone": asyncio.CancelledError, "deadline": DeadlineExceeded}
         with pytest.raises(expected.get(how, Overloaded)):
             await reader.finished()
-        assert (rig.dispatcher.requests.num_waiting, rig.dispatcher.requests.num_live) == (1, 4)
+        assert (rig.requests.num_waiting, rig.requests.num_live) == (1, 4)
         assert rig.timers.num_pending == timers + 1, "only the patience of the one behind is left"
         await finish_requests(rig, *running)
         await finish_requests(rig, behind)
@@ -268,14 +251,12 @@ async def test_a_cancelled_request_makes_room_at_once() -> None:
         for _ in running:
             await rig.next_submit("d1")
         rig.dispatcher.cancel("d1-1")
-        assert rig.dispatcher.requests.num_waiting == 0, "in the same breath"
+        assert rig.requests.num_waiting == 0, "in the same breath"
         assert (await rig.next_abort("d1")).attempt.request_id == "d1-1"
         assert (await rig.next_submit("d1")).attempt.request_id == "next"
-        with pytest.raises(Cancelled):
-            await running[1].finished()
+        await running[1].raises(Cancelled)
         for reader in (running[0], running[2], waiting):
-            reader.task.cancel()
-            await asyncio.gather(reader.task, return_exceptions=True)
+            await reader.leaves()
 
 
 async def test_a_request_that_lost_its_node_goes_first_even_to_a_full_node() -> None:
@@ -286,9 +267,9 @@ async def test_a_request_that_lost_its_node_goes_first_even_to_a_full_node() -> 
         lost = [(await rig.next_submit("d1")).attempt.request_id for _ in range(3)]
         assert len([await rig.next_submit("d2") for _ in range(3)]) == 3
         rig.nodes["d1"].die()
-        again = [(await rig.next_submit("d2")).attempt for _ in range(3)]
+        again = [await rig.next_attempt("d2") for _ in range(3)]
         assert sorted(attempt.request_id for attempt in again) == sorted(lost)
-        assert rig.dispatcher.requests.num_waiting == 1
+        assert rig.requests.num_waiting == 1
         for reader in [*running, waiting]:
             reader.task.cancel()
         await asyncio.gather(*(reader.task for reader in [*running, waiting]), return_exceptions=True)
@@ -304,11 +285,10 @@ async def test_the_limit_on_waiting_depends_on_what_is_waited_for() -> None:
         await waiting.wait_until_accepted()
         rig.timers.advance(39.0)
         for _ in range(5):
-            rig.nodes["d1"].report(load=LoadReport(running=1, waiting=2))
-            await rig.nodes["d1"].all_read()
-        assert rig.dispatcher.requests.num_waiting == 1
+            await rig.tell_all("d1", running=1, waiting=2)
+        assert rig.requests.num_waiting == 1
         rig.timers.advance(1.5)
-        error = await turned_away(waiting)
+        error = await waiting.raises(Overloaded)
         assert type(error) is Overloaded
         assert str(error) == "every node is full"
         for reader in running:
@@ -323,19 +303,19 @@ async def test_all_requests_that_wait_for_a_missing_node_are_refused_in_time() -
             await reader.wait_until_accepted()
         rig.timers.advance(10.1)
         for reader in readers:
-            assert isinstance(await turned_away(reader), NoCapacity)
+            await reader.raises(NoCapacity)
 
 
 async def test_a_request_too_large_for_every_node_is_refused_before_it_is_accepted() -> None:
     async with router_rig(decode(num_blocks=2)) as rig:
         reader = rig.ask(max_tokens=30)
-        assert isinstance(await turned_away(reader), InvalidRequest)
+        await reader.raises(InvalidRequest)
         assert not reader.events
-        assert rig.dispatcher.requests.counters.rejections == {"ContextLengthExceeded": 1}
+        assert rig.requests.counters.rejections == {"ContextLengthExceeded": 1}
 
 
 async def test_the_number_of_long_texts_tokenized_at_once_is_limited() -> None:
     async with router_rig(decode(), limits=DispatchLimits(thread_text_chars=2, max_tokenizing=0)) as rig:
-        assert isinstance(await turned_away(rig.ask()), QueueFull)
+        await rig.ask().raises(QueueFull)
         short = rig.ask("ab", max_tokens=1)
         await finish_requests(rig, short)

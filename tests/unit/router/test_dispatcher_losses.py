@@ -50,7 +50,7 @@ async def answer(rig: RouterRig) -> None:
 async def streaming(rig: RouterRig, number: int) -> Sequence[Reader]:
     """Start this number of clients, and return when each has read tokens."""
     readers = [rig.ask(request_id=f"r{i}", max_tokens=40) for i in range(number)]
-    await turns_until(lambda: rig.dispatcher.requests.num_placed == number)
+    await turns_until(lambda: rig.requests.num_placed == number)
     await answer(rig)
     for reader in readers:
         await reader.wait_for_tokens(2)
@@ -71,25 +71,25 @@ async def test_simultaneous_losses_are_all_known_before_a_stream_is_placed_again
         for node in rig.nodes.values():
             node.die()
         await rig.wait_until_attached(0)
-        in_each_turn = [rig.dispatcher.requests.num_waiting]
-        while rig.dispatcher.requests.num_waiting < 100:
+        in_each_turn = [rig.requests.num_waiting]
+        while rig.requests.num_waiting < 100:
             await turns(1)
-            in_each_turn.append(rig.dispatcher.requests.num_waiting)
+            in_each_turn.append(rig.requests.num_waiting)
         assert max(b - a for a, b in pairwise(in_each_turn)) <= FLIGHTS_PER_TURN
-        assert rig.dispatcher.requests.counters.attempts == {AttemptCause.FIRST: 100}
+        assert rig.requests.counters.attempts == {AttemptCause.FIRST: 100}
 
         for node in rig.nodes.values():
             node.is_up = True
         rig.timers.advance(10)
         waiting = [100]
-        while rig.dispatcher.requests.num_waiting:
+        while rig.requests.num_waiting:
             await turns(1)
-            waiting.append(rig.dispatcher.requests.num_waiting)
+            waiting.append(rig.requests.num_waiting)
         assert max(a - b for a, b in pairwise(waiting)) <= PLACED_PER_TURN
         await answer(rig)
         for reader in readers:
             await reader.wait_for_tokens(4)
-        assert rig.dispatcher.requests.counters.failed == 0
+        assert rig.requests.counters.failed == 0
         await cancelled(readers)
 
 
@@ -101,9 +101,9 @@ async def test_losses_that_are_found_one_by_one_end_no_stream(policy: Policy) ->
         for node in rig.nodes.values():
             node.die()
             await turns(3)
-        await turns_until(lambda: rig.dispatcher.requests.num_waiting == 40)
-        assert rig.dispatcher.requests.counters.attempts[AttemptCause.NODE_LOST] > 0
-        assert rig.dispatcher.requests.counters.failed == 0
+        await turns_until(lambda: rig.requests.num_waiting == 40)
+        assert rig.requests.counters.attempts[AttemptCause.NODE_LOST] > 0
+        assert rig.requests.counters.failed == 0
         await cancelled(readers)
 
 
@@ -118,28 +118,26 @@ async def test_a_request_that_kills_its_nodes_ends_although_others_are_left() ->
             node.report(RequestDelta(submit.attempt))
             await node.all_read()
             node.die()
-        with pytest.raises(Exception, match="3 attempts failed"):
-            await reader.finished()
+        await reader.raises(Exception, "3 attempts failed")
 
 
 async def test_a_stream_waits_for_the_only_node_large_enough_and_delays_no_other() -> None:
     small = decode("d2", max_model_len=16, num_blocks=4)
     async with router_rig(decode("d1"), small) as rig:
         reader = rig.ask("hello", request_id="r", max_tokens=40)
-        attempt = (await rig.next_submit("d1")).attempt
+        attempt = await rig.next_attempt("d1")
         rig.report("d1", attempt, 0, "abc")
         await reader.wait_for_tokens(3)
         rig.nodes["d1"].die()
         await rig.wait_until_attached(1)
-        await turns_until(lambda: rig.dispatcher.requests.num_waiting == 1)
+        await turns_until(lambda: rig.requests.num_waiting == 1)
 
         other = rig.ask("hello", max_tokens=1)
-        rig.report("d2", (await rig.next_submit("d2")).attempt, 0, "x", Outcome.LENGTH)
+        await rig.serve("d2", text="x")
         await other.finished()
-        with pytest.raises(NoCapacity, match="was lost a short time ago") as refused:
-            await rig.ask("hello", max_tokens=40).finished()
-        assert refused.value.status is Status.UNAVAILABLE
-        assert refused.value.retry_after_s is not None
+        refused = await rig.ask("hello", max_tokens=40).raises(NoCapacity, "was lost a short time ago")
+        assert refused.status is Status.UNAVAILABLE
+        assert refused.retry_after_s is not None
 
         rig.nodes["d1"].is_up = True
         rig.timers.advance(10)
@@ -156,10 +154,9 @@ async def test_a_stream_waits_for_a_large_enough_node_only_up_to_a_limit() -> No
         await rig.next_submit("d1")
         rig.nodes["d1"].die()
         await rig.wait_until_attached(1)
-        await turns_until(lambda: rig.dispatcher.requests.num_waiting == 1)
+        await turns_until(lambda: rig.requests.num_waiting == 1)
         rig.timers.advance(5.1)
-        with pytest.raises(NoCapacity, match="large enough"):
-            await reader.finished()
+        await reader.raises(NoCapacity, "large enough")
 
 
 async def test_a_request_is_too_large_once_no_node_of_its_size_was_up_for_long() -> None:
@@ -168,5 +165,4 @@ async def test_a_request_is_too_large_once_no_node_of_its_size_was_up_for_long()
         await rig.wait_until_attached(1)
         rig.timers.advance(SIZE_REMEMBERED_S + 1)
         rig.nodes["d1"].is_up = False
-        with pytest.raises(InvalidRequest, match="more than any node's KV cache holds"):
-            await rig.ask("hello", max_tokens=40).finished()
+        await rig.ask("hello", max_tokens=40).raises(InvalidRequest, "more than any node's KV cache holds")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
@@ -49,7 +48,7 @@ async def serve_request(rig: RouterRig, pair: tuple[str, str]) -> None:
     rig.report(pair[0], submit.attempt, 0, "x", Outcome.HANDED_OFF, StageTimings(1, 2))
     rig.report(pair[1], submit.attempt, 1, "y", Outcome.LENGTH, StageTimings(transfer_ms=3, kv_bytes=10))
     finished = await reader.finished()
-    (told,) = rig.dispatcher.requests.placer.explain(reader.accepted.request_id, rig.timers.monotonic())
+    (told,) = rig.requests.placer.explain(reader.accepted.request_id, rig.timers.monotonic())
     assert told.decision.measured is not None
     assert (told.decision.measured.timings.queue_ms, told.decision.measured.first_token_ms) == (1, finished.ttft_ms)
 
@@ -87,7 +86,6 @@ async def test_a_request_cancelled_before_or_after_placement_leaves_nothing() ->
             await asked_for_everything(rig, name)
         reader = rig.ask(PROMPT, max_tokens=2)
         await rig.next_submit("p1")
-        assert not rig.dispatcher.requests.placer.is_idle
-        reader.task.cancel()
-        await asyncio.gather(reader.task, return_exceptions=True)
-        assert rig.dispatcher.requests.placer.is_idle
+        assert not rig.requests.placer.is_idle
+        await reader.leaves()
+        assert rig.requests.placer.is_idle

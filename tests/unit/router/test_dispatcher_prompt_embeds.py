@@ -47,8 +47,8 @@ async def test_both_nodes_of_each_attempt_get_the_rows() -> None:
             (name,) = [name for name in ("d1", "d2") if name in rig.nodes and not rig.nodes[name].inbox.empty()]
             second = await rig.next_submit(name)
             for submit in (first, second):
-                assert (submit.attempt.attempt, list(submit.prompt_token_ids)) == (attempt, [0, 0, 0, 9])
-                assert submit.spans == (SPAN,)
+                assert (submit.attempt.attempt, list(submit.spec.prompt_token_ids)) == (attempt, [0, 0, 0, 9])
+                assert submit.spec.spans == (SPAN,)
             if attempt == 1:
                 (kept,) = rig.store.kept.values()
                 assert SPAN.digest in repr(kept)
@@ -74,17 +74,18 @@ async def test_nodes_that_take_no_rows_are_not_chosen() -> None:
 
 
 async def test_a_request_that_comes_again_after_its_routers_death_has_the_spans_of_its_record() -> None:
-    recorded = ValidRequest("r", MODEL, (0, 0, 0, 9), SamplingParams(seed=5, max_tokens=6), spans=(SPAN,))
+    recorded = ValidRequest(
+        (0, 0, 0, 9), SamplingParams(seed=5, max_tokens=6), request_id="r", model=MODEL, spans=(SPAN,)
+    )
     async with router_rig(able(prefill("p2")), able(decode("d2")), limits=LIMITS) as rig:
         knows_rows(rig)
         gone = Placement(prefill("p1"), decode("d1"), "because")
         rig.journal("router-0.a").write(recorded, AttemptKey("r", 2, 99), gone, takeover=1)
         others = {**ASKED, "prompt_embeds": (PromptEmbeds(safetensors_of(random_rows(3, 8, seed=2))),)}
-        with pytest.raises(InvalidRequest, match="prompt: has other prompt_embeds, images"):
-            await rig.resume("r", 1, **others).finished()
+        await rig.resume("r", 1, **others).raises(InvalidRequest, "prompt: has other prompt_embeds, images")
         reader = rig.resume("r", 1, **ASKED)
         submits: list[Submit] = [await rig.next_submit("p2"), await rig.next_submit("d2")]
-        assert [submit.spans for submit in submits] == [(SPAN,)] * 2
+        assert [submit.spec.spans for submit in submits] == [(SPAN,)] * 2
         rig.report("p2", submits[0].attempt, 0, "a", Outcome.HANDED_OFF)
         rig.report("d2", submits[0].attempt, 1, "bcdef", Outcome.LENGTH)
         await reader.finished()
@@ -98,13 +99,11 @@ async def test_all_rows_of_live_requests_have_a_bound_together() -> None:
         readers = [rig.ask(request_id=f"r{number}", **ASKED) for number in range(room)]
         for reader in readers:
             await reader.wait_until_accepted()
-        with pytest.raises(QueueFull, match="too many bytes of images or prompt_embeds"):
-            await rig.ask(request_id="more", **ASKED).finished()
+        await rig.ask(request_id="more", **ASKED).raises(QueueFull, "too many bytes of images or prompt_embeds")
         text = rig.ask(request_id="text")
         await text.wait_until_accepted()
         rig.dispatcher.cancel("r0")
-        with pytest.raises(Cancelled):
-            await readers[0].finished()
+        await readers[0].raises(Cancelled)
         await asyncio.sleep(0)
         again = rig.ask(request_id="more", **ASKED)
         await again.wait_until_accepted()
@@ -113,5 +112,4 @@ async def test_all_rows_of_live_requests_have_a_bound_together() -> None:
         for name in ("more", "text"):
             rig.dispatcher.cancel(name)
         for reader in (*readers[1:], text, again):
-            with pytest.raises(Cancelled):
-                await reader.finished()
+            await reader.raises(Cancelled)

@@ -33,7 +33,7 @@ from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
 
 PARAMS = SamplingParams(seed=5, max_tokens=6)
-REQUEST = ValidRequest("r", MODEL, (5, 6, 7), PARAMS)
+REQUEST = ValidRequest((5, 6, 7), PARAMS, request_id="r", model=MODEL)
 CARD = ModelCard(MODEL, 64, 300)
 THEIRS = AttemptKey("r", 2, 99)
 AGAIN: dict[str, Any] = {"prompt": (5, 6, 7)}
@@ -54,8 +54,7 @@ def record_lost_router(
 
 async def start_request(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
     reader = rig.ask(request_id="r", **fields)  # type: ignore[arg-type]
-    attempt = (await rig.next_submit("p1")).attempt
-    await rig.next_submit("d1")
+    attempt = await rig.next_attempt("p1", "d1")
     return reader, attempt
 
 
@@ -80,8 +79,7 @@ async def test_a_second_stream_gets_the_log_probabilities_of_the_prompt_if_it_ha
         assert new.events[1] == PromptLogprobs(of_prompt)
         assert [type(event) for event in behind.events[:2]] == [Accepted, Chunk]
         for reader in (old, new):
-            with pytest.raises(Cancelled):
-                await reader.finished()
+            await reader.raises(Cancelled)
 
 
 async def test_a_second_stream_takes_over_a_live_request() -> None:
@@ -91,22 +89,21 @@ async def test_a_second_stream_takes_over_a_live_request() -> None:
         rig.report("d1", attempt, 1, "o")
         await old.wait_for_tokens(2)
         new = rig.resume("r", 1)
-        with pytest.raises(Cancelled, match="continued elsewhere"):
-            await old.finished()
+        await old.raises(Cancelled, "continued elsewhere")
         rig.report("d1", attempt, 2, "rd", Outcome.LENGTH)
         finished = await new.finished()
         assert new.accepted == old.accepted == Accepted("r", 5, 5)
         assert (new.chunks[0].first_index, new.text) == (1, "ord")
         assert (finished.completion_tokens, finished.path.attempts) == (4, 1)
         assert rig.nodes["d1"].inbox.empty(), "nothing was aborted, nothing asked for again"
-        assert rig.dispatcher.requests.counters.resumed == 1
+        assert rig.requests.counters.resumed == 1
 
 
 async def test_a_finished_but_unread_answer_is_replayed() -> None:
     async with router_rig(decode()) as rig:
         stream = rig.dispatcher.generate(GenerateRequest("hello", request_id="r", max_tokens=2, n=2))
         assert isinstance(await anext(stream), Accepted)
-        attempt = (await rig.next_submit("d1")).attempt
+        attempt = await rig.next_attempt("d1")
         for index in range(2):
             rig.report("d1", attempt, 0, "ab", Outcome.LENGTH, sequence_index=index)
         await rig.nodes["d1"].all_read()
@@ -125,10 +122,9 @@ async def test_a_failed_request_fails_again_when_it_is_resumed() -> None:
     async with router_rig(decode()) as rig:
         stream = rig.dispatcher.generate(GenerateRequest("hello", request_id="r"))
         await anext(stream)
-        rig.report("d1", (await rig.next_submit("d1")).attempt, outcome=Outcome.ERROR)
+        rig.report("d1", await rig.next_attempt("d1"), outcome=Outcome.ERROR)
         await rig.nodes["d1"].all_read()
-        with pytest.raises(EngineFault):
-            await rig.resume("r").finished()
+        await rig.resume("r").raises(EngineFault)
         await stream.aclose()
 
 
@@ -136,35 +132,25 @@ async def test_a_resumed_stream_has_its_own_deadline_and_ends_the_request_when_i
     async with router_rig(prefill(), decode()) as rig:
         old, attempt = await start_request(rig, timeout_s=1.0)
         new = rig.resume("r", timeout_s=5.0)
-        with pytest.raises(Cancelled):
-            await old.finished()
+        await old.raises(Cancelled)
         rig.timers.advance(2.0)
-        for name in ("p1", "d1"):
-            rig.nodes[name].report()
-            await rig.nodes[name].all_read()
+        await rig.tell_all("p1", "d1")
         assert not new.task.done()
         third = rig.resume("r")
-        with pytest.raises(Cancelled):
-            await new.finished()
+        await new.raises(Cancelled)
         rig.timers.advance(4.0)
-        for name in ("p1", "d1"):
-            rig.nodes[name].report()
-            await rig.nodes[name].all_read()
+        await rig.tell_all("p1", "d1")
         await third.wait_until_accepted()
         third.task.cancel()
-        assert (await rig.next_abort("p1")).attempt == (await rig.next_abort("d1")).attempt == attempt
+        assert await rig.next_aborts("p1", "d1") == attempt
 
 
 async def test_an_invalid_resume_leaves_the_old_stream_alone() -> None:
     async with router_rig(prefill(), decode()) as rig:
         old, attempt = await start_request(rig, max_tokens=2)
-        with pytest.raises(DeadlineExceeded):
-            await rig.resume("r", timeout_s=0.0).finished()
-        with pytest.raises(InvalidRequest, match="next_token_index"):
-            await rig.resume("r", 4).finished()
-        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d1", attempt, 1, "b", Outcome.LENGTH)
-        await old.finished()
+        await rig.resume("r", timeout_s=0.0).raises(DeadlineExceeded)
+        await rig.resume("r", 4).raises(InvalidRequest, "next_token_index")
+        await rig.finish(old, attempt, "ab")
 
 
 async def test_log_probabilities_are_replayed() -> None:
@@ -178,8 +164,7 @@ async def test_log_probabilities_are_replayed() -> None:
         await new.finished()
         told = [position.logprob for chunk in new.chunks for position in chunk.logprobs]
         assert told == [-0.2, -0.3]
-        with pytest.raises(Cancelled):
-            await old.finished()
+        await old.raises(Cancelled)
 
 
 # What another router began.
@@ -197,8 +182,8 @@ async def test_an_attempt_of_a_lost_router_is_adopted_from_its_nodes() -> None:
         finished = await reader.finished()
         assert (reader.accepted, reader.text) == (Accepted("r", 5, 3), "cdef")
         assert (reader.chunks[0].first_index, finished.completion_tokens, finished.path.attempts) == (2, 6, 2)
-        assert rig.dispatcher.requests.counters.adopted == 1
-        (told,) = rig.dispatcher.requests.placer.explain("r", 0.0)
+        assert rig.requests.counters.adopted == 1
+        (told,) = rig.requests.placer.explain("r", 0.0)
         assert (told.decision.attempt, told.decision.decode) == (2, "d1")
         assert told.decision.measured is not None
 
@@ -213,9 +198,9 @@ async def test_a_text_continues_its_prompt_however_its_stream_goes_on(way: str, 
 
         async def next_attempt() -> tuple[str, AttemptKey]:
             """Return the decode node of the next attempt, and the attempt."""
-            attempt = (await rig.next_submit("p1")).attempt
+            attempt = await rig.next_attempt("p1")
             (name,) = [name for name, node in rig.nodes.items() if not node.inbox.empty()]
-            assert (await rig.next_submit(name)).attempt == attempt
+            assert await rig.next_attempt(name) == attempt
             return name, attempt
 
         name, attempt = await next_attempt()
@@ -244,8 +229,7 @@ async def test_a_text_continues_its_prompt_however_its_stream_goes_on(way: str, 
         assert readers[-1].text == text
         assert readers[-1].accepted.contexts == (tuple(map(ord, prompt[-2:])),)
         if way == "taken over":
-            with pytest.raises(Cancelled):
-                await readers[0].finished()
+            await readers[0].raises(Cancelled)
 
 
 @pytest.mark.parametrize("first", ["p1", "d1"])
@@ -291,17 +275,15 @@ async def test_an_attempt_unknown_to_its_nodes_is_generated_again_as_a_new_attem
                 assert (await rig.next_abort(name)).attempt == THEIRS
         to_prefill = await rig.next_submit("p1")
         again = to_prefill.attempt
-        assert (await rig.next_submit("d1")).attempt == again
+        assert await rig.next_attempt("d1") == again
         assert (again.request_id, again.attempt) == ("r", 3)
         assert again.flight != THEIRS.flight
-        assert (to_prefill.leg, to_prefill.sampling_params, list(to_prefill.prompt_token_ids)) == (
+        assert (to_prefill.leg, to_prefill.spec.sampling_params, list(to_prefill.spec.prompt_token_ids)) == (
             Leg.PREFILL,
             PARAMS,
             [5, 6, 7],
         )
-        rig.report("p1", again, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d1", again, 1, "bcdef", Outcome.LENGTH)
-        finished = await reader.finished()
+        finished = await rig.finish(reader, again, "abcdef")
         assert (reader.text, finished.path.attempts) == ("cdef", 3)
 
 
@@ -309,12 +291,10 @@ async def test_a_request_whose_nodes_are_gone_is_generated_again_at_once() -> No
     async with router_rig(prefill("p2"), decode("d2")) as rig:
         record_lost_router(rig, prefill("p1"), decode("d1"))
         reader = rig.resume("r", 1, **AGAIN)
-        again = (await rig.next_submit("p2")).attempt
+        again = await rig.next_attempt("p2")
         assert again.attempt == 3
         await rig.next_submit("d2")
-        rig.report("p2", again, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d2", again, 1, "bcdef", Outcome.LENGTH)
-        await reader.finished()
+        await rig.finish(reader, again, "abcdef", prefill="p2", decode="d2")
         assert reader.text == "bcdef"
 
 
@@ -333,15 +313,13 @@ async def test_a_request_whose_nodes_and_prompt_are_gone_must_be_sent_again(case
             rig.nodes["d2"].die()
         elif case == "forgotten":
             rig.report("d2", THEIRS, outcome=Outcome.UNKNOWN)
-        with pytest.raises(RequestNotFound, match="ask for it again"):
-            await reader.finished()
+        await reader.raises(RequestNotFound, "ask for it again")
 
 
 async def test_resuming_with_another_prompt_is_refused() -> None:
     async with router_rig(prefill(), decode()) as rig:
         record_lost_router(rig, prefill(), decode())
-        with pytest.raises(InvalidRequest, match="has 2 tokens; the request had 3"):
-            await rig.resume("r", 1, prompt=(5, 6)).finished()
+        await rig.resume("r", 1, prompt=(5, 6)).raises(InvalidRequest, "has 2 tokens; the request had 3")
 
 
 async def test_the_nodes_of_a_dead_router_are_asked_once_for_each_of_its_requests() -> None:
@@ -361,16 +339,15 @@ async def test_the_nodes_of_a_dead_router_are_asked_once_for_each_of_its_request
             if number % 2:
                 rig.report("d1", key, 0, "abc")
         await rig.nodes["d1"].all_read()
-        assert rig.dispatcher.requests.counters.adoption_looks == 0, "it only told again what it had"
-        rig.nodes["d1"].report()
-        await rig.nodes["d1"].all_read()
-        assert rig.dispatcher.requests.counters.adoption_looks == count / 2
+        assert rig.requests.counters.adoption_looks == 0, "it only told again what it had"
+        await rig.tell_all("d1")
+        assert rig.requests.counters.adoption_looks == count / 2
         for number, key in enumerate(keys):
             first = 3 if number % 2 else 0
             rig.report("d1", key, first, "abcdef"[first:], Outcome.LENGTH)
         for reader in readers:
             await reader.finished()
-        assert rig.dispatcher.requests.counters.adoption_looks == count / 2
+        assert rig.requests.counters.adoption_looks == count / 2
 
 
 async def test_clients_of_a_dead_router_are_resumed_a_few_per_turn_of_the_loop() -> None:
@@ -381,7 +358,7 @@ async def test_clients_of_a_dead_router_are_resumed_a_few_per_turn_of_the_loop()
             request = replace(REQUEST, request_id=key.request_id)
             rig.journal("router-0.a").write(request, key, Placement(None, decode(), "because"))
         readers = [rig.resume(key.request_id) for key in keys]
-        steps, counters = [0], rig.dispatcher.requests.counters
+        steps, counters = [0], rig.requests.counters
         while counters.adopted < count:
             await asyncio.sleep(0)
             steps.append(counters.adopted)
@@ -413,12 +390,10 @@ async def test_an_adopted_attempt_whose_node_dies_is_retried_like_any_other() ->
         await reader.wait_for_tokens(1)
         rig.nodes["d1"].die()
         assert (await rig.next_abort("p1")).attempt == THEIRS
-        ours = (await rig.next_submit("p1")).attempt
+        ours = await rig.next_attempt("p1")
         assert (ours.attempt, ours.flight == THEIRS.flight) == (3, False)
-        assert (await rig.next_submit("d2")).attempt == ours
-        rig.report("p1", ours, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d2", ours, 1, "bcdef", Outcome.LENGTH)
-        await reader.finished()
+        assert await rig.next_attempt("d2") == ours
+        await rig.finish(reader, ours, "abcdef", decode="d2")
         assert reader.text == "bcdef"
 
 
@@ -427,20 +402,18 @@ async def test_an_attempt_that_moved_to_another_router_ends_its_flight_without_a
         reader, attempt = await start_request(rig)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         rig.report("d1", attempt, outcome=Outcome.MOVED)
-        with pytest.raises(ContinuedElsewhere, match="continued at another router"):
-            await reader.finished()
+        await reader.raises(ContinuedElsewhere, "continued at another router")
         assert rig.nodes["p1"].inbox.empty(), "an abort could harm its new owner"
         assert rig.nodes["d1"].inbox.empty()
         assert rig.store.lifetime_s("c", "r") == LIFETIME_S, "the record is another router's by now"
-        assert (rig.dispatcher.requests.counters.moved, rig.dispatcher.requests.counters.failed) == (1, 0)
+        assert (rig.requests.counters.moved, rig.requests.counters.failed) == (1, 0)
 
 
 async def test_a_moved_attempt_can_be_adopted_again_before_its_end_was_read() -> None:
     async with router_rig(prefill(), decode()) as rig:
         stream = rig.dispatcher.generate(GenerateRequest("hello", request_id="r", max_tokens=6, seed=5))
         assert isinstance(await anext(stream), Accepted)
-        attempt = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d1")
+        attempt = await rig.next_attempt("p1", "d1")
         rig.report("d1", attempt, outcome=Outcome.MOVED, takeover=2)
         await rig.nodes["d1"].all_read()
         back = rig.resume("r", 1, call=3)
@@ -466,26 +439,23 @@ async def test_an_attempt_adopted_for_an_earlier_call_is_taken_back() -> None:
         rig.report("d1", THEIRS, 3, "def", Outcome.LENGTH)
         await reader.finished()
         assert reader.text == "abcdef"
-        assert rig.dispatcher.requests.counters.moved == 0
+        assert rig.requests.counters.moved == 0
 
 
 async def test_a_call_older_than_the_current_one_is_refused() -> None:
     async with router_rig(decode()) as rig:
         record_lost_router(rig, None, decode(), takeover=3)
         for call in (2, 3):
-            with pytest.raises(ContinuedElsewhere, match="call 3"):
-                await rig.resume("r", call=call).finished()
+            await rig.resume("r", call=call).raises(ContinuedElsewhere, "call 3")
         reader = rig.resume("r", call=5)
         assert await rig.nodes["d1"].inbox.get() == Adopt(THEIRS, 5)
-        with pytest.raises(ContinuedElsewhere, match="call 5"):
-            await rig.resume("r", call=4).finished()
+        await rig.resume("r", call=4).raises(ContinuedElsewhere, "call 5")
         noted = await rig.journal("router-2.a").find("r", CARD)
         assert noted is not None
         assert (noted.takeover, noted.key, noted.router) == (5, THEIRS, "router-1.a")
         # Who does not count comes behind all that is known.
         last = rig.resume("r")
-        with pytest.raises(Cancelled):
-            await reader.finished()
+        await reader.raises(Cancelled)
         rig.report("d1", THEIRS, 0, "abcdef")
         await last.wait_for_tokens(6)
         last.task.cancel()
@@ -498,23 +468,19 @@ async def test_a_call_older_than_the_current_one_is_refused() -> None:
 async def test_an_unknown_request_can_not_be_resumed() -> None:
     async with router_rig(prefill(), decode()) as rig:
         for request_id in ("r", "", "no id \n at all", "x" * 65):
-            with pytest.raises(RequestNotFound):
-                await rig.resume(request_id).finished()
+            await rig.resume(request_id).raises(RequestNotFound)
         record_lost_router(rig, prefill(), decode(), replace(REQUEST, model="another"))
-        with pytest.raises(RequestNotFound):
-            await rig.resume("r").finished()
+        await rig.resume("r").raises(RequestNotFound)
         rig.store.up = False
         record_lost_router(rig, prefill(), decode())
-        with pytest.raises(RequestNotFound):
-            await rig.resume("r").finished()
+        await rig.resume("r").raises(RequestNotFound)
 
 
 async def test_a_closing_router_resumes_nothing() -> None:
     async with router_rig(prefill(), decode()) as rig:
         record_lost_router(rig, prefill(), decode())
         rig.dispatcher.drain()
-        with pytest.raises(Draining):
-            await rig.resume("r").finished()
+        await rig.resume("r").raises(Draining)
 
 
 async def test_each_attempt_and_its_end_are_recorded() -> None:
@@ -526,7 +492,7 @@ async def test_each_attempt_and_its_end_are_recorded() -> None:
         assert noted.request.sampling_params.seed == 7
         rig.nodes["d1"].die()
         await rig.next_abort("p1")
-        second = (await rig.next_submit("p1")).attempt
+        second = await rig.next_attempt("p1")
         noted = await rig.journal("router-2.a").find("r", CARD)
         assert noted is not None
         assert (noted.key, noted.decode) == (second, "d2.1")
@@ -548,11 +514,8 @@ async def test_a_request_cancelled_by_a_broken_connection_can_be_resumed() -> No
         for name in ("p1", "d1"):
             assert await rig.next_adopt(name) == attempt
             rig.report(name, attempt, outcome=Outcome.UNKNOWN)
-        again = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d1")
-        rig.report("p1", again, 0, "a", Outcome.HANDED_OFF)
-        rig.report("d1", again, 1, "b", Outcome.LENGTH)
-        await back.finished()
+        again = await rig.next_attempt("p1", "d1")
+        await rig.finish(back, again, "ab")
         assert back.text == "b"
 
 

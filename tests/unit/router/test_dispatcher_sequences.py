@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from baton.errors import EngineFault
 from baton.messages.generation import SequenceFinished
 from baton.messages.ids import AttemptKey
@@ -37,7 +35,7 @@ async def test_sequences_are_streamed_side_by_side() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader = rig.ask(n=2, max_tokens=3)
         to_prefill, to_decode = await rig.next_submit("p1"), await rig.next_submit("d1")
-        assert to_prefill.sampling_params.n == to_decode.sampling_params.n == 2
+        assert to_prefill.spec.sampling_params.n == to_decode.spec.sampling_params.n == 2
         attempt = to_decode.attempt
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         rig.report("d1", attempt, 0, "xy", sequence_index=1)
@@ -54,8 +52,7 @@ async def test_sequences_are_streamed_side_by_side() -> None:
 async def test_placement_counts_sequences_instead_of_requests() -> None:
     async with router_rig(prefill(), decode()) as rig:
         rig.ask(n=3)
-        attempt = (await rig.next_submit("d1")).attempt
-        await rig.next_submit("p1")
+        attempt = await rig.next_attempt("d1", "p1")
         loads = {candidate.node.node_id: candidate.load for candidate in rig.view.candidates()}
         assert loads == {"p1": 1, "d1": 3}
         rig.report("p1", attempt, 0, "a", Outcome.ERROR)
@@ -65,16 +62,15 @@ async def test_placement_counts_sequences_instead_of_requests() -> None:
 async def test_placement_counts_the_sequences_that_a_node_runs_at_once() -> None:
     async with router_rig(replace(decode(), max_num_seqs=8)) as rig:
         readers = [rig.ask(n=128)]
-        large = (await rig.next_submit("d1")).attempt
+        large = await rig.next_attempt("d1")
         (candidate,) = rig.view.candidates()
         assert (candidate.load, candidate.is_full) == (4, False), "the others are held back on the node"
         readers.append(rig.ask())
         small = await rig.next_submit("d1")
-        assert small.sampling_params.n == 1
+        assert small.spec.sampling_params.n == 1
         for attempt, reader in zip((large, small.attempt), readers, strict=True):
             rig.report("d1", attempt, 0, "a", Outcome.ERROR)
-            with pytest.raises(EngineFault):
-                await reader.finished()
+            await reader.raises(EngineFault)
 
 
 async def test_a_stop_string_ends_its_own_sequence() -> None:
@@ -151,7 +147,7 @@ async def test_all_sequences_continue_after_their_node_is_lost() -> None:
         await reader.wait_for_tokens(4)
         rig.nodes["d1"].die()
         again = await rig.next_submit("d2")
-        assert again.sampling_params == submit.sampling_params
+        assert again.spec.sampling_params == submit.spec.sampling_params
         rig.report("d2", again.attempt, 0, "xyz", Outcome.LENGTH, sequence_index=1)
         rig.report("d2", again.attempt, 0, "abc", Outcome.LENGTH)
         await reader.finished()

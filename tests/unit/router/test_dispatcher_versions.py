@@ -26,7 +26,7 @@ THEIRS = AttemptKey("r", 2, 77)
 
 async def until_waiting(rig: RouterRig) -> None:
     for _ in range(1000):
-        if rig.dispatcher.requests.num_waiting == 1:
+        if rig.requests.num_waiting == 1:
             return
         await asyncio.sleep(0)
     raise AssertionError("no request waits")
@@ -46,7 +46,7 @@ def kill(rig: RouterRig, name: str) -> None:
 async def test_a_begun_stream_waits_for_a_node_of_its_version_and_goes_on_there(n: int) -> None:
     async with router_rig(*OLD, limits=LIMITS) as rig:
         reader = rig.ask("hello", max_tokens=4, n=n)
-        rig.report("d1", (await rig.next_submit("d1")).attempt, 0, "ab")
+        rig.report("d1", await rig.next_attempt("d1"), 0, "ab")
         await reader.wait_for_tokens(2)
         # The version with most nodes is another one by now, and those of the stream's get no new requests.
         await come(rig, *OLD, *NEW)
@@ -69,14 +69,14 @@ async def test_a_begun_stream_waits_for_a_node_of_its_version_and_goes_on_there(
 async def test_a_begun_stream_whose_version_does_not_come_back_ends_and_says_why() -> None:
     async with router_rig(OLD[0], limits=LIMITS) as rig:
         reader = rig.ask("hello", max_tokens=4)
-        rig.report("d1", (await rig.next_submit("d1")).attempt, 0, "ab")
+        rig.report("d1", await rig.next_attempt("d1"), 0, "ab")
         await reader.wait_for_tokens(2)
         kill(rig, "d1")
         await come(rig, *NEW)
         await until_waiting(rig)
         # The waiting stream holds up no other request.
         other = rig.ask("hello", max_tokens=1)
-        rig.report("d3", (await rig.next_submit("d3")).attempt, 0, "x", Outcome.LENGTH)
+        await rig.serve("d3", text="x")
         await other.finished()
         rig.timers.advance(5.1)
         with pytest.raises(
@@ -90,18 +90,18 @@ async def test_a_begun_stream_whose_version_does_not_come_back_ends_and_says_why
 async def test_a_stream_without_tokens_begins_anew_at_another_version() -> None:
     async with router_rig(OLD[0], limits=LIMITS) as rig:
         reader = rig.ask("hello", max_tokens=2)
-        rig.report("d1", (await rig.next_submit("d1")).attempt)
+        rig.report("d1", await rig.next_attempt("d1"))
         await rig.nodes["d1"].all_read()
         await come(rig, OLD[0], NEW[0])
         kill(rig, "d1")
-        rig.report("d3", (await rig.next_submit("d3")).attempt, 0, "xy", Outcome.LENGTH)
+        await rig.serve("d3", text="xy")
         assert (await reader.finished()).path.attempts == 2
 
 
 def record_lost_router(rig: RouterRig, node: NodeDescription) -> None:
     """Write what a lost router wrote about its request, which it sent to this node."""
     params = SamplingParams(seed=5, max_tokens=6)
-    theirs = ValidRequest("r", MODEL, (5, 6, 7), params, (), num_returned=1)
+    theirs = ValidRequest((5, 6, 7), params, request_id="r", model=MODEL, stop=(), num_returned=1)
     rig.journal("router-0.a").write(theirs, THEIRS, Placement(None, node, "because"))
 
 
@@ -127,8 +127,7 @@ async def test_a_client_that_has_to_send_its_prompt_again_gets_the_same_version(
         assert await rig.next_adopt("d1") == THEIRS
         await come(rig, *OLD, *NEW)
         kill(rig, "d1")
-        with pytest.raises(RequestNotFound, match="ask for it again"):
-            await reader.finished()
+        await reader.raises(RequestNotFound, "ask for it again")
         repeated = rig.ask([5, 6, 7], request_id="r", max_tokens=6, seed=5, call=3)
-        rig.report("d2", (await rig.next_submit("d2")).attempt, 0, "abcdef", Outcome.LENGTH)
+        await rig.serve("d2", text="abcdef")
         await repeated.finished()

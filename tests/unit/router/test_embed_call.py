@@ -49,7 +49,7 @@ async def test_inputs_are_embedded_in_order() -> None:
     request = replace(PLAIN, pooling=Pooling.MEAN, normalize=False, priority=3, cache_salt="s", traceparent="t")
     answering = asyncio.create_task(embed(request, handler, FakeTokenizer(), CARD, None))
     calls = [await handler.calls.get() for _ in range(2)]
-    asked = [call.request for call in calls if call.request is not None]
+    asked = [call.request for call in calls]
     assert [one.prompt for one in asked] == [[97, 98], [7]]
     assert {(one.priority, one.cache_salt, one.traceparent) for one in asked} == {(3, "s", "t")}
     assert {one.pooling for one in asked} == {PoolingRequest(Pooling.MEAN, normalize=False)}

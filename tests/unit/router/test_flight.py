@@ -289,7 +289,7 @@ def test_the_node_that_computes_the_prompt_hears_who_has_rows_of_its_images() ->
         flight = Flight(replace(request(), contents=images))
         flight.start()
         told = {
-            effect.submit.leg: [content.held_by for content in effect.submit.contents]
+            effect.submit.leg: [content.held_by for content in effect.submit.spec.contents]
             for effect in flight.handle(Placed(placement))
             if isinstance(effect, SubmitLeg)
         }

@@ -32,7 +32,17 @@ PARAMS = SamplingParams(
     n=3,
 )
 REQUEST = ValidRequest(
-    "r", "m", (), PARAMS, ("a\n", "é"), -3, "salt", 2, wants_logprobs=True, prompt_length=2, shown_tokens=(7,)
+    (),
+    PARAMS,
+    request_id="r",
+    model="m",
+    stop=("a\n", "é"),
+    priority=-3,
+    cache_salt="salt",
+    num_returned=2,
+    wants_logprobs=True,
+    prompt_length=2,
+    shown_tokens=(7,),
 )
 WITH_CONTEXT = replace(REQUEST, context_tokens=(7, 299))
 ORIGIN = Origin("0123456789ab", "d.1")
@@ -135,7 +145,7 @@ def test_a_record_is_as_small_for_a_prompt_of_131072_tokens_as_for_a_short_one()
         prompt = tuple(range(100_000, 100_000 + num_tokens))
         store = FakeFlightStore()
         journal = FlightJournal(FakeFlightRecords(store, "c"), "r.1", lambda: 0.0)
-        request = ValidRequest("r", "m", prompt, SamplingParams(seed=1, max_tokens=100))
+        request = ValidRequest(prompt, SamplingParams(seed=1, max_tokens=100), request_id="r", model="m")
         journal.write(request, AttemptKey("r", 1, 2**63), Placement(prefill(), decode(), "because"))
         return len(store.kept["c", "r"].record)
 

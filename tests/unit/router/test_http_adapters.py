@@ -49,7 +49,6 @@ async def test_an_adapter_is_a_requests_model_in_every_api_and_in_its_answer() -
     ):
         asking = rig.post(path, {"model": "one", **body})
         call = await rig.next_call()
-        assert call.request is not None
         assert call.request.model == "one"
         call.tell(chunk(0, "a"), finished())
         answer = await asking.end()

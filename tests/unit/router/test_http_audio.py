@@ -59,7 +59,7 @@ def requests_of(calls: Sequence[FakeCall]) -> list[Any]:
 async def test_a_short_recording_is_one_request() -> None:
     rig = SpeechRig()
     exchange = rig.send(SPEECH, language="en", headers={"x-request-id": "r", "x-request-timeout-ms": "5000"})
-    (call,) = await rig.answered(exchange, " Hello, you.")
+    (call,) = await rig.transcribed(exchange, " Hello, you.")
     assert exchange.status == 200
     assert exchange.json == {"text": "Hello, you.", "usage": {"type": "duration", "seconds": 1}}
     assert exchange.headers["x-request-id"] == "r"
@@ -102,7 +102,7 @@ async def test_the_language_is_found_out_by_the_first_part() -> None:
     assert (asked.prompt, asked.max_tokens, asked.temperature) == ((250,), 1, 0.0)
     assert asked.allowed_token_ids == (255, 256)
     call.tell(Chunk(0, (256,), ""), finished())
-    calls = await rig.answered(exchange, " a", " b", " c")
+    calls = await rig.transcribed(exchange, " a", " b", " c")
     samples = decode_audio(LONG, LIMITS)
     assert [request.audio for request in requests_of(calls)] == [pcm_of(samples, one) for one in windows(samples)]
     assert asked.audio == requests_of(calls)[0].audio
@@ -127,7 +127,7 @@ async def test_silent_parts_have_no_text_and_make_no_request() -> None:
     rig = SpeechRig()
     exchange = rig.send(PAUSED, response_format="verbose_json")
     (await rig.next_call()).tell(Chunk(0, (256,), ""), finished())
-    (call,) = await rig.answered(exchange, " Hello.")
+    (call,) = await rig.transcribed(exchange, " Hello.")
     samples = decode_audio(PAUSED, LIMITS)
     first, *others = windows(samples)
     assert requests_of([call])[0].audio == pcm_of(samples, first)
@@ -136,7 +136,7 @@ async def test_silent_parts_have_no_text_and_make_no_request() -> None:
     assert exchange.json["duration"] == 78.5
     assert "baton-decode-node" in exchange.headers
     stream = rig.send(PAUSED, language="en", stream="true")
-    await rig.answered(stream, " Hello.")
+    await rig.transcribed(stream, " Hello.")
     assert stream.events[-1].json["text"] == "Hello."
 
 
@@ -184,7 +184,7 @@ async def test_the_deadline_counts_the_time_until_a_file_is_decoded() -> None:
 async def test_parts_are_as_long_as_the_model_hears() -> None:
     rig = SpeechRig(replace(PROMPTS, most_samples=AUDIO_RATE))
     exchange = rig.send(encoded(tone(2.5)), language="en")
-    calls = await rig.answered(exchange, " a", " b", " c")
+    calls = await rig.transcribed(exchange, " a", " b", " c")
     assert sum(len(request.audio) for request in requests_of(calls)) == 5 * AUDIO_RATE
     assert max(len(request.audio) for request in requests_of(calls)) <= 2 * AUDIO_RATE
 
@@ -201,7 +201,7 @@ async def test_a_model_that_names_no_language_is_an_error_of_its_own() -> None:
 async def test_a_translation_has_its_own_task() -> None:
     rig = SpeechRig()
     exchange = rig.send(SPEECH, TRANSLATE, language="de", response_format="verbose_json")
-    (call,) = await rig.answered(exchange, " Hello.")
+    (call,) = await rig.transcribed(exchange, " Hello.")
     assert requests_of([call])[0].prompt == (250, 256, 253, 251)
     assert exchange.json["task"] == "translate"
 
@@ -209,7 +209,7 @@ async def test_a_translation_has_its_own_task() -> None:
 async def test_models_for_english_alone_have_shorter_prompts() -> None:
     rig = SpeechRig(ENGLISH)
     exchange = rig.send(SPEECH)
-    (call,) = await rig.answered(exchange, " Hello.")
+    (call,) = await rig.transcribed(exchange, " Hello.")
     assert requests_of([call])[0].prompt == (250, 251)
     refused = await rig.send(SPEECH, TRANSLATE).end()
     assert (refused.status, refused.error["param"]) == (400, "model")
@@ -220,7 +220,7 @@ async def test_models_for_english_alone_have_shorter_prompts() -> None:
 async def test_text_before_comes_before_the_prompt() -> None:
     rig = SpeechRig()
     exchange = rig.send(SPEECH, language="en", prompt="ab ", temperature="0.5")
-    (call,) = await rig.answered(exchange, "")
+    (call,) = await rig.transcribed(exchange, "")
     (request,) = requests_of([call])
     assert request.prompt == (254, ord(" "), ord("a"), ord("b"), 250, 255, 252, 251)
     assert (request.temperature, request.max_tokens) == (0.5, 40)
@@ -245,7 +245,7 @@ async def test_text_before_comes_before_the_prompt() -> None:
 async def test_formats_of_an_answer(name: str, kind: str, expected: str) -> None:
     rig = SpeechRig()
     exchange = rig.send(LONG, language="en", response_format=name)
-    await rig.answered(exchange, " a <b> --> &", "", " c")
+    await rig.transcribed(exchange, " a <b> --> &", "", " c")
     assert exchange.headers["content-type"] == kind
     first, second = (end / AUDIO_RATE for _, end in windows(decode_audio(LONG, LIMITS))[:2])
     point = "," if name == "srt" else "."
@@ -257,16 +257,16 @@ async def test_formats_of_an_answer(name: str, kind: str, expected: str) -> None
 async def test_four_parts_are_written_down_at_once_and_their_text_is_in_order() -> None:
     rig = SpeechRig(limits=AudioLimits(4 << 20, 200))
     exchange = rig.send(encoded(tone(180, 8_000), 8_000), language="en")
-    calls = [await rig.next_call() for _ in range(4)]
+    calls = await rig.next_calls(4)
     for _ in range(20):
         await asyncio.sleep(0)
     assert rig.handler.calls.empty()
     for place in (3, 1, 2, 0):
         calls[place].tell(chunk(0, f" {place}"), finished())
-    calls += [await rig.next_call() for _ in range(2)]
+    calls += await rig.next_calls(2)
     for place in (5, 4):
         calls[place].tell(chunk(0, f" {place}"), finished())
-    await rig.answered(exchange, *(["!"] * (len(windows(np.zeros(180 * AUDIO_RATE, np.int16))) - 6)))
+    await rig.transcribed(exchange, *(["!"] * (len(windows(np.zeros(180 * AUDIO_RATE, np.int16))) - 6)))
     assert exchange.json["text"].startswith("0 1 2 3 4 5")
 
 
@@ -278,7 +278,7 @@ def rows(*found: float) -> Finished:
 async def test_words_have_times_by_a_second_request_for_each_part() -> None:
     rig = SpeechRig()
     exchange = rig.send(LONG, language="en", response_format="verbose_json", timestamp_granularities__="word")
-    calls = [await rig.next_call() for _ in range(3)]
+    calls = await rig.next_calls(3)
     calls[1].tell(finished())
     # The end of a text is no word.
     calls[2].tell(chunk(0, " C"), Chunk(2, (PROMPTS.start,), ""), finished())
@@ -359,7 +359,7 @@ async def test_words_are_refused_where_nothing_aligns_them() -> None:
 async def test_one_part_that_fails_ends_all() -> None:
     rig = SpeechRig()
     exchange = rig.send(LONG, language="en")
-    calls = [await rig.next_call() for _ in range(3)]
+    calls = await rig.next_calls(3)
     calls[2].tell(EngineFault("a node is broken"))
     await exchange.end()
     assert (exchange.status, exchange.error["code"]) == (500, "engine_fault")
@@ -369,7 +369,7 @@ async def test_one_part_that_fails_ends_all() -> None:
 async def test_a_client_that_leaves_ends_all() -> None:
     rig = SpeechRig()
     exchange = rig.send(LONG, language="en")
-    calls = [await rig.next_call() for _ in range(3)]
+    calls = await rig.next_calls(3)
     exchange.disconnect()
     await exchange.task
     assert not exchange.status
@@ -379,7 +379,7 @@ async def test_a_client_that_leaves_ends_all() -> None:
 async def test_a_stream_has_the_text_in_order() -> None:
     rig = SpeechRig()
     exchange = rig.send(LONG, language="en", stream="true")
-    calls = [await rig.next_call() for _ in range(3)]
+    calls = await rig.next_calls(3)
     calls[1].tell(chunk(0, " c"), finished())
     calls[0].tell(chunk(0, " a"), chunk(1, " b"))
     assert [one.json["delta"] for one in await exchange.wait_for_events(2)] == ["a", " b"]
@@ -479,7 +479,7 @@ async def test_an_unknown_model_is_not_found() -> None:
 async def test_pages_of_other_origins_may_send_no_forms(origin: str, status: int) -> None:
     rig = SpeechRig(origins=["https://chat.example.org"])
     exchange = rig.send(SPEECH, language="en", headers={"origin": origin, "host": "localhost:8000"})
-    await rig.answered(exchange, *([""] if status == 200 else []))
+    await rig.transcribed(exchange, *([""] if status == 200 else []))
     assert exchange.status == status
 
 
@@ -579,7 +579,7 @@ async def test_two_files_are_decoded_at_once_and_count_until_their_thread_is_don
     for exchange in sent[2:]:
         assert (await exchange.end()).status == 400
     exchange = rig.send(SPEECH, language="en")
-    await rig.answered(exchange, "")
+    await rig.transcribed(exchange, "")
     assert exchange.status == 200
 
 
@@ -595,5 +595,5 @@ async def test_the_samples_that_are_held_are_bounded() -> None:
     for exchange in running:
         await exchange.end()
     again = rig.send(SPEECH, language="en")
-    await rig.answered(again, "")
+    await rig.transcribed(again, "")
     assert again.status == 200

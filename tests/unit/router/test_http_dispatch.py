@@ -16,7 +16,7 @@ from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.http_client import AsgiClient, Exchange
-from tests.support.http_rig import CARD, HttpRig, finished
+from tests.support.http_rig import CARD, HttpRig
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
 
@@ -42,22 +42,20 @@ async def rigs(
 async def test_a_client_that_leaves_is_aborted_at_both_nodes_at_once(stream: bool) -> None:
     async with rigs() as (rig, client):
         exchange = client.post(COMPLETIONS, PROMPT | {"stream": stream})
-        attempt = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d1")
+        attempt = await rig.next_attempt("p1", "d1")
         rig.report("p1", attempt, 0, "a")
         await rig.nodes["p1"].all_read()
         exchange.disconnect()
-        assert (await rig.next_abort("p1")).attempt == (await rig.next_abort("d1")).attempt == attempt
+        assert await rig.next_aborts("p1", "d1") == attempt
         await exchange.task
-        assert rig.dispatcher.requests.num_live == 0
+        assert rig.requests.num_live == 0
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
 async def test_a_client_receives_the_cause_of_a_failed_kv_transfer(has_begun: bool) -> None:
     async with rigs() as (rig, client):
         exchange = client.post(COMPLETIONS, PROMPT | {"stream": True})
-        attempt = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d1")
+        attempt = await rig.next_attempt("p1", "d1")
         if has_begun:
             rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         lost = RequestDelta(attempt, outcome=Outcome.ERROR, error="gone", transfer_cause=TransferCause.PEER_GONE)
@@ -75,8 +73,7 @@ async def test_a_client_receives_the_cause_of_a_failed_kv_transfer(has_begun: bo
 async def test_a_stop_string_is_removed_and_reported() -> None:
     async with rigs() as (rig, client):
         exchange = client.post(COMPLETIONS, PROMPT | {"stream": True, "stop": "cd", "max_tokens": 8})
-        attempt = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d1")
+        attempt = await rig.next_attempt("p1", "d1")
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         rig.report("d1", attempt, 1, "bc")
         rig.report("d1", attempt, 3, "de")
@@ -96,8 +93,7 @@ async def test_texts_and_offsets_of_completions_continue_their_prompts(how: str)
     async with rigs(codec=FakeTokenizer(drops_blank=True)) as (rig, client):
         exchange = client.post(COMPLETIONS, body | more)
         for prompt in prompts:
-            attempt = (await rig.next_submit("p1")).attempt
-            await rig.next_submit("d1")
+            attempt = await rig.next_attempt("p1", "d1")
             of_prompt = [TokenLogprobs(token, -1.0, 1, ()) for token in prompt[1:]] if how == "echo" else []
             rig.report("p1", attempt, 0, " ", Outcome.HANDED_OFF, logprob=-1.0, prompt_logprobs=of_prompt)
             for index in range(2):
@@ -120,8 +116,7 @@ async def test_a_client_that_reads_nothing_is_given_up_and_frees_the_nodes() -> 
     limits = DispatchLimits(max_backlog_tokens=2, stall_s=30.0)
     async with rigs(limits) as (rig, client):
         exchange = client.post(COMPLETIONS, PROMPT | {"stream": True, "max_tokens": 16})
-        attempt = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d1")
+        attempt = await rig.next_attempt("p1", "d1")
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         await exchange.wait_for_events(1)
         exchange.stop_reading()
@@ -209,7 +204,7 @@ async def test_a_stream_of_every_api_goes_on_after_its_node_is_lost(
         rig.register(prefill("p1"), decode("d1"), decode("d2"))
         await rig.wait_until_attached(3)
         exchange = client.post(path, body | {"stream": True})
-        attempt = (await rig.next_submit("p1")).attempt
+        attempt = await rig.next_attempt("p1")
         lost = next(name for name in ("d1", "d2") if not rig.nodes[name].inbox.empty())
         other = "d2" if lost == "d1" else "d1"
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
@@ -254,7 +249,7 @@ async def test_a_constrained_stream_goes_on_under_its_constraint_after_its_node_
         submits = [first, await rig.next_submit(lost)]
         rig.nodes[lost].die()
         submits.append(await rig.next_submit(other))
-        assert [submit.sampling_params.constraint for submit in submits] == [constraint] * 3
+        assert [submit.spec.sampling_params.constraint for submit in submits] == [constraint] * 3
         assert list(submits[2].output_token_ids) == list(map(ord, text[:2]))
         rig.report(other, submits[2].attempt, 2, text[2:] + "\x03", Outcome.STOP, stop_token_id=3)
         *events, done = (await exchange.end()).events
@@ -325,14 +320,8 @@ TEXT_FORMATS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("path", STRICT_CALLS)
 async def test_a_demanded_call_takes_the_place_of_the_format_of_the_text(path: str) -> None:
-    rig = HttpRig(template=SHORT_PROMPT)
     for form in ({}, *TEXT_FORMATS[path]):
-        exchange = rig.post(path, STRICT_CALLS[path] | {"tool_choice": DEMANDS.get(path, "required")} | form)
-        call = await rig.next_call()
-        call.tell(finished())
-        assert (await exchange.end()).status == 200
-        request = call.request
-        assert request is not None
+        body = STRICT_CALLS[path] | {"tool_choice": DEMANDS.get(path, "required")} | form
+        request = await HttpRig(template=SHORT_PROMPT).asked(path, body)
         assert (request.json_schema, request.constraint_field) == (None, "tool_choice")
-        assert request.grammar is not None
-        assert "<tool_call>" in request.grammar
+        assert "<tool_call>" in (request.grammar or "")

@@ -23,7 +23,6 @@ async def asked(rig: HttpRig, num_tokens: int = NUM_TOKENS, n: int = 2) -> tuple
     """A call whose sequences have these tokens, and whose client reads nothing yet."""
     exchange = rig.post("/v1/completions", {"prompt": "ab", "logprobs": 20, "n": n, "max_tokens": num_tokens})
     call = await rig.next_call()
-    assert call.request is not None
     assert call.request.delivery == "whole"
     exchange.stop_reading()
     position = TokenLogprobs(97, -0.5, 1, TOP)

@@ -16,7 +16,7 @@ from baton.text.tool_calls.formats import FORMATS
 from router.http.messages.events import MessageInProgress, MessageLabel, MessageWriter
 from router.http.parsed_text import TextParsing
 from tests.support.http_client import Event
-from tests.support.http_rig import HttpRig, finished
+from tests.support.http_rig import HttpRig, finished, text_of
 from tests.support.router_parts import MODEL
 from tests.support.tool_formats import template, written
 
@@ -49,9 +49,8 @@ async def prompt_of(more: str = "", **fields: Any) -> str:
     rig = HttpRig(template=template("hermes", more))
     rig.post(MESSAGES, ask(**fields))
     request = (await rig.next_call()).request
-    assert request is not None
     assert request.prompt is not None
-    return "".join(map(chr, request.prompt)).rpartition("</tool>")[2]  # type: ignore[arg-type]
+    return text_of(request.prompt).rpartition("</tool>")[2]
 
 
 @pytest.mark.parametrize(

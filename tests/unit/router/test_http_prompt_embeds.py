@@ -26,7 +26,6 @@ async def test_rows_come_before_the_prompt_or_alone(prompt: Any, is_stream: bool
     body = {"prompt_embeds": TEXT, "max_tokens": 2, "return_token_ids": True, "stream": is_stream}
     exchange = rig.post(PATH, body if prompt is None else {**body, "prompt": prompt})
     call = await rig.next_call()
-    assert call.request is not None
     assert (call.request.prompt, call.request.prompt_embeds) == (prompt or None, (PromptEmbeds(CONTENT),))
     call.tell(chunk(0, "ab"), finished())
     await exchange.end()
@@ -75,7 +74,6 @@ async def test_only_bodies_that_may_have_rows_may_be_larger() -> None:
     rig = HttpRig(prompt_embeds_bytes=MOST)
     exchange = rig.post(PATH, {"prompt_embeds": rows})
     call = await rig.next_call()
-    assert call.request is not None
     assert len(call.request.prompt_embeds[0].data) == MOST
     call.tell(chunk(0, "ab"), finished())
     assert (await exchange.end()).status == 200

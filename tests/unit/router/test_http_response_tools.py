@@ -11,11 +11,10 @@ from baton.messages.generation import Chunk
 from baton.messages.request_limits import MAX_REQUEST_BYTES, MAX_TOOLS
 from baton.messages.sampling import TokenLogprobs
 from router.http.responses.items import CallItem, CallOutputItem, Item, MessageItem, ReasoningItem, template_messages
-from tests.support.http_rig import BOUNDS, CARD, HttpRig, chunk, finished
+from tests.support.http_rig import BOUNDS, CARD, RESPONSES, HttpRig, chunk, finished, text_of
 from tests.support.router_parts import MODEL
 from tests.support.tool_formats import template, written
 
-RESPONSES = "/v1/responses"
 F = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
 HELLO: dict[str, Any] = {"model": MODEL, "input": "hi", "tools": [F]}
 ASKED = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
@@ -26,12 +25,16 @@ for _ in range(20):
     DEEP = {"properties": {"x": DEEP}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
+
+
+def returned(output: Any) -> dict[str, Any]:
+    return {"input": [ASKED, RETURNED | {"output": output}]}
+
+
 def rig_with_tools(**more: Any) -> HttpRig:
     return HttpRig(template=template("hermes"), **more)
-
-
-def prompt_of(request: Any) -> str:
-    return "".join(map(chr, request.prompt))
 
 
 @pytest.mark.parametrize(
@@ -65,17 +68,9 @@ def prompt_of(request: Any) -> str:
         ({"tool_choice": {"type": "function"}}, "tool_choice", "tool_choice: name: is required"),
         ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "is g, which is none of the tools"),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools", "is empty"),
-        (
-            {"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": []}},
-            "tool_choice",
-            "tool_choice: mode: must be",
-        ),
-        (
-            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}},
-            "tool_choice.tools",
-            "has g, which is none of the tools",
-        ),
+        ({"tool_choice": allowed("auto")}, "tool_choice.tools", "is empty"),
+        ({"tool_choice": allowed("any")}, "tool_choice", "tool_choice: mode: must be"),
+        ({"tool_choice": allowed("auto", "g")}, "tool_choice.tools", "has g, which is none of the tools"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be"),
         ({"include": ["message.output_text.logprobs"]}, "include", "does not go with tools that may be called"),
         # Reasoning
@@ -93,18 +88,10 @@ def prompt_of(request: Any) -> str:
         ({"input": [{"type": "function_call"}]}, "input", "item 0: call_id: is required"),
         ({"input": [RETURNED]}, "input", "has the output of the call 'c1', which is not in the conversation"),
         ({"input": [RETURNED, ASKED]}, "input", "has the output of the call 'c1', which is not in the conversation"),
-        (
-            {"input": [ASKED, RETURNED | {"output": [IMAGE]}]},
-            "input",
-            "item 1: output: part 0 is of the type 'input_im",
-        ),
-        ({"input": [ASKED, RETURNED | {"output": [1]}]}, "input", "item 1: output: part 0 has no type"),
-        (
-            {"input": [ASKED, RETURNED | {"output": None}]},
-            "input",
-            "item 1: output: must be a string or a list of text",
-        ),
-        ({"input": [ASKED, RETURNED | {"output": {}}]}, "input", "item 1: output: must be a string or a list of text"),
+        (returned([IMAGE]), "input", "item 1: output: part 0 is of the type 'input_im"),
+        (returned([1]), "input", "item 1: output: part 0 has no type"),
+        (returned(None), "input", "item 1: output: must be a string or a list of text"),
+        (returned({}), "input", "item 1: output: must be a string or a list of text"),
         ({"input": [ASKED] * (MAX_TOOLS + 1)}, "input", f"has more than {MAX_TOOLS} calls that follow each other"),
         ({"input": [{"type": "reasoning", "content": [{"type": "x"}]}]}, "input", "item 0: content[0].type: must be"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input", "encrypted_content: is not served"),
@@ -113,27 +100,21 @@ def prompt_of(request: Any) -> str:
     ],
 )
 async def test_a_wrong_body_is_refused_by_its_field(fields: dict[str, Any], param: str, says: str) -> None:
-    exchange = await rig_with_tools().post(RESPONSES, HELLO | fields).end()
-    assert (exchange.status, exchange.error["type"], exchange.error["param"]) == (400, "invalid_request_error", param)
-    assert says in exchange.error["message"]
-    assert len(exchange.error["message"]) < 1000
+    refused = await rig_with_tools().refused(RESPONSES, HELLO | fields, param, says)
+    assert len(refused.error["message"]) < 1000
 
 
 async def test_tools_of_a_model_that_calls_none_are_refused_unless_none_may_be_called() -> None:
-    refused = await HttpRig().post(RESPONSES, HELLO).end()
-    assert refused.error["param"] == "tools"
-    rig = HttpRig()
-    rig.post(RESPONSES, HELLO | {"tool_choice": "none"})
-    request = (await rig.next_call()).request
-    assert request is not None
-    assert not request.is_parsed
+    await HttpRig().refused(RESPONSES, HELLO, "tools")
+    assert not (await HttpRig().asked(RESPONSES, HELLO | {"tool_choice": "none"})).is_parsed
 
 
 async def test_the_response_says_which_tools_there_were() -> None:
     rig = rig_with_tools()
-    exchange = rig.post(RESPONSES, HELLO | {"tool_choice": {"type": "function", "name": "f"}})
-    (await rig.next_call()).tell(chunk(0, "x"), finished("stop"))
-    found = (await exchange.end()).json
+    exchange = await rig.answered(
+        RESPONSES, HELLO | {"tool_choice": {"type": "function", "name": "f"}}, chunk(0, "x"), finished("stop")
+    )
+    found = exchange.json
     assert found["tools"] == [F | {"description": None, "strict": None}]
     assert (found["tool_choice"], found["reasoning"]) == (
         {"type": "function", "name": "f"},
@@ -179,22 +160,23 @@ async def test_a_summary_stands_in_for_reasoning_that_is_not_there() -> None:
     rig = HttpRig(template=template("hermes", more))
     summary = [{"type": "summary_text", "text": "so"}]
     given = [{"type": "reasoning", "id": "rs_1", "summary": summary, "encrypted_content": None}]
-    rig.post(RESPONSES, HELLO | {"input": given})
-    assert prompt_of((await rig.next_call()).request).endswith("so")
+    assert text_of((await rig.asked(RESPONSES, HELLO | {"input": given})).prompt).endswith("so")
 
 
 async def test_stored_items_are_listed_with_their_calls() -> None:
     rig = rig_with_tools()
     given = [{"role": "user", "content": "q"}, ASKED | {"status": "incomplete", "id": "fc_x"}, RETURNED]
-    exchange = rig.post(RESPONSES, HELLO | {"input": given})
-    (await rig.next_call()).tell(chunk(0, written("hermes", [("f", {})])), finished("stop"))
-    made = (await exchange.end()).json
+    exchange = await rig.answered(
+        RESPONSES, HELLO | {"input": given}, chunk(0, written("hermes", [("f", {})])), finished("stop")
+    )
+    made = exchange.json
     (call,) = made["output"]
     name = made["id"].removeprefix("resp_")
     assert call["id"] == f"fc_{name}_3"
-    exchange = rig.post(RESPONSES, HELLO | {"input": "more", "previous_response_id": made["id"]})
-    (await rig.next_call()).tell(chunk(0, "x"), finished("stop"))
-    more = (await exchange.end()).json
+    exchange = await rig.answered(
+        RESPONSES, HELLO | {"input": "more", "previous_response_id": made["id"]}, chunk(0, "x"), finished("stop")
+    )
+    more = exchange.json
     listed = (await rig.get(f"{RESPONSES}/{more['id']}/input_items", "order=asc").end()).json["data"]
     assert listed == [
         {
@@ -216,9 +198,13 @@ async def test_stored_items_are_listed_with_their_calls() -> None:
 
 async def test_a_conversation_with_calls_is_bounded() -> None:
     rig = rig_with_tools(bounds=replace(BOUNDS, stored_response_memory=4000))
-    exchange = rig.post(RESPONSES, HELLO | {"input": [ASKED, RETURNED | {"output": "x" * 100}]})
-    (await rig.next_call()).tell(chunk(0, written("hermes", [("f", {"x": 1})]) * 4), finished("stop"))
-    made = (await exchange.end()).json
+    exchange = await rig.answered(
+        RESPONSES,
+        HELLO | {"input": [ASKED, RETURNED | {"output": "x" * 100}]},
+        chunk(0, written("hermes", [("f", {"x": 1})]) * 4),
+        finished("stop"),
+    )
+    made = exchange.json
     assert len(made["output"]) == 4
     assert (await rig.get(f"{RESPONSES}/{made['id']}").end()).status == 404
     assert (rig.store.stats().num_responses, rig.store.stats().evicted) == (0, 1)
@@ -228,9 +214,8 @@ async def test_a_small_request_that_continues_a_large_conversation_is_read_in_a_
     rig = rig_with_tools()
     responses = []
     for given in ("x" * 20_000, "x"):
-        exchange = rig.post(RESPONSES, HELLO | {"input": given})
-        (await rig.next_call()).tell(chunk(0, "x"), finished("stop"))
-        responses.append((await exchange.end()).json["id"])
+        exchange = await rig.answered(RESPONSES, HELLO | {"input": given}, chunk(0, "x"), finished("stop"))
+        responses.append(exchange.json["id"])
     assert rig.handler.num_in_threads == 2, "to parse the large body, and to read it"
     for previous, num_in_threads in zip(responses, (3, 3), strict=True):
         rig.post(RESPONSES, HELLO | {"previous_response_id": previous})
@@ -241,15 +226,19 @@ async def test_a_small_request_that_continues_a_large_conversation_is_read_in_a_
 async def test_a_conversation_has_no_more_text_than_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rig_with_tools()
     rig.card = replace(CARD, max_model_len=2 * MAX_REQUEST_BYTES)
-    exchange = rig.post(RESPONSES, HELLO | {"input": [ASKED | {"arguments": "x" * (MAX_REQUEST_BYTES // 2)}]})
-    (await rig.next_call()).tell(chunk(0, "x"), finished("stop"))
-    made = (await exchange.end()).json
+    exchange = await rig.answered(
+        RESPONSES,
+        HELLO | {"input": [ASKED | {"arguments": "x" * (MAX_REQUEST_BYTES // 2)}]},
+        chunk(0, "x"),
+        finished("stop"),
+    )
+    made = exchange.json
     parsed: list[str] = []
     monkeypatch.setattr("router.http.responses.items.arguments_of", parsed.append)
     more = HELLO | {"previous_response_id": made["id"], "input": "x" * (MAX_REQUEST_BYTES // 2)}
-    refused = await rig.post(RESPONSES, more).end()
-    assert (refused.status, refused.error["param"]) == (400, "input")
-    assert f"{MAX_REQUEST_BYTES + 1} bytes of text; at most {MAX_REQUEST_BYTES} are taken" in refused.error["message"]
+    await rig.refused(
+        RESPONSES, more, "input", f"{MAX_REQUEST_BYTES + 1} bytes of text; at most {MAX_REQUEST_BYTES} are taken"
+    )
     assert not parsed
     rig.post(RESPONSES, more | {"input": "x" * (MAX_REQUEST_BYTES // 2 - 1)})
     assert (await rig.next_call()).request is not None
@@ -278,20 +267,19 @@ async def test_log_probabilities_of_reasoning_come_with_the_message(stream: bool
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_counts_the_tokens_of_reasoning(stream: bool) -> None:
     rig = HttpRig(template=template("hermes", "{# </think> #}"))
-    exchange = rig.post(RESPONSES, HELLO | {"stream": stream, "tools": []})
-    (await rig.next_call()).tell(chunk(0, "<think>so"), chunk(9, "</think>Hi"), finished("stop", 19))
-    await exchange.end()
+    exchange = await rig.answered(
+        RESPONSES,
+        HELLO | {"stream": stream, "tools": []},
+        chunk(0, "<think>so"),
+        chunk(9, "</think>Hi"),
+        finished("stop", 19),
+    )
     response = exchange.events[-1].json["response"] if stream else exchange.json
     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": len("<think>so</think>")}
 
 
-async def test_calls_of_strict_functions_that_may_come_are_a_grammar() -> None:
-    rig = HttpRig(template=template("hermes"))
-    for strict in (True, False, None):
-        exchange = rig.post(RESPONSES, HELLO | {"tools": [F | {"strict": strict}]})
-        call = await rig.next_call()
-        call.tell(chunk(0, "Hi"), finished("stop"))
-        assert (await exchange.end()).status == 200
-        assert call.request is not None
-        assert (call.request.grammar is not None) == (strict is True)
-        assert call.request.constraint_field == ("tools[0].strict" if strict else "")
+@pytest.mark.parametrize("strict", [True, False, None])
+async def test_calls_of_strict_functions_that_may_come_are_a_grammar(strict: bool | None) -> None:
+    request = await rig_with_tools().asked(RESPONSES, HELLO | {"tools": [F | {"strict": strict}]})
+    assert (request.grammar is not None) == (strict is True)
+    assert request.constraint_field == ("tools[0].strict" if strict else "")

@@ -10,30 +10,19 @@ from typing import Any
 
 import pytest
 
-from baton.errors import Draining, EngineFault, InvalidRequest
+from baton.errors import Draining
 from baton.messages.generation import Chunk
 from baton.messages.sampling import SamplingDefaults, TokenLogprobs
-from baton.security.keys import KeyRing, new_key, write_keys
-from baton.security.matrix import CallerRole
-from baton.security.pages import PageAuthenticator
 from router.admission.sampling import longest_answer
 from tests.support.http_client import Exchange
-from tests.support.http_rig import BOUNDS, CARD, HttpRig, chunk, finished
+from tests.support.http_rig import BOUNDS, CARD, RESPONSES, STREAM, HttpRig, authenticator, chunk, finished, text_of
 from tests.support.router_parts import MODEL
 
-RESPONSES = "/v1/responses"
 HELLO: dict[str, Any] = {"model": MODEL, "input": "hi"}
-STREAM = {"stream": True}
-
-
-def prompt_of(request: Any) -> str:
-    return "".join(map(chr, request.prompt))
 
 
 async def answered(rig: HttpRig, fields: dict[str, Any], text: str = "cd", reason: str = "stop") -> Exchange:
-    exchange = rig.post(RESPONSES, HELLO | fields)
-    (await rig.next_call()).tell(chunk(0, text), finished(reason))
-    return await exchange.end()
+    return await rig.answered(RESPONSES, HELLO | fields, chunk(0, text), finished(reason))
 
 
 async def test_a_response_is_returned_whole() -> None:
@@ -96,8 +85,8 @@ async def test_a_response_says_the_models_own_values_where_the_request_has_none(
 async def test_the_type_of_a_message_may_be_null_and_nothing_else() -> None:
     item = {"type": None, "role": "user", "content": "hi"}
     assert (await answered(HttpRig(), {"input": [item]})).status == 200
-    refused = await HttpRig().post(RESPONSES, HELLO | {"input": [item | {"type": 3}]}).end()
-    assert "item 0 is of a type that is no text" in refused.json["error"]["message"]
+    wrong = HELLO | {"input": [item | {"type": 3}]}
+    await HttpRig().refused(RESPONSES, wrong, "input", "item 0 is of a type that is no text")
 
 
 async def test_every_field_reaches_the_core_or_the_answer() -> None:
@@ -118,11 +107,10 @@ async def test_every_field_reaches_the_core_or_the_answer() -> None:
     exchange = rig.post(RESPONSES, HELLO | sampling | shown | {"text": {"format": wanted}, "tools": []})
     call = await rig.next_call()
     call.tell(chunk(0, "{}"), finished("stop"))
-    assert call.request is not None
     assert {name: getattr(call.request, name) for name in sampling} == sampling
     assert (call.request.max_tokens, call.request.model) == (7, MODEL)
     assert json.loads(call.request.json_schema or "") == schema
-    assert prompt_of(call.request) == "system: be brief\nuser: hi\nassistant:"
+    assert text_of(call.request.prompt) == "system: be brief\nuser: hi\nassistant:"
     found = (await exchange.end()).json
     assert {name: found[name] for name in shown} == shown
     assert found["text"]["format"] == {**wanted, "description": None}
@@ -130,7 +118,6 @@ async def test_every_field_reaches_the_core_or_the_answer() -> None:
 
 
 async def test_a_list_of_messages_becomes_the_conversation() -> None:
-    rig = HttpRig()
     items = [
         {"role": "developer", "content": "d"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
@@ -147,8 +134,8 @@ async def test_a_list_of_messages_becomes_the_conversation() -> None:
         },
         {"role": "user", "content": "e"},
     ]
-    rig.post(RESPONSES, HELLO | {"input": items})
-    assert prompt_of((await rig.next_call()).request) == "system: d\nuser: a\nassistant: b\nc\nuser: e\nassistant:"
+    request = await HttpRig().asked(RESPONSES, HELLO | {"input": items})
+    assert text_of(request.prompt) == "system: d\nuser: a\nassistant: b\nc\nuser: e\nassistant:"
 
 
 async def test_a_response_that_is_cut_by_its_length_is_incomplete() -> None:
@@ -189,14 +176,10 @@ async def test_a_streamed_response_equals_the_whole_one() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities_are_included_if_requested(stream: bool) -> None:
     rig = HttpRig()
-    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "stream": stream}
-    exchange = rig.post(RESPONSES, HELLO | asked)
-    call = await rig.next_call()
-    assert call.request is not None
-    assert call.request.logprobs == 2
+    body = HELLO | {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "stream": stream}
+    assert (await rig.asked(RESPONSES, body)).logprobs == 2
     positions = (TokenLogprobs(99, -0.5, 1, ((99, -0.5), (100, -1.5))),)
-    call.tell(Chunk(0, (99,), "c", positions), finished())
-    await exchange.end()
+    exchange = await rig.answered(RESPONSES, body, Chunk(0, (99,), "c", positions), finished())
     response = exchange.events[-1].json["response"] if stream else exchange.json
     (entry,) = response["output"][0]["content"][0]["logprobs"]
     assert (entry["token"], entry["logprob"], entry["bytes"]) == ("c", -0.5, [99])
@@ -221,12 +204,8 @@ async def num_turns(num_tokens: int) -> int:
 
 async def test_a_response_without_a_length_is_as_long_as_its_log_probabilities_permit() -> None:
     rig = HttpRig(card=replace(CARD, max_model_len=131_072))
-    exchange = rig.post(RESPONSES, HELLO | {"include": ["message.output_text.logprobs"], "top_logprobs": 20})
-    call = await rig.next_call()
-    assert call.request is not None
-    assert call.request.max_tokens == longest_answer(rig.card, 0, 1, 20) < 131_000
-    call.tell(chunk(0, "a"), finished())
-    await exchange.end()
+    body = HELLO | {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    assert (await rig.asked(RESPONSES, body)).max_tokens == longest_answer(rig.card, 0, 1, 20) < 131_000
 
 
 async def test_other_requests_get_their_turns_while_long_log_probabilities_are_written() -> None:
@@ -245,22 +224,6 @@ async def test_an_error_in_mid_stream_is_told_by_an_event_and_the_failed_respons
     assert failed.json["response"]["error"] == {"code": "server_error", "message": "bye"}
     assert failed.json["sequence_number"] == told.json["sequence_number"] + 1
     assert (await rig.get(f"{RESPONSES}/{failed.json['response']['id']}").end()).status == 404
-
-
-async def test_an_error_before_the_first_token_is_an_http_status() -> None:
-    rig = HttpRig()
-    exchange = rig.post(RESPONSES, HELLO | STREAM)
-    (await rig.next_call()).tell(EngineFault("NaN"))
-    await exchange.end()
-    assert (exchange.status, exchange.error["code"]) == (500, "engine_fault")
-
-
-@pytest.mark.parametrize(("field", "name"), [("prompt", "input"), ("max_tokens", "max_output_tokens")])
-async def test_a_field_that_the_core_refuses_is_named_as_the_client_named_it(field: str, name: str) -> None:
-    rig = HttpRig()
-    exchange = rig.post(RESPONSES, HELLO)
-    (await rig.next_call()).tell(InvalidRequest(field, "is bad"))
-    assert (await exchange.end()).error["param"] == name
 
 
 PNG = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
@@ -301,9 +264,7 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
     ],
 )
 async def test_a_field_that_is_not_served_is_refused_by_name(fields: dict[str, Any], param: str, says: str) -> None:
-    exchange = await HttpRig().post(RESPONSES, HELLO | fields).end()
-    assert (exchange.status, exchange.error["type"], exchange.error["param"]) == (400, "invalid_request_error", param)
-    assert says in exchange.error["message"]
+    await HttpRig().refused(RESPONSES, HELLO | fields, param, says)
 
 
 # --- what is stored ---
@@ -314,15 +275,16 @@ async def test_a_conversation_continues_from_a_stored_response() -> None:
     first = (await answered(rig, {"instructions": "be brief"}, "one")).json
     exchange = rig.post(RESPONSES, HELLO | {"input": "more", "previous_response_id": first["id"]})
     call = await rig.next_call()
-    assert prompt_of(call.request) == "user: hi\nassistant: one\nuser: more\nassistant:", "instructions are not kept"
+    assert text_of(call.request.prompt) == "user: hi\nassistant: one\nuser: more\nassistant:", (
+        "instructions are not kept"
+    )
     call.tell(chunk(0, "two"), finished("stop"))
     second = (await exchange.end()).json
     assert second["previous_response_id"] == first["id"]
     deleted = await rig.request("DELETE", f"{RESPONSES}/{first['id']}", b"", {}).end()
     assert deleted.json == {"id": first["id"], "object": "response", "deleted": True}
-    rig.post(RESPONSES, HELLO | {"input": "and", "previous_response_id": second["id"]})
-    third = (await rig.next_call()).request
-    assert prompt_of(third) == "user: hi\nassistant: one\nuser: more\nassistant: two\nuser: and\nassistant:"
+    third = await rig.asked(RESPONSES, HELLO | {"input": "and", "previous_response_id": second["id"]})
+    assert text_of(third.prompt) == "user: hi\nassistant: one\nuser: more\nassistant: two\nuser: and\nassistant:"
 
 
 async def test_a_stored_response_can_be_read_and_deleted() -> None:
@@ -401,8 +363,7 @@ async def test_nothing_is_stored_unless_the_client_lets_it() -> None:
 async def test_a_router_without_a_store_refuses_to_store() -> None:
     rig = HttpRig(bounds=replace(BOUNDS, stored_responses=0))
     assert (await answered(rig, {})).json["store"] is False
-    refused = await rig.post(RESPONSES, HELLO | {"store": True}).end()
-    assert (refused.status, refused.error["param"]) == (400, "store")
+    await rig.refused(RESPONSES, HELLO | {"store": True}, "store")
 
 
 async def test_a_stored_response_expires() -> None:
@@ -414,29 +375,12 @@ async def test_a_stored_response_expires() -> None:
     assert (await rig.get(f"{RESPONSES}/{made}").end()).status == 404
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_ends_its_request_and_leaves_nothing_stored(stream: bool) -> None:
-    rig = HttpRig()
-    exchange = rig.post(RESPONSES, HELLO | {"stream": stream})
-    call = await rig.next_call()
-    call.tell(chunk(0, "c"))
-    if stream:
-        await exchange.wait_for_events(5)
-    exchange.disconnect()
-    await call.is_closed.wait()
-    await exchange.task
-    assert not exchange.is_complete
-    assert rig.store.stats().num_responses == 0
-
-
 async def test_a_tenants_responses_are_not_there_for_others(tmp_path: Path) -> None:
-    made = [new_key(tenant, CallerRole.CLIENT, "") for tenant in ("acme", "evil")]
-    write_keys(tmp_path / "keys", [entry for _, entry in made])
-    acme, evil = ({"authorization": f"Bearer {key}"} for key, _ in made)
-    rig = HttpRig(authenticator=PageAuthenticator("127.0.0.1", "", KeyRing(tmp_path / "keys")))
-    exchange = rig.post(RESPONSES, HELLO, acme)
-    (await rig.next_call()).tell(chunk(0, "cd"), finished("stop"))
-    url = f"{RESPONSES}/{(await exchange.end()).json['id']}"
+    checks_keys, keys = authenticator(tmp_path, "acme", "evil")
+    acme, evil = ({"authorization": f"Bearer {key}"} for key in keys)
+    rig = HttpRig(authenticator=checks_keys)
+    exchange = await rig.answered(RESPONSES, HELLO, chunk(0, "cd"), finished("stop"), headers=acme)
+    url = f"{RESPONSES}/{exchange.json['id']}"
     for method, path in (("GET", url), ("DELETE", url), ("GET", f"{url}/input_items"), ("POST", f"{url}/cancel")):
         assert (await rig.request(method, path, b"", evil).end()).status == 404
     continued = {"previous_response_id": url.rpartition("/")[2]}
@@ -450,6 +394,4 @@ async def test_a_conversation_of_too_many_items_is_refused() -> None:
     rig = HttpRig()
     items = [{"role": "user", "content": ""}] * 4096
     made = (await answered(rig, {"input": items})).json["id"]
-    refused = await rig.post(RESPONSES, HELLO | {"previous_response_id": made}).end()
-    assert (refused.status, refused.error["param"]) == (400, "input")
-    assert "4098 items" in refused.error["message"]
+    await rig.refused(RESPONSES, HELLO | {"previous_response_id": made}, "input", "4098 items")

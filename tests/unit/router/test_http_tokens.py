@@ -9,7 +9,7 @@ import pytest
 
 import baton
 from router.http.app import INSTEAD, use_instead
-from tests.support.http_rig import HttpRig
+from tests.support.http_rig import HttpRig, text_of
 
 CHAT: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -39,10 +39,9 @@ async def test_the_spelling_of_each_token_is_returned_if_it_is_wanted() -> None:
 async def test_a_chat_has_the_tokens_with_which_it_would_be_generated() -> None:
     rig = HttpRig()
     whole = await tokens_of(CHAT)
-    assert "".join(map(chr, whole)) == "user: hi\nassistant:"
+    assert text_of(whole) == "user: hi\nassistant:"
     generating = rig.post("/v1/chat/completions", CHAT)
     call = await rig.next_call()
-    assert call.request is not None
     assert call.request.prompt == whole
     generating.disconnect()
     await generating.task
@@ -68,18 +67,7 @@ async def test_a_chat_has_the_tokens_with_which_it_would_be_generated() -> None:
     ],
 )
 async def test_a_wrong_field_is_named(path: str, body: dict[str, object], param: str) -> None:
-    exchange = await HttpRig().post(path, body).end()
-    assert (exchange.status, exchange.error["param"]) == (400, param)
-
-
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-async def test_another_model_is_not_found(path: str) -> None:
-    exchange = (
-        await HttpRig()
-        .post(path, {"model": "x", "prompt": "a"} if path == "/tokenize" else {"tokens": [1], "model": "x"})
-        .end()
-    )
-    assert (exchange.status, exchange.error["code"]) == (404, "model_not_found")
+    await HttpRig().refused(path, body, param)
 
 
 async def test_a_large_body_is_tokenized_in_a_thread() -> None:
@@ -91,8 +79,7 @@ async def test_a_large_body_is_tokenized_in_a_thread() -> None:
 
 
 async def test_more_tokens_than_any_prompt_may_have_are_not_returned() -> None:
-    exchange = await HttpRig().post("/tokenize", {"prompt": "a" * 300_000}).end()
-    assert (exchange.status, exchange.error["param"]) == (400, "prompt")
+    await HttpRig().refused("/tokenize", {"prompt": "a" * 300_000}, "prompt")
 
 
 async def test_the_version_is_that_of_the_package() -> None:
@@ -127,12 +114,6 @@ async def test_a_path_of_no_server_is_refused_without_advice() -> None:
     assert len(use_instead("/models/" + "x" * 5000)) < 400
 
 
-async def test_a_served_path_with_another_method_is_no_unknown_path() -> None:
-    for path in ("/tokenize", "/v1/completions"):
-        exchange = await HttpRig().get(path).end()
-        assert (exchange.status, exchange.error["code"]) == (405, "method_not_allowed")
-
-
 def test_batches_of_messages_and_experts_that_scale_have_advice_of_their_own() -> None:
     assert "send each message to /v1/messages" in use_instead("/v1/messages/batches/msgbatch_1/results")
     assert "baton node" in use_instead("/scale_elastic_ep")
@@ -148,8 +129,7 @@ async def test_the_input_of_a_response_is_counted(size: int) -> None:
     rendered = "system: be brief\nuser: hi\nassistant:"
     assert exchange.json == {"object": "response.input_tokens", "input_tokens": len(rendered)}
     assert rig.handler.calls.empty()
-    refused = await rig.post("/v1/responses/input_tokens", {"inputs": "hi"}).end()
-    assert (refused.status, refused.error["param"]) == (400, "inputs")
+    await rig.refused("/v1/responses/input_tokens", {"inputs": "hi"}, "inputs")
 
 
 async def test_conversations_are_not_compacted() -> None:

@@ -17,16 +17,19 @@ from baton.text.constraints.schema_compiling import check_constraint
 from tests.doubles.fake_tokenizer import FakeTokenizer
 from tests.support.byte_matching import takes
 from tests.support.http_client import Event, Exchange
-from tests.support.http_rig import CARD, HttpRig, chunk, finished
+from tests.support.http_rig import CARD, CHATS, HttpRig, chunk, finished, text_of
 from tests.support.tool_formats import MARKERS, THINKING, template, written
 
-CHATS = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 STRICT: dict[str, Any] = {"name": "f", "description": "It fs.", "parameters": SCHEMA, "strict": True}
-F = {"type": "function", "function": STRICT}
-G = {"type": "function", "function": {"name": "g"}}
-NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+F, G, NAMED = tool(**STRICT), tool("g"), tool("f")
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 
@@ -35,8 +38,8 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
-    tools = [{"type": "function", "function": {"name": name}} for name in names]
-    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+    listed = {"mode": mode, "tools": [tool(name) for name in names]}
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": listed}}
 
 
 async def asked(
@@ -48,13 +51,12 @@ async def asked(
     call.tell(chunk(0, text), finished(reason))
     answer = await exchange.end()
     assert answer.status == 200, answer.json
-    assert call.request is not None
     return call.request, answer.json["choices"][0]
 
 
 def prompt_of(request: GenerateRequest) -> str:
     assert request.prompt is not None
-    return "".join(map(chr, request.prompt))  # type: ignore[arg-type]
+    return text_of(request.prompt)
 
 
 async def test_templates_get_tools_without_what_they_were_not_made_for() -> None:
@@ -107,7 +109,7 @@ async def test_strict_tools_are_no_grammar_where_it_would_forbid_their_markers(n
 @pytest.mark.parametrize("obstacle", ["size", "no end"])
 async def test_strict_tools_are_no_grammar_that_the_core_would_refuse(obstacle: str) -> None:
     large = SCHEMA | ({"description": "x" * 40_000} if obstacle == "size" else {})
-    tools = [{"type": "function", "function": STRICT | {"name": name, "parameters": large}} for name in "fh"]
+    tools = [tool(name, parameters=large, strict=True) for name in "fh"]
     rig = HttpRig(template=template("hermes"), card=replace(CARD, has_end=obstacle == "size", max_model_len=300_000))
     request, _ = await asked(rig, chat(tools=tools))
     assert (request.grammar, request.constraint_field, request.schemas) == (None, "", {})
@@ -126,17 +128,13 @@ async def test_another_constraint_is_kept_beside_strict_tools_that_may_be_called
 @pytest.mark.parametrize("choice", ["required", NAMED])
 async def test_a_call_that_begins_in_the_prompt_has_no_reasoning(name: str, choice: Any) -> None:
     rig = HttpRig(template=template(name, THINKING))
-    exchange = await rig.post(CHATS, chat(tool_choice=choice)).end()
-    assert (exchange.status, exchange.error["param"]) == (400, "tool_choice")
-    assert "opens reasoning" in exchange.error["message"]
+    await rig.refused(CHATS, chat(tool_choice=choice), "tool_choice", "opens reasoning")
     closed = chat(tool_choice=choice, reasoning_effort="none")
     text = {"mistral": '[{"name": "f", "arguments": {"x": 1}}]', "mistral-args": 'f{"x": 1}'}[name]
     if name == "mistral-args" and choice == NAMED:
         text = text.removeprefix("f")
     request, got = await asked(rig, closed, text)
-    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(request.grammar or ""))
-    assert matcher.try_consume_tokens(list(text.encode())) == len(text)
-    assert matcher.is_accepting()
+    assert takes(request.grammar or "", text)
     assert [one["function"]["arguments"] for one in got["message"]["tool_calls"]] == ['{"x": 1}']
 
 
@@ -186,8 +184,7 @@ async def test_a_chat_in_which_the_template_leaves_tools_out_gets_them_as_text()
 async def test_tokenize_refuses_tools_as_the_chat_does_and_writes_calls_of_earlier_turns() -> None:
     rig = HttpRig(template=NO_PLACE.replace("<tool_call>", ""))
     for path in (CHATS, "/tokenize"):
-        exchange = await rig.post(path, chat()).end()
-        assert (exchange.status, exchange.error["param"]) == (400, "tools")
+        await rig.refused(path, chat(), "tools")
     called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     request, _ = await asked(rig, {"messages": [*HELLO, called]})
     assert '{"name": "f", "arguments": {"x": 1}}' in prompt_of(request)
@@ -221,9 +218,7 @@ async def test_a_demanded_call_is_a_grammar(name: str, choice: Any, is_parallel:
     request, got = await asked(rig, fields, text)
     assert request.grammar is not None
     check_constraint(request.grammar, "grammar")
-    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(request.grammar))
-    assert matcher.try_consume_tokens(list(text.encode())) == len(text)
-    assert matcher.is_accepting()
+    assert takes(request.grammar, text)
     assert [
         (one["function"]["name"], json.loads(one["function"]["arguments"])) for one in got["message"]["tool_calls"]
     ] == calls
@@ -257,11 +252,13 @@ async def test_reasoning_may_come_before_a_demanded_call() -> None:
     text = "so\n</think>\n\n" + written("hermes", [("f", {"x": 1})])
     rig = HttpRig(template=template("hermes", THINKING))
     request, choice = await asked(rig, chat(tool_choice="required"), text)
-    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(request.grammar or ""))
-    assert matcher.try_consume_tokens(list(text.encode())) == len(text)
-    assert matcher.is_accepting()
+    assert takes(request.grammar or "", text)
     assert choice["message"]["reasoning_content"] == "so"
     assert len(choice["message"]["tool_calls"]) == 1
+
+
+MANY_LARGE = [tool(f"f{place}", parameters={"x": "y" * 60_000}) for place in range(5)]
+TWICE_REASONED = {"role": "assistant", "reasoning": "x", "reasoning_content": "y"}
 
 
 @pytest.mark.parametrize(
@@ -270,66 +267,39 @@ async def test_reasoning_may_come_before_a_demanded_call() -> None:
         ({"tools": [F, F]}, "tools", "has f twice"),
         ({"tools": [F] * (MAX_TOOLS + 1)}, "tools", "at most"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "function"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name", "letters"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "required"),
-        (
-            {"tools": [G, {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
-            "tools[1].function.parameters",
-            "object",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": "y" * 70_000}}}]},
-            "tools[0].function.parameters",
-            "bytes",
-        ),
-        (
-            {
-                "tools": [
-                    {"type": "function", "function": {"name": f"f{place}", "parameters": {"x": "y" * 60_000}}}
-                    for place in range(5)
-                ]
-            },
-            "tools[4].function.parameters",
-            "with those before",
-        ),
+        ({"tools": [G, tool("f", parameters={"type": "array"})]}, "tools[1].function.parameters", "object"),
+        ({"tools": [tool("f", parameters={"x": "y" * 70_000})]}, "tools[0].function.parameters", "bytes"),
+        ({"tools": MANY_LARGE}, "tools[4].function.parameters", "with those before"),
         ({"tool_choice": "required", "tools": None}, "tool_choice", "needs tools"),
         ({"tool_choice": "always"}, "tool_choice", "must be"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "tool_choice: function: is required"),
-        ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice.function.name", "none of"),
+        ({"tool_choice": tool("h")}, "tool_choice.function.name", "none of"),
         (allowed("auto"), "tool_choice.allowed_tools.tools", "is empty"),
         (allowed("auto", "f", "h"), "tool_choice.allowed_tools.tools", "has h, which is none of the tools"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice: allowed_tools: is required"),
         ({"tool_choice": NAMED, "guided_regex": "a"}, "tool_choice", "does not go with guided_regex"),
-        (
-            {"tool_choice": NAMED, "structured_outputs": {"json": {}}},
-            "tool_choice",
-            "does not go with structured_outputs",
-        ),
+        ({"tool_choice": NAMED, "structured_outputs": {"json": {}}}, "tool_choice", "does not go with structured_out"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "need each other"),
         ({"messages": [{"role": "user", "tool_call_id": "x"}]}, "messages[0].tool_call_id", "need each other"),
         ({"messages": [{"role": "user", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "assistant"),
         ({"messages": [{"role": "user", "reasoning": "x"}]}, "messages[0].reasoning", "assistant"),
-        (
-            {"messages": [{"role": "assistant", "reasoning": "x", "reasoning_content": "y"}]},
-            "messages[0].reasoning",
-            "send one of them",
-        ),
+        ({"messages": [TWICE_REASONED]}, "messages[0].reasoning", "send one of them"),
         ({"chat_template_kwargs": {"tools": "x"}}, "chat_template_kwargs", "tools"),
         ({"reasoning_effort": "most"}, "reasoning_effort", "must be"),
     ],
 )
 async def test_what_is_wrong_is_refused_by_its_name(fields: dict[str, Any], param: str, reason: str) -> None:
-    exchange = await HttpRig(template=template("hermes")).post(CHATS, chat(**fields)).end()
-    assert exchange.status == 400
-    assert exchange.error["param"] == param
-    assert reason in exchange.error["message"]
+    await HttpRig(template=template("hermes")).refused(CHATS, chat(**fields), param, reason)
+
+
+ENABLED = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 async def test_tools_are_refused_for_a_model_whose_template_has_none() -> None:
     rig = HttpRig()
-    exchange = await rig.post(CHATS, chat()).end()
-    assert (exchange.status, exchange.error["param"]) == (400, "tools")
-    assert "--tool-call-parser" in exchange.error["message"]
+    await rig.refused(CHATS, chat(), "tools", "--tool-call-parser")
     await asked(rig, chat(tool_choice="none"))
 
 
@@ -339,12 +309,7 @@ async def test_tools_are_refused_for_a_model_whose_template_has_none() -> None:
         ({}, "<think>\n", "so\n</think>\n\nHi", ("so", "Hi")),
         ({"reasoning_effort": "none"}, "</think>\n\n", "Hi", (None, "Hi")),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "</think>\n\n", "Hi", (None, "Hi")),
-        (
-            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
-            "<think>\n",
-            "so",
-            ("so", ""),
-        ),
+        ({"reasoning_effort": "none", **ENABLED}, "<think>\n", "so", ("so", "")),
         # A constraint holds from the first token on, so there is no reasoning.
         ({"response_format": {"type": "json_object"}}, "<think>\n", "{}", (None, "{}")),
     ],
@@ -474,9 +439,8 @@ async def test_text_that_came_without_tokens_is_not_sent_twice() -> None:
     text = written("hermes", [("f", {"x": 1})])
 
     async def events(position: str | None, *chunks: Chunk) -> list[Any]:
-        exchange = rig.post(CHATS, body, headers if position is None else {**headers, "last-event-id": position})
-        (await rig.next_call()).tell(*chunks, finished("stop", 1))
-        return events_of(await exchange.end())
+        more = {} if position is None else {"last-event-id": position}
+        return events_of(await rig.answered(CHATS, body, *chunks, finished("stop", 1), headers=headers | more))
 
     rest = Chunk(1, (), text[30:])
     whole = await events(None, Chunk(0, (7,), text[:30]), rest)

@@ -38,7 +38,7 @@ FEW = MOST_KEPT + UNREAD_TOKENS
 
 def request(**fields: int) -> ValidRequest:
     returned = fields.pop("num_returned", fields.get("n", 1))
-    return ValidRequest("r", "m", (1,) * 5, SamplingParams(seed=1, **fields), num_returned=returned)  # type: ignore[arg-type]
+    return ValidRequest((1,) * 5, SamplingParams(seed=1, **fields), request_id="r", model="m", num_returned=returned)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,9 @@ async def test_what_is_kept_in_json_reserves_more_as_it_comes_until_there_is_non
     each = 16 + 110
     async with router_rig(*LARGE, limits=DispatchLimits(logprob_memory=700 * each)) as rig:
         rig.card = replace(rig.card, max_model_len=LARGE[0].max_model_len)
-        budget = rig.dispatcher.requests.logprob_budget
+        budget = rig.requests.logprob_budget
         reader = rig.ask(request_id="r", max_tokens=4000, logprobs=0, delivery="json")
-        attempt = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d1")
+        attempt = await rig.next_attempt("p1", "d1")
         assert budget.num_bytes == UNREAD_TOKENS * each
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
         for first in range(1, 2 * UNREAD_TOKENS, 16):
@@ -113,39 +112,36 @@ async def test_what_is_kept_in_json_reserves_more_as_it_comes_until_there_is_non
             await reader.wait_for_tokens(first + 16)
         assert budget.num_bytes == (2 * UNREAD_TOKENS + 1) * each
         rig.report("d1", attempt, 2 * UNREAD_TOKENS + 1, "b" * 200, logprob=-0.5)
-        with pytest.raises(LogprobsFull, match=r"513 tokens so far .* ask for fewer tokens or alternatives") as caught:
-            await reader.finished()
-        assert caught.value.retry_after_s > 0
+        caught = await reader.raises(LogprobsFull, r"513 tokens so far .* ask for fewer tokens or alternatives")
+        assert caught.retry_after_s > 0
         assert budget.num_bytes == 0
 
 
 async def test_what_is_too_much_is_refused_before_it_begins() -> None:
     async with router_rig(prefill(), decode(), limits=LIMITS) as rig:
-        with pytest.raises(InvalidRequest, match=r"logprobs: .* 352 bytes, and those of all requests 320") as caught:
-            await rig.ask(max_tokens=11, logprobs=2).finished()
-        assert caught.value.field == "logprobs"
+        caught = await rig.ask(max_tokens=11, logprobs=2).raises(
+            InvalidRequest, r"logprobs: .* 352 bytes, and those of all requests 320"
+        )
+        assert caught.field == "logprobs"
         first = rig.ask(request_id="r", max_tokens=6, logprobs=2)
         await first.wait_until_accepted()
-        with pytest.raises(LogprobsFull, match=r"160 bytes, and 128 of 320 .* are free") as refused:
-            await rig.ask(max_tokens=5, logprobs=2).finished()
-        assert refused.value.retry_after_s > 0
-        assert rig.dispatcher.requests.counters.rejections == {"InvalidRequest": 1, "LogprobsFull": 1}
+        refused = await rig.ask(max_tokens=5, logprobs=2).raises(LogprobsFull, r"160 bytes, and 128 of 320 .* are free")
+        assert refused.retry_after_s > 0
+        assert rig.requests.counters.rejections == {"InvalidRequest": 1, "LogprobsFull": 1}
         plain = rig.ask(request_id="plain", max_tokens=50)
         await plain.wait_until_accepted()
         for name in ("r", "plain"):
             rig.dispatcher.cancel(name)
         for reader in (first, plain):
-            with pytest.raises(Cancelled):
-                await reader.finished()
+            await reader.raises(Cancelled)
 
 
 @pytest.mark.parametrize("how", ["ends", "cancelled", "failed", "left", "late", "duplicate"])
 async def test_memory_is_given_back_however_a_request_ends(how: str) -> None:
     async with router_rig(prefill(), decode(), limits=LIMITS) as rig:
-        budget = rig.dispatcher.requests.logprob_budget
+        budget = rig.requests.logprob_budget
         if how == "late":
-            with pytest.raises(DeadlineExceeded):
-                await rig.ask(max_tokens=9, logprobs=2, timeout_s=-1.0).finished()
+            await rig.ask(max_tokens=9, logprobs=2, timeout_s=-1.0).raises(DeadlineExceeded)
             assert budget.num_bytes == 0
             return
         await _end(rig, how)
@@ -153,13 +149,12 @@ async def test_memory_is_given_back_however_a_request_ends(how: str) -> None:
 
 
 async def _end(rig: RouterRig, how: str) -> None:
-    budget = rig.dispatcher.requests.logprob_budget
+    budget = rig.requests.logprob_budget
     asked = GenerateRequest("hello", request_id="r", max_tokens=2, logprobs=2)
     events = rig.dispatcher.generate(asked)
     await anext(events)
     assert budget.num_bytes == 2 * EACH
-    attempt = (await rig.next_submit("p1")).attempt
-    await rig.next_submit("d1")
+    attempt = await rig.next_attempt("p1", "d1")
     rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
     match how:
         case "ends":
@@ -188,21 +183,19 @@ async def test_a_stream_that_is_not_read_ends_when_no_memory_is_left() -> None:
         rig.card = replace(rig.card, max_model_len=LARGE[0].max_model_len)
         events = rig.dispatcher.generate(GenerateRequest("hello", request_id="r", max_tokens=4000, logprobs=0))
         await anext(events)
-        attempt = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d1")
+        attempt = await rig.next_attempt("p1", "d1")
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
         rig.report("d1", attempt, 1, "b" * (UNREAD_TOKENS + 10), logprob=-0.5)
         with pytest.raises(SlowReader, match="no memory is left"):
             [event async for event in events]
-        assert rig.dispatcher.requests.logprob_budget.num_bytes == 0
+        assert rig.requests.logprob_budget.num_bytes == 0
 
 
 async def test_a_client_that_comes_back_gets_what_is_kept_although_no_memory_is_left() -> None:
     async with router_rig(*LARGE, limits=DispatchLimits(logprob_memory=(FEW + 10) * 16)) as rig:
         rig.card = replace(rig.card, max_model_len=LARGE[0].max_model_len)
         old = rig.ask(request_id="r", max_tokens=4000, logprobs=0)
-        attempt = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d1")
+        attempt = await rig.next_attempt("p1", "d1")
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
         for first in range(1, 601, 100):
             rig.report("d1", attempt, first, "b" * 100, logprob=-0.5)
@@ -217,21 +210,20 @@ async def test_a_client_that_comes_back_gets_what_is_kept_although_no_memory_is_
             event = await anext(events)
             assert isinstance(event, Chunk)
             taken += len(event.token_ids)
-        assert not rig.dispatcher.requests.counters.failed
+        assert not rig.requests.counters.failed
         rig.report("d1", attempt, 601 + UNREAD_TOKENS, "b" * (UNREAD_TOKENS + 11), logprob=-0.5)
         for _ in range(8):
             await asyncio.sleep(0)
         with pytest.raises(SlowReader, match="read faster"):
             [event async for event in events]
-        with pytest.raises(Cancelled):
-            await old.finished()
+        await old.raises(Cancelled)
 
 
 async def test_an_old_stream_keeps_nothing_for_a_client_that_came_back() -> None:
     async with router_rig(prefill(), decode()) as rig:
         old = rig.dispatcher.generate(GenerateRequest("hello", request_id="r", max_tokens=9, logprobs=0))
         await anext(old)
-        rig.report("p1", (await rig.next_submit("p1")).attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
+        rig.report("p1", await rig.next_attempt("p1"), 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
         await asyncio.sleep(0)
         new = rig.dispatcher.resume("r", [0])
         await anext(new)
@@ -246,8 +238,7 @@ async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_
         rig.card = replace(rig.card, max_model_len=LARGE[0].max_model_len)
         asked = {"request_id": "r", "max_tokens": 4000, "logprobs": 0}
         old = rig.ask(**asked)  # type: ignore[arg-type]
-        attempt = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d1")
+        attempt = await rig.next_attempt("p1", "d1")
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
         for first in range(1, 2 * KEPT_TOKENS, 16):
             rig.report("d1", attempt, first, "b" * 16, logprob=-0.5)
@@ -256,22 +247,19 @@ async def test_a_client_that_comes_back_for_what_is_forgotten_sends_its_request_
         kept = rig.resume("r", count - KEPT_TOKENS)
         await kept.wait_for_tokens(KEPT_TOKENS)
         assert sum(len(one.logprobs) for one in kept.chunks) == KEPT_TOKENS
-        with pytest.raises(RequestNotFound, match="send it again"):
-            await rig.resume("r", 100).finished()
+        await rig.resume("r", 100).raises(RequestNotFound, "send it again")
         again = rig.ask(**asked)  # type: ignore[arg-type]
         await again.wait_until_accepted()
         rig.dispatcher.cancel("r")
         for reader in (old, again, kept):
-            with pytest.raises(Cancelled):
-                await reader.finished()
+            await reader.raises(Cancelled)
         await asyncio.sleep(0)
-        assert rig.dispatcher.requests.logprob_budget.num_bytes == 0
+        assert rig.requests.logprob_budget.num_bytes == 0
 
 
 async def _taken(rig: RouterRig, events: AsyncGenerator[GenerateEvent, None]) -> None:
     """Let a request of two tokens end that was accepted, and take all its events without closing it."""
-    attempt = (await rig.next_submit("p1")).attempt
-    await rig.next_submit("d1")
+    attempt = await rig.next_attempt("p1", "d1")
     rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.5)
     rig.report("d1", attempt, 1, "b", Outcome.LENGTH, logprob=-0.5)
     while not isinstance(await anext(events), Finished):
@@ -301,7 +289,6 @@ async def test_a_call_that_gets_its_answer_whole_goes_on_when_somebody_comes_bac
             GenerateRequest("hello", request_id="r", max_tokens=2, logprobs=0, delivery="whole")
         )
         assert isinstance(await anext(events), Accepted)
-        with pytest.raises(RequestNotFound, match="wait for its answer"):
-            await rig.resume("r", 0).finished()
+        await rig.resume("r", 0).raises(RequestNotFound, "wait for its answer")
         await _taken(rig, events)
         await events.aclose()

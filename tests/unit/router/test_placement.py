@@ -14,6 +14,7 @@ from baton.messages.capabilities import GENERATES_AND_EMBEDS, Capability
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, LoadReport, NodeDescription, Submit
 from baton.messages.pooling import Pooling, PoolingParams
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from router.placement.placement import Candidate, Demand, Placement, choose, demand_of, disagreement, size_of
 from router.placement.view import LOST_SHOWN_S, ClusterView
@@ -335,7 +336,7 @@ def test_the_load_of_a_request_is_its_number_of_sequences() -> None:
     ],
 )
 def test_a_leg_counts_the_sequences_that_it_runs(leg: Leg, params: SamplingParams, num_sequences: int) -> None:
-    assert Submit(key(), leg, (1,), params).num_sequences == num_sequences
+    assert Submit(key(), leg, RequestSpec((1,), params)).num_sequences == num_sequences
 
 
 def test_reports_of_unknown_nodes_change_nothing() -> None:

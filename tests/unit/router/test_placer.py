@@ -108,7 +108,7 @@ class Fleet:
         """Choose nodes for a new prompt of this length, or for this prompt."""
         self._number += 1
         prompt = tuple(tokens) if not isinstance(tokens, int) else tuple(range(self._number, self._number + tokens))
-        base = ValidRequest(f"r{self._number}", MODEL, prompt, SamplingParams(max_tokens=64))
+        base = ValidRequest(prompt, SamplingParams(max_tokens=64), request_id=f"r{self._number}", model=MODEL)
         request = replace(base, **fields)
         return self.placer.choose(self.view.candidates(), request, frozenset(), attempt, 0.0, self.now)
 
@@ -403,7 +403,7 @@ def test_a_decision_is_explained_and_compared_with_its_outcome() -> None:
     choice = fleet.place(1024)
     (before,) = fleet.placer.explain(choice.request.request_id, fleet.now)
     assert (before.decision.decision, before.decision.attempt, before.best) == ("pair", 1, None)
-    ways = {(way.prefill, way.decode) for way in before.ways}
+    ways = {(way.prefill_node, way.decode_node) for way in before.ways}
     assert names(choice) in ways
     assert {("", "d1"), ("", "d2")} < ways
     assert [way.total_ms for way in before.ways] == sorted(way.total_ms for way in before.ways)
@@ -415,7 +415,7 @@ def test_a_decision_is_explained_and_compared_with_its_outcome() -> None:
     fleet.placer.finished(choice.request.request_id, slow, 1010.0, fleet.now)
     (after,) = fleet.placer.explain(choice.request.request_id, fleet.now)
     assert after.best is not None
-    assert after.best.prefill not in (taken, "")
+    assert after.best.prefill_node not in (taken, "")
     assert 600 < after.regret_ms < 1000
     told = explained(after, fleet.now + 2)
     assert PLACEMENT_DECISION.from_pb(PLACEMENT_DECISION.to_pb(told)) == told

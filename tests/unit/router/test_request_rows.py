@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from baton.cli.commands.describe import request_lines
 from baton.messages.node import Leg, Outcome, StageTimings
 from baton.messages.operator import RequestRow
@@ -58,8 +56,7 @@ async def test_waiting_requests_have_no_node_and_the_latest_comes_first() -> Non
         for name in "ab":
             rig.dispatcher.cancel(name)
         for reader in readers:
-            with pytest.raises(Exception, match="cancelled"):
-                await reader.finished()
+            await reader.raises(Exception, "cancelled")
         assert [row.state for row in rows(rig)] == ["Cancelled", "Cancelled"]
 
 

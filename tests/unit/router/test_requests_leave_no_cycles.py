@@ -98,7 +98,7 @@ async def test_an_ended_request_is_freed_without_the_garbage_collector(
                 rig.nodes["d1"].inbox.get_nowait()
             while not rig.nodes["p1"].inbox.empty():
                 rig.nodes["p1"].inbox.get_nowait()
-        while rig.dispatcher.requests.num_live:  # noqa: ASYNC110 - the dispatcher tells nobody, and what it keeps is looked at
+        while rig.requests.num_live:  # noqa: ASYNC110 - the dispatcher tells nobody, and what it keeps is looked at
             await asyncio.sleep(0.001)
         for _ in range(20):
             await asyncio.sleep(0)

@@ -125,7 +125,9 @@ def test_an_answer_cut_at_any_position_is_continued_completely(
 ) -> None:
     rng = Random(seed)
     params = SamplingParams(seed=1, max_tokens=12, min_tokens=min_tokens, n=n + extra, logprobs=0)
-    request = ValidRequest("r", "m", (1,), params, tuple(stops), num_returned=n, wants_logprobs=True)
+    request = ValidRequest(
+        (1,), params, request_id="r", model="m", stop=tuple(stops), num_returned=n, wants_logprobs=True
+    )
     outputs = [[ord(rng.choice("ab")) for _ in range(rng.randint(1, 10))] for _ in range(n + extra)]
     script = Script(request, outputs, stop_token=stop_token)
     events = script.play(Answer(PairCodec(), request), rng, rng.choice([1, 3]))
@@ -158,7 +160,7 @@ def merge(had: dict[int, Got], positions: list[int], rest: Sequence[GenerateEven
 def test_the_best_of_several_can_be_continued_at_any_token(position: int) -> None:
     """Although it is returned as a whole."""
     params = SamplingParams(seed=1, max_tokens=7, n=2, logprobs=0)
-    request = ValidRequest("r", "m", (1,), params, ("zz",), num_returned=1)
+    request = ValidRequest((1,), params, request_id="r", model="m", stop=("zz",), num_returned=1)
     outputs = [list(b"abababz"), list(b"cdcdcdz")]
     script = Script(request, outputs, stop_token=False)
     whole, _ = collect(script.play(Answer(PairCodec(), request), Random(1), 3))
@@ -177,7 +179,7 @@ def test_a_live_answer_is_replayed_from_any_position(seed: int, stops: list[str]
     rng = Random(seed)
     output = [ord(rng.choice("ab")) for _ in range(8)]
     cut, position = rng.randint(1, 8), rng.randint(0, 8)
-    request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, max_tokens=8), tuple(stops))
+    request = ValidRequest((1,), SamplingParams(seed=1, max_tokens=8), request_id="r", model="m", stop=tuple(stops))
     sequence = FlightSequence(0)
     sequence.take(RequestDelta(key(), 0, tuple(output[:cut])))
     answer = ResumedAnswer(PairCodec(), request, [position])
@@ -202,7 +204,14 @@ def test_a_reader_that_parses_gets_the_text_before_its_position(seed: int, stops
     outputs = [[ord(rng.choice("ab")) for _ in range(rng.randint(1, 8))] for _ in range(2)]
     params = SamplingParams(seed=1, max_tokens=8, n=2, logprobs=0 if best else None)
     request = ValidRequest(
-        "r", "m", (1,), params, tuple(stops), num_returned=1 if best else 2, wants_logprobs=best, is_parsed=True
+        (1,),
+        params,
+        request_id="r",
+        model="m",
+        stop=tuple(stops),
+        num_returned=1 if best else 2,
+        wants_logprobs=best,
+        is_parsed=True,
     )
     script = Script(request, outputs, stop_token=False)
     whole, end = collect(script.play(Answer(PairCodec(), request), rng, 3))
@@ -224,7 +233,7 @@ def test_a_reader_that_parses_gets_the_text_before_its_position(seed: int, stops
 
 def test_a_reader_that_parses_learns_that_a_last_token_without_text_is_known() -> None:
     """Else it would take the text that it holds at the end for a part of what its client has."""
-    request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, max_tokens=8), is_parsed=True)
+    request = ValidRequest((1,), SamplingParams(seed=1, max_tokens=8), request_id="r", model="m", is_parsed=True)
     answer = ResumedAnswer(PairCodec(), request, [3])
     tokens = [EmitTokens(place, (97 + place,), (), place == 2, 0) for place in range(3)]
     events = [event for one in tokens for event in answer.push(one)]
@@ -235,7 +244,7 @@ def test_a_reader_that_parses_learns_that_a_last_token_without_text_is_known() -
 @pytest.mark.parametrize("best", [False, True])
 def test_a_reader_that_parses_gets_a_long_answer_in_pieces(best: bool) -> None:
     params = SamplingParams(seed=1, max_tokens=2000, n=2, logprobs=0 if best else None)
-    request = ValidRequest("r", "m", (1,), params, num_returned=1 if best else 2, is_parsed=True)
+    request = ValidRequest((1,), params, request_id="r", model="m", num_returned=1 if best else 2, is_parsed=True)
     script = Script(request, [list(b"ab" * 500), list(b"cd" * 500)], stop_token=False)
     resumed = script.play(ResumedAnswer(PairCodec(), request, [300, 0]), Random(1), 2000)
     for events in [resumed, script.play(Answer(PairCodec(), request), Random(1), 9)]:
@@ -246,7 +255,7 @@ def test_a_reader_that_parses_gets_a_long_answer_in_pieces(best: bool) -> None:
 
 
 def test_ended_sequences_are_replayed_with_their_end() -> None:
-    request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, max_tokens=8, n=2), num_returned=2)
+    request = ValidRequest((1,), SamplingParams(seed=1, max_tokens=8, n=2), request_id="r", model="m", num_returned=2)
     first, second = FlightSequence(0), FlightSequence(1)
     first.take(RequestDelta(key(), 0, (97, 98, 33), outcome=Outcome.STOP, stop_token_id=33))
     first.close("stop", 33)
@@ -264,7 +273,7 @@ def test_ended_sequences_are_replayed_with_their_end() -> None:
     [([-1], "must be 0 to 9, not -1"), ([10], "must be 0 to 9, not 10"), ([0, 0, 0], "names 3 sequences; there are 2")],
 )
 def test_impossible_positions_are_refused(positions: list[int], says: str) -> None:
-    request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, max_tokens=8, n=2), num_returned=2)
+    request = ValidRequest((1,), SamplingParams(seed=1, max_tokens=8, n=2), request_id="r", model="m", num_returned=2)
     check_positions(request, [9, 0])
     check_positions(request, [])
     with pytest.raises(InvalidRequest, match=f"next_token_index: {says}"):
@@ -272,7 +281,7 @@ def test_impossible_positions_are_refused(positions: list[int], says: str) -> No
 
 
 def test_an_attempt_can_be_adopted_only_with_its_decode_node() -> None:
-    request = ValidRequest("r", "m", (1,), SamplingParams(seed=1))
+    request = ValidRequest((1,), SamplingParams(seed=1), request_id="r", model="m")
     record = FlightRecord(request, 7, 1, "p1.1", "d1.1", 0, "router-0.a", 0.0)
     both = {node.incarnation: node for node in (prefill("p1"), decode("d1"))}
     found = placement_in_record(record, [], both)
@@ -291,6 +300,6 @@ def test_an_attempt_can_be_adopted_only_with_its_decode_node() -> None:
 def test_an_attempt_is_not_adopted_if_given_tokens_lack_log_probabilities(
     logprobs: int | None, position: int, may_be_asked: bool
 ) -> None:
-    request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, logprobs=logprobs))
+    request = ValidRequest((1,), SamplingParams(seed=1, logprobs=logprobs), request_id="r", model="m")
     record = FlightRecord(request, 7, 2, "", "d1.1", 5, "router-0.a", 0.0)
     assert (placement_in_record(record, [position], {"d1.1": decode("d1")}) is not None) is may_be_asked

@@ -55,8 +55,7 @@ def test_outcomes_and_tokens_of_requests_are_counted() -> None:
 async def test_inter_token_gaps_are_measured_per_sequence() -> None:
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         reader = rig.ask(max_tokens=3, n=2)
-        attempt = (await rig.next_submit("p1")).attempt
-        await rig.next_submit("d1")
+        attempt = await rig.next_attempt("p1", "d1")
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         await reader.wait_for_tokens(1)
         for index, sequence, text in ((1, 0, "b"), (0, 1, "x"), (1, 1, "y"), (2, 0, "c"), (2, 1, "z")):
@@ -65,7 +64,7 @@ async def test_inter_token_gaps_are_measured_per_sequence() -> None:
             rig.report("d1", attempt, index, text, outcome, sequence_index=sequence)
             await reader.wait_for_tokens(len(reader.token_ids) + 1)
         await reader.finished()
-        found = samples(render(declared_figures(rig.dispatcher.requests.counters.served), {}))
+        found = samples(render(declared_figures(rig.requests.counters.served), {}))
         gaps = "baton_inter_token_latency_seconds"
         assert (found[f"{gaps}_count", ""], found[f"{gaps}_sum", ""]) == (4, pytest.approx(0.04 * (1 + 1 + 3 + 2)))
 
@@ -75,15 +74,13 @@ async def test_requests_that_ended_with_an_error_are_counted_by_the_error() -> N
         late = rig.ask(timeout_s=1.0)
         await rig.next_submit("p1")
         rig.timers.advance(1.0)
-        with pytest.raises(DeadlineExceeded):
-            await late.finished()
+        await late.raises(DeadlineExceeded)
         await rig.next_abort("p1")
         left = rig.ask(request_id="left")
         await rig.next_submit("p1")
         rig.dispatcher.cancel("left")
-        with pytest.raises(Cancelled):
-            await left.finished()
-        found = samples(render(declared_figures(rig.dispatcher.requests.counters), {}))
+        await left.raises(Cancelled)
+        found = samples(render(declared_figures(rig.requests.counters), {}))
         errors = {key: value for (name, key), value in found.items() if name == "baton_request_errors_total"}
         assert {key: value for key, value in errors.items() if value} == {"deadline_exceeded": 1, "cancelled": 1}
         assert found["baton_request_failure_total", ""] == 1, "a client's own cancel is no failure"
@@ -97,7 +94,7 @@ async def test_the_metrics_page_of_a_router_has_every_figure() -> None:
             await rig.next_submit(name)
         rig.nodes["p1"].die()
         await rig.next_abort("d1")
-        rig.report("d1", (await rig.next_submit("d1")).attempt, 0, "a", Outcome.LENGTH)
+        await rig.serve("d1")
         assert (await reader.finished()).path.attempts == 2
         page = render(figures(rig.dispatcher.requests, rig.view, rig.timers.monotonic(), 0.0), {})
         found = samples(page)

@@ -58,7 +58,7 @@ async def test_two_tenants_may_use_the_same_request_id() -> None:
         readers = [Reader(first), Reader(second)]
         submits = [await rig.next_submit("d1"), await rig.next_submit("d1")]
         assert [submit.attempt.request_id for submit in submits] == ["acme/r", "umbrella/r"]
-        assert [submit.cache_salt for submit in submits] == ["acme/s", "umbrella/s"]
+        assert [submit.spec.cache_salt for submit in submits] == ["acme/s", "umbrella/s"]
         with pytest.raises(DuplicateRequest, match=r"'r'"):
             await anext(fronts.ask("acme"))
         for submit in submits:
@@ -100,7 +100,7 @@ async def test_a_client_gets_the_priority_that_its_key_or_the_router_allows(
         assert isinstance(await anext(events), Accepted)
         reader = Reader(events)
         submit = await rig.next_submit("d1")
-        assert submit.priority == given
+        assert submit.spec.priority == given
         rig.report("d1", submit.attempt, 0, "ab", Outcome.LENGTH)
         await reader.finished()
 
@@ -110,7 +110,7 @@ async def test_another_tenants_request_is_not_found() -> None:
         fronts = Fronts(rig)
         async with aclosing(fronts.ask("acme")) as events:
             assert isinstance(await anext(events), Accepted)
-            attempt = (await rig.next_submit("d1")).attempt
+            attempt = await rig.next_attempt("d1")
             for tenant, name in (("umbrella", "r"), ("umbrella", "acme/r"), ("", "r"), ("acme", "acme/r")):
                 with pytest.raises(RequestNotFound) as caught:
                     await asyncio.create_task(fronts.handler.cancel(name), context=fronts.by(tenant))
@@ -140,7 +140,7 @@ async def test_an_answer_that_is_over_and_not_read_yet_is_no_part_of_the_quota()
         fronts = Fronts(rig)
         async with aclosing(fronts.ask("acme", "a", most=1)) as ended:
             await anext(ended)
-            rig.report("d1", (await rig.next_submit("d1")).attempt, 0, "ab", Outcome.LENGTH)
+            await rig.serve("d1", text="ab")
             while not isinstance(await anext(ended), Finished):
                 pass
             await fronts.ask("acme", "b", most=1).aclose()

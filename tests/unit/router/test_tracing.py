@@ -11,6 +11,7 @@ from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, Outcome, Submit
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.node.attempts.attempt_times import AttemptClock, AttemptSpans, Stage, stages
 from baton.observe.start_tracing import is_asked_for, start_tracing
@@ -54,7 +55,7 @@ def test_an_unavailable_exporter_is_logged_and_the_process_continues(
 def clock_of(*events: tuple[EngineCoreEventType, float]) -> AttemptClock:
     clock = AttemptClock(1.0)
     for kind, time in events:
-        clock.note(EngineCoreEvent(kind, str(KEY), time))
+        clock.note(EngineCoreEvent(kind, KEY, time))
     return clock
 
 
@@ -93,10 +94,10 @@ def test_a_node_reports_the_spans_of_traced_attempts_once() -> None:
     tracer = FakeTracer()
     spans = AttemptSpans(tracer)
     params = SamplingParams(temperature=0.0, seed=1, max_tokens=4)
-    spans.begun(Submit(KEY, Leg.WHOLE, [1], params), clock_of(*COMPUTED))
+    spans.begun(Submit(KEY, Leg.WHOLE, RequestSpec([1], params)), clock_of(*COMPUTED))
     spans.ended(KEY, 9.0)
     assert tracer.spans == []
-    spans.begun(Submit(KEY, Leg.PREFILL, [1], params, traceparent=PARENT), clock_of(*COMPUTED))
+    spans.begun(Submit(KEY, Leg.PREFILL, RequestSpec([1], params), traceparent=PARENT), clock_of(*COMPUTED))
     spans.ended(KEY, 9.0, "out of luck")
     spans.ended(KEY, 10.0)
     assert [(span.name, span.parent, span.error) for span in tracer.spans] == [
@@ -130,7 +131,7 @@ async def test_every_attempt_gets_the_routers_span_as_parent() -> None:
     assert root.ended - root.begun >= 0.5
     assert root.attributes["baton.attempts"] == 2
     assert (root.attributes["gen_ai.usage.output_tokens"], root.error) == (1, "")
-    traced = rig.dispatcher.requests.timelines.find("r")
+    traced = rig.requests.timelines.find("r")
     assert traced is not None
     assert traced.trace_id == root.trace_id
 
@@ -144,8 +145,7 @@ async def test_a_request_continued_by_another_router_stays_in_its_trace() -> Non
         assert noted is not None
         assert noted.traceparent == tracer.spans[0].traceparent
         rig.dispatcher.cancel("r")
-        with pytest.raises(Exception, match="cancelled"):
-            await reader.finished()
+        await reader.raises(Exception, "cancelled")
         await rig.next_abort("p1")
         # Left behind by another one, whose nodes are here.
         theirs = replace(noted.request, request_id="s")
@@ -154,8 +154,7 @@ async def test_a_request_continued_by_another_router_stays_in_its_trace() -> Non
         resumed = rig.resume("s")
         await rig.next_adopt("p1")
         rig.dispatcher.cancel("s")
-        with pytest.raises(Exception, match="cancelled"):
-            await resumed.finished()
+        await resumed.raises(Exception, "cancelled")
     again = next(span for span in tracer.spans if span.attributes.get("baton.request_id") == "s")
     assert (again.name, again.parent) == ("generate", noted.traceparent)
 
@@ -166,12 +165,10 @@ async def test_a_cancelled_request_has_an_error_span_and_an_untraced_one_has_non
         reader = rig.ask(request_id="r")
         await rig.next_submit("p1")
         rig.dispatcher.cancel("r")
-        with pytest.raises(Exception, match="cancelled"):
-            await reader.finished()
+        await reader.raises(Exception, "cancelled")
     assert tracer.spans[0].error == "cancelled: cancelled by the client"
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         reader = rig.ask(request_id="r", traceparent=PARENT)
         assert (await rig.next_submit("p1")).traceparent == ""
         rig.dispatcher.cancel("r")
-        with pytest.raises(Exception, match="cancelled"):
-            await reader.finished()
+        await reader.raises(Exception, "cancelled")

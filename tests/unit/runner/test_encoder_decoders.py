@@ -18,6 +18,7 @@ from baton.engine.request import Request
 from baton.errors import AdapterRefused, ConfigError, InvalidRequest
 from baton.messages.capabilities import Capability
 from baton.messages.node import Outcome
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.messages.spans import ContentKind, EncoderContent, Span, source_spans
 from baton.model_formats.encoder_decoders import EncoderDecoder, aligned, read_encoder_decoder
@@ -249,10 +250,10 @@ def test_a_request_that_can_not_be_computed_fails_alone(tmp_path: Path) -> None:
             alone += output.new_token_ids
     # Positions behind the decoder's table, and a prompt without an input.
     long = request_for(tmp_path, "long", source(tmp_path, 2, 9), [5] * 161, GREEDY)
-    bare = Request("bare", [5] * 3, GREEDY)
+    bare = Request("bare", RequestSpec([5] * 3, GREEDY))
     content = EncoderContent.of(source(tmp_path, 1, 9), ContentKind.TEXT)
     later = [Span(1, 63, content.digest, is_encoded=True)]
-    wrong = Request("wrong", [5] + [0] * 63 + [3], GREEDY, spans=later, contents=[content])
+    wrong = Request("wrong", RequestSpec([5] + [0] * 63 + [3], GREEDY, spans=later, contents=[content]))
     empty = request_for(tmp_path, "empty", source(tmp_path, 1, 9), [], GREEDY)
     ends: dict[str, Any] = {}
     tokens: list[int] = []

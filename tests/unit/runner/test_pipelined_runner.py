@@ -21,6 +21,7 @@ from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.runner import LazyExecutor, RunnerLost
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.execution.input_batch import FlatBatch
@@ -122,7 +123,7 @@ def tokens_of(runner: TorchModelRunner, requests: list[Request], **limits: Any) 
 
 def decoding(num_requests: int, max_tokens: int = 20) -> list[Request]:
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=max_tokens, ignore_eos=True)
-    return [Request(f"r{index}", [5 + index, 7, 9], params) for index in range(num_requests)]
+    return [Request(f"r{index}", RequestSpec([5 + index, 7, 9], params)) for index in range(num_requests)]
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -141,8 +142,8 @@ def test_a_prompt_goes_through_the_stages_in_parts(model: Path, whole: TorchMode
     stages = SlowStages(model, 2)
     prompt = make_prompts(256)["prompt-33"] * 3
     params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=1, prompt_logprobs=1)
-    tokens = tokens_of(pipelined(whole, stages), [Request("long", prompt, params)])
-    assert tokens == tokens_of(whole, [Request("long", prompt, params)])
+    tokens = tokens_of(pipelined(whole, stages), [Request("long", RequestSpec(prompt, params))])
+    assert tokens == tokens_of(whole, [Request("long", RequestSpec(prompt, params))])
     # 99 tokens, at most 40 in a step: no part waits for results of another one.
     assert stages.log[:4] == ["begin 20", "begin 20", "begin 20", "begin 20"]
 
@@ -159,7 +160,7 @@ def test_blocks_are_copied_only_when_all_stages_are_done(model: Path, whole: Tor
     def requests() -> list[Request]:
         # Three sequences share the last block of the prompt, which is not full.
         several = SamplingParams(temperature=0.9, seed=4, max_tokens=20, n=3, ignore_eos=True)
-        return [*decoding(6), Request("several", prompt, several)]
+        return [*decoding(6), Request("several", RequestSpec(prompt, several))]
 
     stages = SlowStages(model, 2)
     assert tokens_of(pipelined(whole, stages), requests()) == tokens_of(whole, requests())
@@ -177,7 +178,7 @@ def test_requests_that_end_while_later_steps_are_begun_leave_nothing(model: Path
             params = SamplingParams(
                 temperature=1.0, seed=index, max_tokens=40, stop_token_ids=frozenset(range(0, 256, 7))
             )
-            made.append(Request(f"r{index}", [5 + index, 7, 9], params))
+            made.append(Request(f"r{index}", RequestSpec([5 + index, 7, 9], params)))
         return made
 
     runner = pipelined(whole, SlowStages(model, 2))
@@ -235,7 +236,7 @@ def test_a_step_that_fails_fails_alone_with_the_one_behind_it(
 
     monkeypatch.setattr(runner, "_take", take_or_fail)
     monkeypatch.setattr(runner, "_rows_of", rows_or_fail)
-    ends: dict[str, str | None] = {}
+    ends: dict[str, object] = {}
 
     def run(requests: list[Request], late: Sequence[Request] = ()) -> None:
         for request in requests:
@@ -255,7 +256,10 @@ def test_a_step_that_fails_fails_alone_with_the_one_behind_it(
     else:
         # The last rows of a step that is begun beside chunks of a long prompt are those of another prompt.
         params = decoding(1)[0].sampling_params
-        run([Request("long", make_prompts(256)["prompt-33"] * 6, params)], [Request("late", [7, 8, 9], params)])
+        run(
+            [Request("long", RequestSpec(make_prompts(256)["prompt-33"] * 6, params))],
+            [Request("late", RequestSpec([7, 8, 9], params))],
+        )
         assert "the step before it failed" in str(ends.pop("late"))
     assert not to_fail
     assert all("no room" in str(error) for error in ends.values())

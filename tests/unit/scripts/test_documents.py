@@ -1,4 +1,4 @@
-"""Files, headings, modules, commands and options that the documents refer to exist."""
+"""Files, headings, modules, functions, commands and options that the documents refer to exist."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ import pytest
 from baton.cli.main import command_tree
 
 ROOT = Path(__file__).parents[3]
-PAGES = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    if path.name != "CHANGELOG.md"  # it names modules and options of its time
-)
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
@@ -34,6 +30,7 @@ OUR_FOLDERS = (
     "tests/",
     "deploy/",
 )
+DEFINITION = re.compile(r"([\w/]+\.py):([\w.]+)")
 COMMAND = re.compile(r"^ *\$ (?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?baton (.*)$", re.MULTILINE)
 
 
@@ -50,10 +47,10 @@ def anchors(page: str) -> set[str]:
 @cache
 def tracked() -> frozenset[str]:
     """All files and folders of the repository."""
-    found = subprocess.run(
+    listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    files = [Path(line) for line in found.stdout.splitlines()]
+    files = [Path(line) for line in listed.stdout.splitlines()]
     return frozenset(part.as_posix() for file in files for part in (file, *file.parents))
 
 
@@ -62,10 +59,10 @@ def options() -> dict[str, frozenset[str]]:
     """The options of each command, by the command's words."""
 
     def walk(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, frozenset[str]]]:
-        names = (name for each in command.params for name in (*each.opts, *each.secondary_opts))
+        names = (name for option in command.params for name in (*option.opts, *option.secondary_opts))
         yield " ".join(path), frozenset(names) | {"-h", "--help"}
-        for name, each in getattr(command, "commands", {}).items():
-            yield from walk(each, (*path, name))
+        for name, subcommand in getattr(command, "commands", {}).items():
+            yield from walk(subcommand, (*path, name))
 
     return dict(walk(command_tree(), ()))
 
@@ -73,22 +70,34 @@ def options() -> dict[str, frozenset[str]]:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_have_a_target(page: str) -> None:
     wrong = []
-    for found in LINK.finditer(FENCE.sub("", text_of(page))):
-        target, _, heading = (found[1] or found[2]).partition("#")
+    for link in LINK.finditer(FENCE.sub("", text_of(page))):
+        target, _, heading = (link[1] or link[2]).partition("#")
         if target.startswith(("http:", "https:")):
             continue
         file = (ROOT / page).parent / target if target else ROOT / page
-        place = file.resolve().relative_to(ROOT).as_posix()
-        if place.rstrip("/") not in tracked() or (heading and heading not in anchors(place)):
-            wrong.append(found[0])
+        path = file.resolve().relative_to(ROOT).as_posix()
+        if path.rstrip("/") not in tracked() or (heading and heading not in anchors(path)):
+            wrong.append(link[0])
     assert not wrong
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_named_paths_exist(page: str) -> None:
-    named = (found for found in CODE.findall(FENCE.sub("", text_of(page))) if found.startswith(OUR_FOLDERS))
+    named = (code for code in CODE.findall(FENCE.sub("", text_of(page))) if code.startswith(OUR_FOLDERS))
     paths = {re.split(r"[ :#]", path)[0].rstrip("/") for path in named if not re.search(r"[*{]|[A-Z]{3}", path)}
     assert not paths - tracked()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_functions_exist(page: str) -> None:
+    """`file.py:Class.method` names a definition in that file."""
+    wrong = []
+    for named in filter(None, map(DEFINITION.fullmatch, CODE.findall(FENCE.sub("", text_of(page))))):
+        source, names = text_of(named[1]), named[2].split(".")
+        definitions = (rf"^\s*((async )?def|class) {name}\b|^{name}\b.*?=" for name in names)
+        if not all(re.search(definition, source, re.MULTILINE) for definition in definitions):
+            wrong.append(named[0])
+    assert not wrong
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,8 +1,9 @@
-"""scripts/performance writes figures between their markers, and changes nothing else of the page."""
+"""scripts/performance runs commands that exist, and keeps their output in files that the page links."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -18,23 +19,15 @@ def performance() -> Iterator[ModuleType]:
         yield load_script("performance")
 
 
-def test_only_the_text_between_markers_changes(performance: ModuleType) -> None:
-    page = "# A\n<!-- figure: one -->\nold\n<!-- end -->\nprose\n<!-- figure: two -->\nkept\n<!-- end -->\n"
-    text = performance.figure_text("baton x", "12 \\1 ms\n", "2 cores of X", "2026-11-21")
-    assert performance.rendered(page, "figure", {"one": text, "three": "nowhere"}) == (
-        "# A\n<!-- figure: one -->\n2 cores of X, 2026-11-21:\n\n```console\n$ baton x\n12 \\1 ms\n```\n<!-- end -->\n"
-        "prose\n<!-- figure: two -->\nkept\n<!-- end -->\n"
-    )
-    again = performance.rendered(page, "figure", {"one": text})
-    assert performance.rendered(again, "figure", {"one": text}) == again
+def test_an_output_is_kept_with_its_command_and_conditions(performance: ModuleType) -> None:
+    text = performance.figure_text("baton x", "12 ms\n", "2 cores of X", "2026-11-21")
+    assert text == "2 cores of X, 2026-11-21:\n\n```console\n$ baton x\n12 ms\n```\n"
 
 
-def test_every_figure_has_exactly_one_place_in_the_page(performance: ModuleType) -> None:
-    page = performance.PAGE.read_text()
-    said = performance.rendered(page, "figure", {one.name: f"[{one.name}]\n" for one in performance.FIGURES})
-    for one in performance.FIGURES:
-        assert said.count(f"<!-- figure: {one.name} -->\n[{one.name}]\n<!-- end -->\n") == 1
-    assert page.count("<!-- figure: ") == len(performance.FIGURES)
+def test_the_page_links_every_output_that_is_kept(performance: ModuleType) -> None:
+    page = (performance.ROOT / "docs/performance.md").read_text()
+    kept = {file.name for file in performance.KEPT.glob("*.txt")}
+    assert kept == set(re.findall(r"\(performance/([^)]+\.txt)\)", page))
 
 
 def test_every_command_exists_with_its_flags(performance: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.errors import BatonError, InvalidRequest, TransferCause
@@ -48,6 +50,7 @@ from baton.messages.node_report import (
     TraceEvent,
 )
 from baton.messages.pooling import EmbedInput, EmbedRequest, EmbedTask, Pooling, PoolingParams
+from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import RepetitionDetection, SamplingParams, TokenLogprobs
 from baton.messages.spans import ContentKind, EncoderContent, Span
 from baton.messages.speculation import DraftCounts
@@ -98,35 +101,49 @@ def test_absent_log_probabilities_stay_absent() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Submit(KEY, Leg.WHOLE, [1, 2, 3], PARAMS),
-        Submit(KEY, Leg.DECODE, [1], PARAMS, -3, "salt", Peer("p0", "p0.abc", "127.0.0.1:1")),
+        Submit(KEY, Leg.WHOLE, RequestSpec([1, 2, 3], PARAMS)),
+        Submit(
+            KEY,
+            Leg.DECODE,
+            RequestSpec([1], PARAMS, priority=-3, cache_salt="salt"),
+            kv_source=Peer("p0", "p0.abc", "127.0.0.1:1"),
+        ),
         Abort(KEY, "client is gone"),
         Abort(KEY, "its text is over", 0),
         WatchKVCache(),
         Adopt(KEY),
         Adopt(KEY, 3, (5, 0, 7)),
-        Submit(KEY, Leg.WHOLE, [1], PARAMS, output_token_ids=(7, 8)),
-        Submit(KEY, Leg.EMBED, [1], PARAMS),
+        Submit(KEY, Leg.WHOLE, RequestSpec([1], PARAMS), output_token_ids=(7, 8)),
+        Submit(KEY, Leg.EMBED, RequestSpec([1], PARAMS)),
         Submit(
             KEY,
             Leg.WHOLE,
-            [0, 1],
-            PARAMS,
-            spans=(Span(0, 1, "ab", "float16", b"\0\1"), Span(1, 1, "cd", is_encoded=True, first_row=3, columns=2)),
-        ),
-        Submit(
-            KEY,
-            Leg.WHOLE,
-            [0],
-            PARAMS,
-            contents=(
-                EncoderContent.of(b"a"),
-                EncoderContent("cd", b"b", ContentKind.SPEECH, Peer("p1", "p1.abc", "127.0.0.1:2")),
+            RequestSpec(
+                [0, 1],
+                PARAMS,
+                spans=(Span(0, 1, "ab", "float16", b"\0\1"), Span(1, 1, "cd", is_encoded=True, first_row=3, columns=2)),
             ),
         ),
-        *(Submit(KEY, Leg.EMBED, [1], PARAMS, pooling=PoolingParams(kind)) for kind in Pooling),
-        Submit(KEY, Leg.EMBED, [1], PARAMS, pooling=PoolingParams(Pooling.CLASSIFY, False, 7, False, 3)),
-        Submit(KEY, Leg.WHOLE, [1], PARAMS, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+        Submit(
+            KEY,
+            Leg.WHOLE,
+            RequestSpec(
+                [0],
+                PARAMS,
+                contents=(
+                    EncoderContent.of(b"a"),
+                    EncoderContent("cd", b"b", ContentKind.SPEECH, Peer("p1", "p1.abc", "127.0.0.1:2")),
+                ),
+            ),
+        ),
+        *(Submit(KEY, Leg.EMBED, RequestSpec([1], PARAMS, pooling=PoolingParams(kind))) for kind in Pooling),
+        Submit(KEY, Leg.EMBED, RequestSpec([1], PARAMS, pooling=PoolingParams(Pooling.CLASSIFY, False, 7, False, 3))),
+        Submit(
+            KEY,
+            Leg.WHOLE,
+            RequestSpec([1], PARAMS),
+            traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        ),
     ],
 )
 def test_router_messages_are_decoded_with_every_field(message: RouterMessage) -> None:
@@ -165,11 +182,19 @@ def test_an_unknown_router_message_is_refused_by_name() -> None:
         codec_node.router_message_from_pb(node_pb2.AttachRequest(submit=node_pb2.Submit()))
 
 
+def test_a_refusal_names_its_field_to_earlier_versions_and_of_them() -> None:
+    refusal = RequestDelta(KEY, outcome=Outcome.INVALID, error="is: too complex", error_field="json_schema")
+    pb = codec_node.report_to_pb(StepReport([refusal], LoadReport()))
+    assert pb.deltas[0].error == "json_schema: is: too complex"
+    pb.deltas[0].ClearField("error_field")
+    assert codec_node.report_from_pb(pb).deltas == [replace(refusal, token_ids=[], logprobs=())]
+
+
 def test_reports_are_decoded_with_every_field() -> None:
     deltas = [
         RequestDelta(KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6, 7, 8)),
         RequestDelta(KEY, outcome=Outcome.KV_LOST, error="peer gone"),
-        RequestDelta(KEY, outcome=Outcome.INVALID, error="json_schema: is too complex"),
+        RequestDelta(KEY, outcome=Outcome.INVALID, error="is: too complex", error_field="schemas: x"),
         RequestDelta(KEY, 0, [0]),
         RequestDelta(KEY, 1, [4], [], sequence_index=7),
         *(RequestDelta(KEY, outcome=Outcome.KV_LOST, error="why", transfer_cause=cause) for cause in TransferCause),
@@ -182,6 +207,7 @@ def test_reports_are_decoded_with_every_field() -> None:
     assert again.load == report.load
     assert [d.outcome for d in again.deltas[:5]] == [Outcome.STOP, Outcome.KV_LOST, Outcome.INVALID, None, None]
     assert [d.sequence_index for d in again.deltas[:5]] == [0, 0, 0, 0, 7]
+    assert (again.deltas[2].error_field, again.deltas[2].error) == ("schemas: x", "is: too complex")
     assert [d.transfer_cause for d in again.deltas[:-1]] == [None] * 5 + list(TransferCause)
     assert (again.deltas[0].embedding, again.deltas[-1].embedding) == (b"", b"\0\1\xff\2")
     assert again.deltas[0] == RequestDelta(

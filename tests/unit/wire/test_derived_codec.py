@@ -39,6 +39,14 @@ class Smaller:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """Has the same fields, some of them in a class of their own."""
+
+    sizes: Smaller
+    min_count: int
+
+
+@dataclass(frozen=True)
 class Larger:
     max_pattern_size: int
     min_pattern_size: int
@@ -95,6 +103,15 @@ def test_an_exception_for_a_field_that_is_not_there_is_refused() -> None:
 def test_a_field_that_the_class_lacks_may_be_left_unread() -> None:
     codec = Codec(Smaller, generation_pb2.RepetitionDetection, message_only=("min_count",))
     assert codec.from_pb(generation_pb2.RepetitionDetection(max_pattern_size=3, min_count=9)) == Smaller(3, 0)
+
+
+def test_the_fields_of_an_inlined_class_are_fields_of_the_message() -> None:
+    message = generation_pb2.RepetitionDetection
+    inlined = {"sizes": Codec(Smaller, message, is_inlined=True)}
+    codec = Codec(Counted, message, inlined=inlined)
+    pb = codec.to_pb(Counted(Smaller(3, 1), 2))
+    assert pb == message(max_pattern_size=3, min_pattern_size=1, min_count=2)
+    assert codec.from_pb(pb) == Counted(Smaller(3, 1), 2)
 
 
 def test_an_exception_replaces_the_direction_that_it_names() -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.wire.http2.call import Call, CallDetails, CallHead, CallRefused
+from baton.wire.http2.call import Call
+from baton.wire.http2.call_headers import CallDetails, CallHead, CallRefused
 from baton.wire.http2.header_blocks import HeaderReader
 from tests.support.http2_frames import request_fields
 

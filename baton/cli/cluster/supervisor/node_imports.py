@@ -15,6 +15,8 @@ _MODULES = (
     "baton.stage.running",
     "decode_node.app",
     "prefill_node.app",
+    # What `np.median` imports.
+    "numpy.ma",
     # What the modules of most models import, and what torch does where it computes without memory.
     "torch.fx.experimental.symbolic_shapes",
     "transformers.models.llama.modeling_llama",

@@ -192,10 +192,10 @@ class CudaOperations(TorchOperations):
             return f"Triton's kernel fails with {type(error).__name__} ({(str(error).splitlines() or [''])[0]:.200})"
         expected = super().add_rms_norm(x, residual, weight, eps)
         tolerance = _TOLERANCE[dtype]
-        for one, other, lone in zip(together, expected, alone, strict=True):
-            if not torch.allclose(one.float(), other.float(), atol=tolerance, rtol=tolerance):
+        for normed, wanted, lone in zip(together, expected, alone, strict=True):
+            if not torch.allclose(normed.float(), wanted.float(), atol=tolerance, rtol=tolerance):
                 return "the result of Triton's kernel differs from torch's"
-            if not torch.equal(one[-1:], lone):
+            if not torch.equal(normed[-1:], lone):
                 return "Triton's kernel gives a row other bits alone than in a batch"
         return ""
 

@@ -57,14 +57,14 @@ def find_shared_splits(block_tables: Int32Array, seq_lens: Int32Array, block_siz
 def _table(candidates: npt.NDArray[np.intp], common: npt.NDArray[np.integer], size: int) -> Int32Array:
     """The result for sorted candidates of which each has so many leading splits in `common` with the one before it."""
     num_shared = int(common.max())
-    found = unshared(num_shared, size)
+    table = unshared(num_shared, size)
     others = np.ones(size, dtype=bool)
     others[candidates] = False
-    found[0] = np.concatenate([candidates, np.flatnonzero(others)])
+    table[0] = np.concatenate([candidates, np.flatnonzero(others)])
     places = np.arange(1, candidates.size)
     is_first = common[None, :] <= np.arange(num_shared)[:, None]
-    found[1:, 1 : candidates.size] = np.maximum.accumulate(np.where(is_first, places, 0), axis=1)
-    return found
+    table[1:, 1 : candidates.size] = np.maximum.accumulate(np.where(is_first, places, 0), axis=1)
+    return table
 
 
 def unshared(num_splits: int, size: int) -> Int32Array:

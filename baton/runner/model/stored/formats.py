@@ -47,17 +47,17 @@ def format_of(config: Mapping[str, Any]) -> WeightFormat | None:
 
     Raises UnusableWeight for a format that Baton can't read, and says what to do instead.
     """
-    found = config.get("quantization_config", config.get("compression_config"))
-    if found is None:
+    quantization = config.get("quantization_config", config.get("compression_config"))
+    if quantization is None:
         return None
-    if not isinstance(found, dict):
+    if not isinstance(quantization, dict):
         raise UnusableWeight("its quantization_config is not a JSON object; copy config.json again")
-    method = found.get("quant_method")
-    if method is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
+    method = quantization.get("quant_method")
+    if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
         method = "bitsandbytes"
     if not isinstance(method, str):
         raise UnusableWeight(f"its quantization_config has no quant_method; Baton reads {', '.join(_FORMATS)}")
     if method in _FORMATS:
-        return _FORMATS[method](found)
+        return _FORMATS[method](quantization)
     advice = _REFUSED.get(method, "take one of these forms, or the original checkpoint with --quantization int4")
     raise UnusableWeight(f"it is quantised by {method!r:.80}; Baton reads {', '.join(_FORMATS)}: {advice}")

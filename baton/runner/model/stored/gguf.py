@@ -68,9 +68,9 @@ class QuantizedFormat:
             piece = self.unpack_rows(weight[first : first + step].view(-1, blocks, self.layout.num_bytes))
             codes[first : first + step] = piece.codes
             for name in _FACTORS:
-                if (found := getattr(piece, name)) is not None:
-                    factors[name].append(found)
-        joined: dict[str, Any] = {name: torch.cat(found) for name, found in factors.items()}
+                if (factor := getattr(piece, name)) is not None:
+                    factors[name].append(factor)
+        joined: dict[str, Any] = {name: torch.cat(factor) for name, factor in factors.items()}
         return QuantizedWeight(codes, piece.bits, piece.group, zeros=piece.zeros, **joined)
 
 
@@ -200,11 +200,15 @@ class Gguf:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Gguf:
         """Read a `quantization_config`; raises UnusableWeight."""
-        found = config.get("formats")
-        if not isinstance(found, list) or not found or not all(kind in QUANTIZED_FORMATS for kind in map(str, found)):
+        formats = config.get("formats")
+        if (
+            not isinstance(formats, list)
+            or not formats
+            or not all(kind in QUANTIZED_FORMATS for kind in map(str, formats))
+        ):
             known = ", ".join(QUANTIZED_FORMATS)
-            raise UnusableWeight(f"its quantization_config has formats {found!r:.80}; Baton reads {known}")
-        return cls(tuple(dict.fromkeys(map(str, found))))
+            raise UnusableWeight(f"its quantization_config has formats {formats!r:.80}; Baton reads {known}")
+        return cls(tuple(dict.fromkeys(map(str, formats))))
 
     @property
     def description(self) -> str:

@@ -82,10 +82,10 @@ def hold_weights(
             continue
         part = skeleton.get_submodule(path)
         if is_experts(part) and len(tensor.shape) == 3 and pattern is None:
-            found = _stacked(name, key, tensor, transposed=bool(part.is_transposed))
-            stored = [store(one) for one in found]
+            weights = _stacked(name, key, tensor, transposed=bool(part.is_transposed))
+            stored = [store(one) for one in weights]
             experts = [[one] for one in stored if one is not None]
-            if found and len(experts) == len(found):
+            if weights and len(experts) == len(weights):
                 held.experts[key] = experts
                 held.tensors.add(name)
             continue
@@ -122,7 +122,7 @@ def _stacked(name: str, key: str, tensor: CheckpointTensor, *, transposed: bool)
     shape = (columns, rows) if transposed else (rows, columns)
 
     def view(expert: int) -> View:
-        return lambda found: found[expert].T if transposed else found[expert]
+        return lambda tensor_read: tensor_read[expert].T if transposed else tensor_read[expert]
 
     return [FoundWeight(name, key, tensor, shape, view(expert)) for expert in range(count)]
 
@@ -136,11 +136,11 @@ def weights_on_file(
 ) -> HeldWeights:
     """Leave all `plain` tensors that layers can hold in their file; `skeleton` is the model on the meta device."""
 
-    def store(found: FoundWeight) -> StoredWeight:
+    def store(weight: FoundWeight) -> StoredWeight:
         def rows(first: int, stop: int) -> torch.Tensor:
-            return found.view(found.tensor.read())[first:stop].to(device, dtype).contiguous()
+            return weight.view(weight.tensor.read())[first:stop].to(device, dtype).contiguous()
 
-        return _plain_stored(WeightOnFile(rows, 0, *found.shape), dtype)
+        return _plain_stored(WeightOnFile(rows, 0, *weight.shape), dtype)
 
     return hold_weights(skeleton, names, plain, store, embeddings=True)
 
@@ -170,20 +170,20 @@ def weights_to_quantize(
     """Choose among the `plain` tensors of a checkpoint; `skeleton` is the model on the meta device."""
     heads = _heads(skeleton) | shared_with_the_head(skeleton, names, plain)
 
-    def store(found: FoundWeight) -> StoredWeight | None:
-        n, k = found.shape
+    def store(to_quantize: FoundWeight) -> StoredWeight | None:
+        n, k = to_quantize.shape
         if n < _FEWEST_OUTPUTS or k == 0 or k % GROUP:
             return None
-        bits = _HEAD_BITS if found.key in heads else bits_of(quantization)
+        bits = _HEAD_BITS if to_quantize.key in heads else bits_of(quantization)
 
         def read() -> QuantizedWeight:
-            weight = found.view(found.tensor.read())
+            weight = to_quantize.view(to_quantize.tensor.read())
             try:
                 return quantized(weight.contiguous(), bits)
             except UnusableWeight as error:
-                raise UnusableWeight(f"{found.name} {error}") from error
+                raise UnusableWeight(f"{to_quantize.name} {error}") from error
 
-        return StoredWeight(found.shape, read, packed_bytes(found.shape, bits, GROUP, _SCALE_BYTES))
+        return StoredWeight(to_quantize.shape, read, packed_bytes(to_quantize.shape, bits, GROUP, _SCALE_BYTES))
 
     return hold_weights(skeleton, names, plain, store, embeddings=False)
 

@@ -83,11 +83,11 @@ def tensors_on_file(paths: Sequence[Path]) -> Iterator[dict[str, TensorOnFile]]:
     SafetensorError for files that can't be read, and DuplicateTensor if two of them have a tensor of the same name.
     """
     tensors = _Tensors(paths)
-    found = tensors.by_name()
+    by_name = tensors.by_name()
     before = os.environ.get(_ONE_BY_ONE)
     os.environ[_ONE_BY_ONE] = "1"
     try:
-        yield found
+        yield by_name
     finally:
         if before is None:
             del os.environ[_ONE_BY_ONE]
@@ -103,16 +103,16 @@ class _Tensors:
         self._unread = 0
 
     def by_name(self) -> dict[str, TensorOnFile]:
-        found: dict[str, TensorOnFile] = {}
+        tensors: dict[str, TensorOnFile] = {}
         homes: dict[str, Path] = {}
         for path, file in zip(self._paths, self._files, strict=True):
             for name in sorted(file.keys()):
-                if name in found:
+                if name in tensors:
                     raise DuplicateTensor(
                         f"{name} is in {homes[name].name}, and in {path.name}, too; copy all files again"
                     )
-                found[name], homes[name] = TensorOnFile(self, file, name), path
-        return found
+                tensors[name], homes[name] = TensorOnFile(self, file, name), path
+        return tensors
 
     def mapped(self) -> MappedFiles:
         return MappedFiles(self._paths)

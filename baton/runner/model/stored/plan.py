@@ -34,8 +34,8 @@ class CheckpointNames:
 
         self._rename = rename_source_key
         conversions = get_model_conversion_mapping(skeleton)
-        self._renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        self._renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+        self._converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         self._prefix = skeleton.base_model_prefix
         self.parameters: dict[str, Any] = skeleton.state_dict()
         """The model's parameters, without memory, by their names in the model."""
@@ -52,7 +52,7 @@ class CheckpointNames:
 
         Empty if the conversion does more than stacking.
         """
-        converter = next(each for each in self._converters if pattern in each.source_patterns)
+        converter = next(candidate for candidate in self._converters if pattern in candidate.source_patterns)
         if any(type(operation).__name__ not in _STACKING for operation in converter.operations):
             return []
         return list(converter.source_patterns)
@@ -185,7 +185,7 @@ class _Planner:
                 self._place(name, key, stored)
         for key, sources in stacked.items():
             if not self._hold_experts(key, sources):
-                for name in (name for found in sources.values() for name in found):
+                for name in (name for names in sources.values() for name in names):
                     self._plan.loaded[name] = DequantizedTensor(self._weights[name])
         return self._plan
 
@@ -232,12 +232,12 @@ class _Planner:
             return False
         part, parameter = self._skeleton.get_submodule(path), self._names.parameters[key]
         of_pattern = [
-            [self._weights[name] for name in sorted(sources[each], key=in_natural_order)] for each in patterns
+            [self._weights[name] for name in sorted(sources[pattern], key=in_natural_order)] for pattern in patterns
         ]
         experts = [list(expert) for expert in zip(*of_pattern, strict=False)]
         if not is_experts(part) or parameter.dim() != 3:
             return False
-        if {len(found) for found in of_pattern} != {len(parameter)}:
+        if {len(names) for names in of_pattern} != {len(parameter)}:
             raise UnusableWeight(f"{key} needs the weights of {len(parameter)} experts, and there are {len(experts)}")
         if any(stored.packed_bytes is None for expert in experts for stored in expert):
             return False

@@ -39,9 +39,9 @@ def quantized(weight: torch.Tensor, bits: int) -> QuantizedWeight:
     piece = max(1, _PIECE // k)
     for first in range(0, n, piece):
         rows = weight[first : first + piece].detach().float().view(-1, GROUP)
-        found = _eight_bits(rows) if bits == 8 else _four_bits(rows)
-        codes[first : first + piece] = found[0].view(-1, k)
-        scales[first : first + piece] = found[1].view(-1, k // GROUP)
+        quantised = _eight_bits(rows) if bits == 8 else _four_bits(rows)
+        codes[first : first + piece] = quantised[0].view(-1, k)
+        scales[first : first + piece] = quantised[1].view(-1, k // GROUP)
     if not bool(scales.isfinite().all()):
         raise UnusableWeight("has numbers that are not finite, or too large to be quantised")
     return QuantizedWeight(codes=codes, bits=bits, group=GROUP, scales=scales, zeros=1 << (bits - 1))

@@ -91,9 +91,9 @@ def stored_weights(
         if main is None:
             continue
         layer = name.removesuffix(f".{main}")
-        found = {part: tensors[f"{layer}.{part}"] for part in weight_format.parts if f"{layer}.{part}" in tensors}
-        weights[f"{layer}.weight"] = weight_format.stored(layer, found, dequantize)
-        names.update(f"{layer}.{part}" for part in found)
+        parts = {part: tensors[f"{layer}.{part}"] for part in weight_format.parts if f"{layer}.{part}" in tensors}
+        weights[f"{layer}.weight"] = weight_format.stored(layer, parts, dequantize)
+        names.update(f"{layer}.{part}" for part in parts)
     return weights, frozenset(names)
 
 

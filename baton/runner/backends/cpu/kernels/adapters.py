@@ -49,7 +49,7 @@ def adapt_part(terms: Sequence[LowRank], n: int, k: int, *, gated: bool, dtype: 
     if not terms:
         return None
     # Each term has an even number of ranks, since the kernels add B in pairs: no pair has a rank of the next term.
-    ranks = [_even(term.rank + any(one.bias is not None for one in term.outputs)) for term in terms]
+    ranks = [_even(term.rank + any(output.bias is not None for output in term.outputs)) for term in terms]
     rank = -(-sum(ranks) // _RANKS) * _RANKS
     if rank > _MOST_RANKS:
         raise KernelArgumentError(
@@ -67,7 +67,7 @@ def adapt_part(terms: Sequence[LowRank], n: int, k: int, *, gated: bool, dtype: 
         stop = first + term.rank
         rows[first:stop, :k] = term.a
         factors[first:stop] = term.factor
-        if any(one.bias is not None for one in term.outputs):
+        if any(output.bias is not None for output in term.outputs):
             constants[stop] = term.factor
         for outputs in term.outputs:
             places = _packed_columns(torch.arange(outputs.first, outputs.stop), n, gated)
@@ -157,8 +157,8 @@ class ProductAdapters:
         if slots.shape != (num_rows,) or slots.dtype != torch.int32 or not slots.is_contiguous():
             raise KernelArgumentError("adapters", f"must have int32 slots [{num_rows}], contiguous")
         own = [None if weights is None else weights[part] for weights in adapters.weights]
-        pointers = (ctypes.c_void_p * len(own))(*(None if one is None else one.address for one in own))
-        stride = max((one.rank for one in own if one is not None), default=0)
+        pointers = (ctypes.c_void_p * len(own))(*(None if weight is None else weight.address for weight in own))
+        stride = max((weight.rank for weight in own if weight is not None), default=0)
         t = torch.empty(num_rows * stride)
         self.call = AdapterRows(slots.data_ptr(), ctypes.addressof(pointers), t.data_ptr(), len(own), stride)
         self._kept = (slots, own, pointers, t)
@@ -182,10 +182,10 @@ class ProgramAdapters:
         self.stride = 0
         for index, (product, part) in enumerate(products):
             for slot, of_slot in enumerate(table[product]):
-                one = None if of_slot is None else of_slot[part]
-                if one is not None:
-                    self.pointers[index * self.num_slots + slot] = one.address
-                    self.stride = max(self.stride, one.rank)
+                weight = None if of_slot is None else of_slot[part]
+                if weight is not None:
+                    self.pointers[index * self.num_slots + slot] = weight.address
+                    self.stride = max(self.stride, weight.rank)
 
     def is_of(self, table: AdapterTable) -> bool:
         """Whether the pointers are those of this table."""

@@ -32,8 +32,8 @@ def paged_attention(call: AttentionCall, *, threads: int) -> torch.Tensor:
         dtypes = " or ".join(map(str, row_dtypes(cache)))
         raise KernelArgumentError("query", f"must be [rows, heads, {cache.key_dim}] {dtypes} on the CPU")
     rows, heads, key_dim = query.shape
-    query_stride, head_stride, one = query.stride()
-    if (one != 1 and key_dim > 1) or (head_stride != key_dim and heads > 1):
+    query_stride, head_stride, last_stride = query.stride()
+    if (last_stride != 1 and key_dim > 1) or (head_stride != key_dim and heads > 1):
         raise KernelArgumentError("query", "has rows that are not contiguous")
     require_cache(cache)
     if key_dim != cache.key_dim:
@@ -143,8 +143,8 @@ def _require_rows(name: str, rows: torch.Tensor, cache: CacheView, dim: int) -> 
     if rows.dtype not in row_dtypes(cache) or not rows.is_cpu:
         dtypes = " or ".join(map(str, row_dtypes(cache)))
         raise KernelArgumentError(name, f"must be {dtypes} on the CPU, is {rows.dtype}")
-    stride, head_stride, one = rows.stride()
-    if (one != 1 and dim > 1) or (head_stride != dim and cache.num_kv_heads > 1):
+    stride, head_stride, last_stride = rows.stride()
+    if (last_stride != 1 and dim > 1) or (head_stride != dim and cache.num_kv_heads > 1):
         raise KernelArgumentError(name, "has rows that are not contiguous")
     return stride
 
@@ -181,8 +181,8 @@ def require_distance_bias(how: AttentionFeatures, heads: int, device: torch.devi
     if bias.ndim != 2 or bias.shape[0] != heads or bias.shape[1] < 1:
         raise KernelArgumentError("distance_bias", f"must be [{heads}, at least 1], is {tuple(bias.shape)}")
     if bias.dtype != torch.float32 or bias.device != device:
-        found = f"{bias.dtype} on {bias.device}"
-        raise KernelArgumentError("distance_bias", f"must be torch.float32 on {device}, is {found}")
+        actual = f"{bias.dtype} on {bias.device}"
+        raise KernelArgumentError("distance_bias", f"must be torch.float32 on {device}, is {actual}")
     if not bias.is_contiguous():
         raise KernelArgumentError("distance_bias", "is not contiguous")
     if how.softcap is not None or how.ahead:
@@ -233,7 +233,7 @@ def require_requests(query_start: torch.Tensor, seq_lens: torch.Tensor, block_ta
         raise KernelArgumentError("query_start", "must have one element more than seq_lens")
     if block_tables.ndim != 2 or block_tables.shape[0] != seqs:
         raise KernelArgumentError("block_tables", "must have one row for each of seq_lens")
-    stride, one = block_tables.stride()
-    if block_tables.dtype != torch.int32 or not block_tables.is_cpu or (one != 1 and block_tables.shape[1] > 1):
+    stride, last_stride = block_tables.stride()
+    if block_tables.dtype != torch.int32 or not block_tables.is_cpu or (last_stride != 1 and block_tables.shape[1] > 1):
         raise KernelArgumentError("block_tables", "must be int32 with contiguous rows on the CPU")
     return stride

@@ -248,10 +248,10 @@ def layout_of(functions: ctypes.CDLL) -> Layout:
     functions.baton_layout.restype = ctypes.POINTER(_LayoutEntry)
     layout: Layout = {}
     for index in itertools.count():
-        found = functions.baton_layout(index)
-        if not found:
+        fields = functions.baton_layout(index)
+        if not fields:
             return layout
-        entry = found.contents
+        entry = fields.contents
         layout[entry.structure.decode(), entry.field.decode()] = (entry.offset, entry.size)
     raise AssertionError("itertools.count() never ends")
 
@@ -259,9 +259,9 @@ def layout_of(functions: ctypes.CDLL) -> Layout:
 def check_layout(compiled: Layout) -> None:
     """Raises KernelsUnavailable, with the first difference, if the compiled structures differ from this file's."""
     here = layout_here()
-    for place in {**here, **compiled}:
-        if here.get(place) != compiled.get(place):
+    for field in {**here, **compiled}:
+        if here.get(field) != compiled.get(field):
             raise KernelsUnavailable(
-                f"the kernel library was built from another source: {'.'.join(filter(None, place))} has offset and"
-                f" size {compiled.get(place)} there and {here.get(place)} here; run `pip install -e .` again"
+                f"the kernel library was built from another source: {'.'.join(filter(None, field))} has offset and"
+                f" size {compiled.get(field)} there and {here.get(field)} here; run `pip install -e .` again"
             )

@@ -113,8 +113,8 @@ def pack_gated_float8(gate: Float8Weight, up: Float8Weight) -> PackedFloat8Weigh
         raise KernelArgumentError("up", f"is {tuple(up.shape)}, the gate {tuple(gate.shape)}")
     groups = packed_group(gate, "gate"), packed_group(up, "up")
     if groups[0] != groups[1]:
-        whole = _whole_row(gate.shape[1])
-        group = min(groups) if whole in groups else math.gcd(*groups)
+        row_bytes = _whole_row(gate.shape[1])
+        group = min(groups) if row_bytes in groups else math.gcd(*groups)
         gate, up = gate.in_groups(group), up.in_groups(group)
     n = gate.shape[0]
     packed = _empty_packed((gate, up), n, gated_columns(n), gated=True)

@@ -39,9 +39,9 @@ def _map(size: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # an operating system without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE
-    return whole[start : start + size]
+    mapped = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -mapped.data_ptr() % _HUGE
+    return mapped[start : start + size]
 
 
 _regions = _Regions()

@@ -75,8 +75,8 @@ class PackedWeight(PackedColumns):
         """
         bias_address = None if bias is None else require_bias(bias, self.n, self.dtype)
         if x.ndim != 2 or x.dtype != self.dtype or not x.is_cpu:
-            found = f"{tuple(x.shape)} {x.dtype}"
-            raise KernelArgumentError("x", f"must be [m, {self.k}] {self.dtype} on the CPU, is {found}")
+            actual = f"{tuple(x.shape)} {x.dtype}"
+            raise KernelArgumentError("x", f"must be [m, {self.k}] {self.dtype} on the CPU, is {actual}")
         if x.shape[1] == self.k != self.padded_k:
             x = functional.pad(x, (0, self.padded_k - self.k))
             require_rows(x, self.padded_k)
@@ -161,8 +161,8 @@ def require_rows(x: torch.Tensor, k: int) -> None:
     """Raises KernelArgumentError unless x is [m, k], each of its rows contiguous and none in another's memory."""
     if x.shape[1] != k:
         raise KernelArgumentError("x", f"has {x.shape[1]} columns, the weight {k}")
-    stride, one = x.stride()
-    if one != 1 and k > 1:
+    stride, last_stride = x.stride()
+    if last_stride != 1 and k > 1:
         raise KernelArgumentError("x", "has rows that are not contiguous")
     if x.shape[0] > 1 and stride < k:
         raise KernelArgumentError("x", "has rows that overlap")

@@ -388,7 +388,7 @@ class Program:
         num_rows = layout.slots[0].shape[0]
         if min(len(layout.slots), len(layout.block_tables)) < self._num_groups:
             raise KernelArgumentError("slots", f"and block tables are needed for {self._num_groups} groups of layers")
-        for name, tensor, size in (*(("slots", one, num_rows) for one in layout.slots), ("sampled", sampled, None)):
+        for name, tensor, size in (*(("slots", slots, num_rows) for slots in layout.slots), ("sampled", sampled, None)):
             if tensor.dtype != torch.int64 or tensor.ndim != 1 or not tensor.is_contiguous() or not tensor.is_cpu:
                 raise KernelArgumentError(name, "must be int64 of one dimension, contiguous, on the CPU")
             if size is not None and tensor.shape[0] != size:

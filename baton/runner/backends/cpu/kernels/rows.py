@@ -95,8 +95,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, threads: in
     if x.ndim != 3 or x.dtype not in DTYPES or not x.is_cpu:
         raise KernelArgumentError("x", f"must be [tokens, heads, d] of float32 or bfloat16 on the CPU, is {x.dtype}")
     tokens, heads, d = x.shape
-    token_stride, head_stride, one = x.stride()
-    if one != 1 and d > 1:
+    token_stride, head_stride, last_stride = x.stride()
+    if last_stride != 1 and d > 1:
         raise KernelArgumentError("x", "has rows that are not contiguous")
     if cos.ndim != 2 or cos.shape[0] != tokens or cos.shape[1] % 2 != 0 or cos.shape[1] > d:
         raise KernelArgumentError("cos", f"must be [{tokens}, r] with an even r up to {d}, is {tuple(cos.shape)}")

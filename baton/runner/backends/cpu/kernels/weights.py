@@ -160,11 +160,11 @@ def _part_adapters(of_rows: RowAdapters | None, part: int, x: torch.Tensor) -> P
 
 def columns_of(parts: Sequence[PackedPart]) -> list[tuple[int, PackedPart]]:
     """Each part with the first column of the result that it computes."""
-    found, first = [], 0
+    columns, first = [], 0
     for part in parts:
-        found.append((first, part))
+        columns.append((first, part))
         first += part.n
-    return found
+    return columns
 
 
 def _format_of(weight: Weight) -> object:

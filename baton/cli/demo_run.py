@@ -32,8 +32,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from baton.cli.cluster.run_dir import RunDir
-from baton.cli.commands.generate import Answer, tokens_per_second
 from baton.cli.output import print_table, size
+from baton.cli.views.answer import Answer, tokens_per_second
 from baton.cli.waiting import interrupts_deferred
 from baton.client import GenerationClient
 from baton.errors import BatonError, ExitCode

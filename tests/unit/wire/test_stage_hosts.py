@@ -118,7 +118,7 @@ def test_hosts_wait_for_the_first_one(pool: ThreadPoolExecutor, monkeypatch: pyt
         ({"node": "p1"}, "the node is 'p0' here, and 'p1' there"),
         ({"cluster": "other"}, "the cluster is 'default' here, and 'other' there"),
         ({"hosts": 3}, "the number of hosts is 2 here, and 3 there"),
-        ({"protocol": 0}, "the version of the protocol is 1 here, and 0 there"),
+        ({"protocol": 0}, f"the version of the protocol is {PROTOCOL} here, and 0 there"),
         ({"rank": 0}, "no connection 'down' of a host 0"),
         ({"rank": 2}, "no connection 'down' of a host 2"),
         ({"rank": "1"}, "no connection 'down' of a host '1'"),

@@ -15,8 +15,8 @@ from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
-from baton.runner.remote_stages.stages_here import start_on
 from baton.runner.spec import TorchSpec
+from baton.runner.stages.stages_here import start_on
 from tests.fault.test_killed_ranks import BOUND_S, step
 from tests.support.idle_leader import ranks_of_killed_leader
 from tests.support.rank_processes import wait_until_gone

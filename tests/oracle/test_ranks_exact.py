@@ -124,9 +124,14 @@ def record_logits(runner: TorchModelRunner, run: Run) -> None:
 
 
 def compute(
-    runner: TorchModelRunner, sampling: SamplingParams, executor: StepExecutor | None = None, **limits: Any
+    runner: TorchModelRunner,
+    sampling: SamplingParams,
+    executor: StepExecutor | None = None,
+    *,
+    turns: int = 1,
+    **limits: Any,
 ) -> Run:
-    """All prompts at once, in chunks beside decoding requests, and then once more from the prefix cache."""
+    """All prompts at once, in chunks beside decoding requests; in a second turn they come from the prefix cache."""
     run = Run()
     record_logits(runner, run)
     config = SchedulerConfig(
@@ -138,7 +143,7 @@ def compute(
     fields = CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test")
     engine = EngineCore(Scheduler(config, fields, FakeClock()), runner, executor)
     prompts = make_prompts(runner.model.vocab_size)
-    for turn in range(2):
+    for turn in range(turns):
         requests = [Request(f"{key}-{turn}", RequestSpec(prompt, sampling)) for key, prompt in prompts.items()]
         run.tokens.append(run_all(engine, requests))
     assert len({token for tokens in run.tokens[0].values() for token in tokens}) > 20
@@ -153,19 +158,17 @@ def test_ranks_give_the_bits_of_one_process(tmp_path: Path, name: str, dtype: st
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
     sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=NEW_TOKENS, repetition_penalty=1.1)
     with loaded(tmp_path, ALONE, dtype=dtype) as alone:
-        expected = compute(alone, sampling)
+        expected = compute(alone, sampling, turns=2)
         info = alone.model
         layout = alone.layout
     for shape in shapes:
         with loaded(tmp_path, shape, dtype=dtype) as divided:
-            compute(divided, sampling).check_equal(expected)
+            compute(divided, sampling, turns=2).check_equal(expected)
             # Nodes of other sizes take each other's blocks and streams.
             assert divided.layout == layout
             assert (divided.model.numerics, divided.model.fingerprint) == (info.numerics, info.fingerprint)
             assert divided.model.bit_exact
-            for cache in caches_of(divided):
-                assert cache.memory.own_layout is not None
-                assert len(cache.own_layers) == cache.memory.own_layout.num_layers
+            assert all(cache.own_layers == cache.memory.layers for cache in caches_of(divided))
 
 
 @pytest.mark.parametrize(

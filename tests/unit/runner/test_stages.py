@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +16,13 @@ from baton.messages.pooling import PoolingParams
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.ranks.host_ranks import SharedFiles
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.loading import load_runner
-from baton.runner.model.random_model import write_random_model
 from baton.runner.model.stage import LayerReport, StageReport
 from baton.runner.parts import Stage
 from baton.runner.pipelined_runner import divide
 from baton.runner.ranks.micro_batch import MicroBatch
 from baton.runner.ranks.step_slot import StepSlot
-from baton.runner.spec import TorchSpec
 from tests.doubles.fake_stages import FakeStages
-from tests.support.tiny_models import TINY_MODELS
+from tests.support.load_with import load_tiny
 
 
 @pytest.mark.parametrize("count", range(1, 9))
@@ -38,22 +36,14 @@ def test_each_layer_is_in_one_stage_and_the_last_stage_has_no_more_than_others(c
 
 
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
-    write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
     with pytest.raises(ConfigError, match=r"3 layers can't be divided among 4 stages; at most 3 would do"):
-        load_runner(
-            TorchSpec(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=4), start_stages=FakeStages.start
-        )
+        load_tiny(tmp_path, "llama", pipeline_parallel=4, start_stages=FakeStages.start)
 
 
 def test_a_head_may_be_narrower_than_the_layers(tmp_path: Path) -> None:
     """OPT-350m projects the rows behind its last layer: embeddings are narrower than what stages hand on."""
-    write_random_model(tmp_path, {**TINY_MODELS["opt"], "word_embed_proj_dim": 32}, seed=5)
-    runners = [
-        load_runner(
-            TorchSpec(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=stages), start_stages=FakeStages.start
-        )
-        for stages in (1, 2)
-    ]
+    narrow: dict[str, Any] = {"seed": 5, "config": {"word_embed_proj_dim": 32}, "start_stages": FakeStages.start}
+    runners = [load_tiny(tmp_path, "opt", pipeline_parallel=stages, **narrow) for stages in (1, 2)]
     prompt = NewRequestData("p", [5, 6, 7, 8, 9], (), SamplingParams(temperature=0.0), range(1, 2), 0)
     embedded = NewRequestData("e", [5, 6, 7, 8, 9], (), SamplingParams(), range(2, 3), 0, pooling=PoolingParams())
     step = SchedulerOutput(0, [prompt, embedded], [], {"p": 5, "e": 5}, 10)
@@ -68,11 +58,11 @@ def test_a_head_may_be_narrower_than_the_layers(tmp_path: Path) -> None:
 
 def test_a_part_of_a_later_stage_that_is_slower_is_in_the_report(tmp_path: Path) -> None:
     """The first layer is dense, and only the layers behind it have experts."""
-    write_random_model(tmp_path, {**TINY_MODELS["deepseek_v3"], "model_type": "dots1", "head_dim": 16}, seed=5)
+    config: dict[str, Any] = {"model_type": "dots1", "head_dim": 16}
     reasons = []
     for stages in (1, 3):
-        runner = load_runner(
-            TorchSpec(tmp_path, dtype="float32", num_blocks=16, pipeline_parallel=stages), start_stages=FakeStages.start
+        runner = load_tiny(
+            tmp_path, "deepseek_v3", seed=5, config=config, pipeline_parallel=stages, start_stages=FakeStages.start
         )
         step = next(path for path in runner.model.compute_paths if path.part == "step")
         reasons.append((step.runs, step.why_not_faster))

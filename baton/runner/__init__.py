@@ -11,7 +11,7 @@ from baton.engine.runner import ModelRunner
 from baton.runner.spec import DraftSpec, RunnerSpec, SimulatedSpec, StepTime, TorchSpec
 
 if TYPE_CHECKING:
-    from baton.runner.remote_stages.stage_leader import StageLeader
+    from baton.runner.stages.stage_leader import StageLeader
 
 __all__ = ["DraftSpec", "ModelRunner", "RunnerSpec", "SimulatedSpec", "StepTime", "TorchSpec", "load"]
 

@@ -37,12 +37,12 @@ from baton.runner.pipelined_runner import PipelinedModelRunner
 from baton.runner.ranks.rank import FirstRank, LeadingTransformer, StartRanks, divided_operations
 from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_leader import RankLeader
-from baton.runner.remote_stages.leading_stage import LeadingStage
-from baton.runner.remote_stages.stage_leader import StageLeader
-from baton.runner.remote_stages.stages_here import StartStages, start_stages_here
 from baton.runner.self_check import why_not_bit_exact
 from baton.runner.spec import CacheSpec, DraftSpec, TorchSpec, WeightSpec, check_hosts
 from baton.runner.stage_spec import StageSpec
+from baton.runner.stages.leading_stage import LeadingStage
+from baton.runner.stages.stage_leader import StageLeader
+from baton.runner.stages.stages_here import StartStages, start_stages_here
 from baton.runner.torch_threads import elementwise_threads
 
 _log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from baton.errors import ConfigError
 from baton.processes.ends import how_it_ended
 from baton.processes.fork_server import start_process
 from baton.runner.parts import divided
-from baton.runner.remote_stages.frames import StageLinks
-from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.spec import TorchSpec
+from baton.runner.stages.frames import StageLinks
+from baton.runner.stages.stage_leader import StageLeader
 
 StartStages = Callable[[TorchSpec, torch.device], StageLeader]
 """Starts the stages before the last one: what all stages together load, and the device of the last one."""

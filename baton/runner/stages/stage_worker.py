@@ -28,10 +28,10 @@ from baton.runner.model.weights import load_model_for
 from baton.runner.ranks.micro_batch import MicroBatch, bytes_of, read_numbers, tensor_of
 from baton.runner.ranks.rank import FirstRank, LeadingTransformer, StartRanks
 from baton.runner.ranks.rank_group import RankGroup
-from baton.runner.remote_stages.frames import Frame, FrameKind, FrameReader, FrameWriter, StageLinks
-from baton.runner.remote_stages.stage_messages import StepCopies, figures_to_json
 from baton.runner.spec import WeightSpec
 from baton.runner.stage_spec import StageSpec
+from baton.runner.stages.frames import Frame, FrameKind, FrameReader, FrameWriter, StageLinks
+from baton.runner.stages.stage_messages import StepCopies, figures_to_json
 
 _MOST_FRAMES = 64
 """The most frames that wait for being computed."""

@@ -29,7 +29,8 @@ from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.model.stage import StageReport, reports_to_json
 from baton.runner.parts import Stage
 from baton.runner.ranks.rank_leader import RankLeader
-from baton.runner.remote_stages.frames import (
+from baton.runner.stage_spec import StageSpec
+from baton.runner.stages.frames import (
     IDLE_HEARTBEATS,
     MISSED_HEARTBEATS,
     Frame,
@@ -39,8 +40,7 @@ from baton.runner.remote_stages.frames import (
     StageLinks,
     cut,
 )
-from baton.runner.remote_stages.stage_messages import StepCopies, figures_from_json
-from baton.runner.stage_spec import StageSpec
+from baton.runner.stages.stage_messages import StepCopies, figures_from_json
 
 _MOST_TEXT = 4096
 _SAID_ITSELF = "has failed"

@@ -489,22 +489,6 @@ def test_a_result_is_written_into_its_folder_which_need_not_exist(tmp_path: Path
     assert result_path(tmp_path.parent, tmp_path.name, plan, now) == tmp_path / named
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--base-url", "http://127.0.0.1:1/v1"], "add --backend openai"),
-        (["--backend", "openai", "--base-url", "http://127.0.0.1:1/api"], "--endpoint"),
-        (["--backend", "openai", "--base-url", "http://127.0.0.1:x"], "--base-url"),
-        (["--seed", "-1"], "--seed"),
-        (["ttft:500"], "unexpected argument 'ttft:500'"),
-        (["--goodput", "ttft:5 tbt:3"], "'tbt:3' is not one of"),
-    ],
-)
-def test_bad_arguments_are_usage_errors(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", *words]) == 2
-    assert message in capfd.readouterr().err
-
-
 def test_a_base_url_may_end_in_v1_as_for_openais_clients(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--backend", "openai", "--base-url", "http://127.0.0.1:1/v1/"]) == 5
     assert "127.0.0.1:1 can't be reached" in capfd.readouterr().err

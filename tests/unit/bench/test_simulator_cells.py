@@ -15,7 +15,6 @@ from baton.bench.simulator.config import Failure, SimulationConfig
 from baton.bench.simulator.simulation import simulate
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.bench.workloads.workload import Workload, WorkloadRequest
-from baton.cli.main import main
 from baton.errors import BatonError, InvalidRequest
 
 SPEC = WorkloadSpec(dataset="multi_turn", num_prompts=48, turns=3, request_rate=6.0, random_output_len=40)
@@ -54,11 +53,6 @@ def test_nodes_of_a_cell_serve_only_its_requests() -> None:
 def test_nodes_and_concurrency_that_can_not_be_shared_equally_are_refused(config: SimulationConfig) -> None:
     with pytest.raises(InvalidRequest, match="evenly"):
         simulate_cells(SPEC.build(), config)
-
-
-def test_the_command_refuses_unequal_cells_as_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--arrangement", "3p2d", "--cells", "2"]) == 2
-    assert "--cells" in capsys.readouterr().err
 
 
 class _Broken:

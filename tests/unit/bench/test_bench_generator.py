@@ -401,6 +401,18 @@ async def test_errors_over_http_have_the_servers_message(answer: bytes, message:
     assert (await through_http(answer, [])).outcomes.errors == {message: 6}
 
 
+async def test_tokens_are_counted_by_the_ids_that_a_router_gives_its_events() -> None:
+    events = [(3, "a", None), (4, "b", None), (5, "rest", "length")]
+    choices = [json.dumps({"text": text, "finish_reason": reason}) for _, text, reason in events]
+    parts = [
+        f'id: {event[0]}\ndata: {{"choices": [{choice}]}}\n\n' for event, choice in zip(events, choices, strict=True)
+    ]
+    generator = await through_http(plain_answer(200, "".join([*parts, "data: [DONE]\n\n"])), [])
+    # The text of the last event was kept back: its tokens came earlier.
+    assert set(generator.outcomes.output_length.tolist()) == {4}
+    assert generator.outcomes.errors == {}
+
+
 async def test_an_answer_that_is_not_http_ends_its_request() -> None:
     generator = await through_http(b"SSH-2.0-x\r\n\r\n", [], closes=True)
     assert list(generator.outcomes.errors) == ["the answer is not HTTP: 'SSH-2.0-x'"]

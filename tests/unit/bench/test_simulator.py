@@ -144,7 +144,7 @@ def test_runs_of_steps_and_single_steps_have_the_same_results(name: str) -> None
         seed=3,
     )
     runs = [_run(spec, replace(config, stepwise=stepwise)) for stepwise in (False, True)]
-    columns = [run.outcomes.columns(0.0) for run in runs]
+    columns = [run.outcomes.columns() for run in runs]
     assert columns[0] == columns[1]
     assert runs[0].result().num_steps == runs[1].result().num_steps
     lengths = runs[0].outcomes.output_length
@@ -181,8 +181,8 @@ def test_a_run_leaves_no_reference_cycles() -> None:
 def test_another_seed_gives_other_results() -> None:
     spec = WorkloadSpec(dataset="sharegpt-like", num_prompts=30, request_rate=3.0)
     first, again, other = (_run(replace(spec, seed=seed), _config("1p1d")) for seed in (1, 1, 2))
-    assert first.outcomes.columns(0.0) == again.outcomes.columns(0.0)
-    assert first.outcomes.columns(0.0) != other.outcomes.columns(0.0)
+    assert first.outcomes.columns() == again.outcomes.columns()
+    assert first.outcomes.columns() != other.outcomes.columns()
 
 
 def test_turns_of_a_conversation_follow_each_other_and_find_their_prefix_cached() -> None:

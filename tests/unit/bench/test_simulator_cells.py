@@ -26,13 +26,13 @@ CONFIG = SimulationConfig(
 def test_each_cell_is_an_independent_simulation() -> None:
     progress: list[int] = []
     together, again = simulate_cells(SPEC.build(), CONFIG, progress.append), simulate_cells(SPEC.build(), CONFIG)
-    assert together.outcomes.columns(0.0) == again.outcomes.columns(0.0)
+    assert together.outcomes.columns() == again.outcomes.columns()
     alone = [
         simulate([one for one in SPEC.build() if cast(int, one.session) % 2 == cell], part)
         for cell, part in enumerate(cell_configs(CONFIG))
     ]
-    columns = [one.outcomes.columns(0.0) for one in alone]
-    assert together.outcomes.columns(0.0) == {name: columns[0][name] + columns[1][name] for name in columns[0]}
+    columns = [one.outcomes.columns() for one in alone]
+    assert together.outcomes.columns() == {name: columns[0][name] + columns[1][name] for name in columns[0]}
     assert together.num_steps == alone[0].num_steps + alone[1].num_steps
     assert together.parts.count == 48
     assert together.timeline == {**(alone[0].timeline or {}), **(alone[1].timeline or {})}

@@ -21,6 +21,7 @@ from baton.runner.model.stored.layers import StoredEmbedding
 from baton.runner.model.stored.quantize import quantized
 from baton.runner.model.stored.weight import StoredWeight
 from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_stages import FakeStages
 from tests.support.load_with import load_tiny
 
 
@@ -157,7 +158,7 @@ def test_a_step_that_fails_with_weights_that_transformers_computes_with_is_the_a
 ) -> None:
     _attention_wrapped(_scores_needed)(monkeypatch)
     with pytest.raises(UnsupportedAttention, match="transformers computes with its weights, but its architecture"):
-        load_tiny(tmp_path, "llama", seed=1, start_ranks=FakeRankGroup, **divided)
+        load_tiny(tmp_path, "llama", seed=1, start_ranks=FakeRankGroup, start_stages=FakeStages.start, **divided)
 
 
 def test_an_embedding_reads_a_weight_once_where_some_rows_take_as_long_as_all() -> None:
@@ -190,6 +191,11 @@ def test_a_model_that_is_computed_rightly_is_verified(
 
 @pytest.mark.parametrize("divided", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
 def test_a_divided_model_with_quantised_experts_is_verified(divided: dict[str, Any], tmp_path: Path) -> None:
-    how: dict[str, Any] = {"quantization": "int4", "start_ranks": FakeRankGroup, **divided}
+    how: dict[str, Any] = {
+        "quantization": "int4",
+        "start_ranks": FakeRankGroup,
+        "start_stages": FakeStages.start,
+        **divided,
+    }
     with closing(load_tiny(tmp_path, "gpt_oss", seed=1, **how)) as runner:
         assert runner.model.is_verified

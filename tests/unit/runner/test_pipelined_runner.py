@@ -33,10 +33,9 @@ from baton.runner.model.weights import load_model
 from baton.runner.model_runner import TorchModelRunner
 from baton.runner.parts import Stage
 from baton.runner.pipelined_runner import PipelinedModelRunner
-from baton.runner.ranks.micro_batch import Task
 from baton.runner.spec import CacheSpec, TorchSpec, WeightSpec
 from tests.doubles.fake_clock import FakeClock
-from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_stages import FakeStages
 from tests.oracle.test_token_exact import make_prompts
 from tests.support.tiny_models import TINY_MODELS
 
@@ -67,7 +66,7 @@ class SlowStages(Transformer):
     def can_begin(self) -> bool:
         return len(self._begun) < 2 * self.stage.count
 
-    def begin(self, task: Task, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None) -> None:
+    def begin(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None, wants_hidden: bool) -> None:
         self.log.append(f"begin {batch.query_start[-1]}")
         self._begun.append(super().compute_with_hidden(batch, logits_rows))
 
@@ -301,7 +300,7 @@ def test_the_time_of_a_step_that_begins_ahead_counts_from_the_end_of_the_one_bef
 def test_closing_ends_a_step_that_is_being_computed(model: Path) -> None:
     for _ in range(5):
         runner = load_runner(
-            TorchSpec(model, dtype="float32", num_blocks=64, pipeline_parallel=2), start_ranks=FakeRankGroup
+            TorchSpec(model, dtype="float32", num_blocks=64, pipeline_parallel=2), start_stages=FakeStages.start
         )
         begun = threading.Event()
         begin = runner._transformer.begin  # type: ignore[attr-defined]

@@ -22,17 +22,12 @@ from baton.messages.request_spec import RequestSpec
 from baton.messages.sampling import SamplingParams
 from baton.model_formats.adapters import open_adapter
 from baton.runner import SimulatedSpec, StepTime, load
-from baton.runner.simulated import (
-    SimulatedRunner,
-    expected_beams,
-    expected_kv,
-    expected_tokens,
-    likeliest_tokens,
-)
+from baton.runner.simulated import SimulatedRunner, likeliest_tokens
 from tests.doubles.fake_clock import FakeClock
 from tests.support.adapter_files import write_simple_adapter
 from tests.support.engine_rig import name_of
 from tests.support.runner_driver import RunnerDriver
+from tests.support.simulated_oracle import expected_beams, expected_kv, expected_tokens
 
 SPEC = SimulatedSpec(num_blocks=64, block_size=4, vocab_size=997, max_model_len=256)
 PROMPTS = {"a": [1, 2, 3], "b": [1, 2, 3, 4], "c": list(range(30)), "d": [5], "e": list(range(100, 117))}

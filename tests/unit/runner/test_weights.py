@@ -31,6 +31,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model.weights import load_model, resolve_dtype
 from baton.runner.spec import CacheSpec, WeightSpec
 from tests.doubles.fake_rank_group import FakeRankGroup
+from tests.doubles.fake_stages import FakeStages
 from tests.support.gguf_models import converted, random_module, write_module
 from tests.support.load_with import load_with
 from tests.support.runner_driver import RunnerDriver
@@ -454,6 +455,7 @@ def test_ranks_have_their_parts_of_the_weights_while_they_are_loaded(
     """The first rank has none before the others start, and then all together have each weight once."""
     model = large_model(architecture)
     divided: dict[str, Any] = {"num_threads": 4, "tensor_parallel": 2, "pipeline_parallel": 2}
+    divided |= {"start_stages": FakeStages.start}
     load_with(model.tiny, dtype="float32", num_blocks=16, start_ranks=FakeRankGroup, **divided).close()
     growth, of_first = Growth(), []
 

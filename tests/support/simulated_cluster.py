@@ -29,7 +29,6 @@ from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, PromptLogprobs
 from baton.messages.ids import AttemptKey, Peer
 from baton.messages.node import NodeDescription, Role, RouterMessage, StageTimings, StepReport
-from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.messages.sampling import TokenLogprobs
 from baton.node.adapters.adapter_threads import AdapterThreads
 from baton.node.attempts.attempt_times import TransferFigures
@@ -274,34 +273,25 @@ class _Mover(FakeMover):
 class _Role:
     """The role of a node, as its service uses it."""
 
-    def __init__(self, half: HandOff | Intake, connector: OfferConnector | IntakeConnector) -> None:
-        self.half = half
+    def __init__(self, handoff: HandOff | Intake, connector: OfferConnector | IntakeConnector) -> None:
+        self.handoff = handoff
         self.connector = connector
 
     def attempt_aborted(self, attempt: AttemptKey) -> None:
-        if isinstance(self.half, HandOff):
-            self.half.withdraw(attempt, "aborted", TransferCause.CANCELLED)
+        if isinstance(self.handoff, HandOff):
+            self.handoff.withdraw(attempt, "aborted", TransferCause.CANCELLED)
         else:
-            self.half.abandon(attempt)
+            self.handoff.abandon(attempt)
 
     def attempt_timed(self, attempt: AttemptKey, timings: StageTimings) -> None:
-        if isinstance(self.half, HandOff):
-            self.half.timed(attempt, timings)
+        if isinstance(self.handoff, HandOff):
+            self.handoff.timed(attempt, timings)
 
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         stats = self.connector.stats(attempt) if isinstance(self.connector, IntakeConnector) else None
-        if stats is None or not isinstance(self.half, Intake):
+        if stats is None or not isinstance(self.handoff, Intake):
             return None
-        return TransferFigures(stats.num_bytes, 0.0, self.half.prompt_timings(attempt))
-
-    def handoff_report(self) -> HandoffReport:
-        return self.half.report()
-
-    def refused_links(self) -> Sequence[RefusedLink]:
-        return self.half.refused_links()
-
-    def failed_probes(self) -> Sequence[FailedProbe]:
-        return self.half.failed_probes()
+        return TransferFigures(stats.num_bytes, 0.0, self.handoff.prompt_timings(attempt))
 
 
 class SimulatedNode:
@@ -511,7 +501,9 @@ class SimulatedNode:
         self.machine.end()
         self._cancel_heartbeat()
         if self._heartbeat is not None:
-            await asyncio.gather(self._heartbeat, return_exceptions=True)
+            (ended,) = await asyncio.gather(self._heartbeat, return_exceptions=True)
+            if isinstance(ended, Exception):
+                raise ended
         await self.half.stop()
         self.service.close()
 

@@ -18,13 +18,14 @@ from baton.runner import SimulatedSpec, StepTime
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.simulated import SimulatedRunner
 from baton.runner.spec import TorchSpec
 from kv_transfer.backends.nixl import NixlBackend
 from tests.doubles.faulty_transfer_backend import Faults, FaultyTransferBackend
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
 from tests.support.caller import Answer
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.step_gate import StepGate
 from tests.support.tiny_models import TINY_MODELS
 

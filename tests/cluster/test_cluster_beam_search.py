@@ -18,10 +18,11 @@ from baton.runner import SimulatedSpec
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.simulated import SimulatedRunner, expected_beams
+from baton.runner.simulated import SimulatedRunner
 from baton.runner.spec import TorchSpec
 from tests.support.caller import Answer
 from tests.support.mini_cluster import mini_cluster, random_prompt
+from tests.support.simulated_oracle import expected_beams
 from tests.support.tiny_models import TINY_MODELS
 
 pytestmark = pytest.mark.one_transport

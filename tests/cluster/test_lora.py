@@ -24,11 +24,12 @@ from baton.runner import SimulatedSpec, StepTime
 from baton.runner.loading import load_runner
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner
-from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.simulated import SimulatedRunner
 from baton.runner.spec import TorchSpec
 from tests.support.adapter_files import expert_tensors, lora_tensors, write_adapter, write_simple_adapter
 from tests.support.caller import Answer, TokenCount
 from tests.support.mini_cluster import BOTH_KINDS, MiniCluster, mini_cluster, random_prompt
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.tiny_models import TINY_MODELS
 
 pytestmark = pytest.mark.one_transport

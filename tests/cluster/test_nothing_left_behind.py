@@ -10,10 +10,11 @@ from baton.errors import DeadlineExceeded, WouldBeLate
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, StepTime
-from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.simulated import SimulatedRunner
 from decode_node.app import DecodeRole
 from prefill_node.app import PrefillRole
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.step_gate import StepGate
 
 SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)

@@ -13,8 +13,9 @@ import pytest
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, StepTime
-from baton.runner.simulated import SimulatedRunner, expected_tokens
+from baton.runner.simulated import SimulatedRunner
 from tests.support.mini_cluster import mini_cluster, random_prompt
+from tests.support.simulated_oracle import expected_tokens
 
 SPEC = SimulatedSpec(
     block_size=4,

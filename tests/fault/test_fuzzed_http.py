@@ -16,10 +16,10 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from baton.runner.simulated import expected_embedding
 from tests.support.fuzzed_cluster import SPEC, LetterTokenizer, Run, fuzzed_cluster
 from tests.support.fuzzed_http import NO_NUMBERS, NO_TEXTS, fuzzed, mutations, post, wild_bodies
 from tests.support.http_client import Exchange
+from tests.support.simulated_oracle import expected_embedding
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 

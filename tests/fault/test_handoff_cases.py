@@ -16,7 +16,6 @@ from baton.messages.ids import Peer
 from baton.messages.sampling import SamplingParams
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.runner.blocks.sub_blocks import WHOLE, Division
-from baton.runner.simulated import expected_tokens
 from decode_node.intake import Intake
 from kv_transfer.digests import OfferedDigests
 from kv_transfer.link.link_client import LinkClient
@@ -27,6 +26,7 @@ from prefill_node.handoff import HandOff
 from router.placement.breaker import PAIR_FAILURES
 from tests.support.handoff_failpoints import HANDOFF_FAILPOINTS
 from tests.support.simulated_cluster import ROUTER, STEP_S, SimulatedCluster, SimulatedLimits, simulated_cluster
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.virtual_time import run_virtually, virtually
 
 SMALL = SimulatedLimits(num_blocks=24, chunk=8)

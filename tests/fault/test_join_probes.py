@@ -18,7 +18,6 @@ from baton.errors import TransferCause, TransferFailed
 from baton.messages.generation import GenerateRequest
 from baton.messages.node_report import KV_PROBE_FAILED, ProbeFault
 from baton.messages.sampling import SamplingParams
-from baton.runner.simulated import expected_tokens
 from decode_node import senders
 from decode_node.intake import Intake
 from kv_transfer.receiver.probe_values import ProbeState, ProbeTimes
@@ -30,6 +29,7 @@ from tests.support.simulated_cluster import (
     SimulatedNode,
     simulated_cluster,
 )
+from tests.support.simulated_oracle import expected_tokens
 from tests.support.virtual_time import run_virtually, virtually
 
 LIMITS = SimulatedLimits(num_blocks=96, chunk=8)

@@ -32,7 +32,7 @@ from baton.text.model_template import ModelTemplate
 from baton.text.tokenizer import Tokenizer
 from tests.doubles.fake_workers import FakeWorkers
 from tests.oracle.test_token_exact import make_engine
-from tests.unit.runner.test_quantized_loading import error, logits
+from tests.support.packed_runs import error, logits
 
 MAX_TOKENS = 12
 QUESTIONS = (

@@ -24,9 +24,11 @@ from kv_transfer.sender.lease_values import LeaseTimes
 from router.limits import DispatchLimits
 from router.placement.placer import PlacementSettings, Policy
 from router.process import placement_settings
+from tests.support.load_script import load_script
 from tests.support.parsed_flags import config_from_flags
 
 ROOT = Path(__file__).parents[3]
+load_script("markers")  # the script imports it
 configuration: Any = runpy.run_path(str(ROOT / "scripts/configuration.py"))
 REQUIRED = {"role": "decode", "node_id": "n", "router_id": "r", "registry": "redis://r"}
 TLS = ("tls_cert", "tls_key", "tls_ca")

@@ -24,9 +24,9 @@ from baton.messages.generation import Chunk, Finished
 from baton.messages.sampling import TokenLogprobs
 from baton.model_formats.audio import AudioLimits, UnusableAudio, decode_audio, pcm_of, windows
 from baton.model_formats.limits import AUDIO_RATE
+from baton.security.http_access import PageAuthenticator
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
-from baton.security.pages import PageAuthenticator
 from router.http.audio.endpoint import AudioBodies, SpeechRules
 from router.http.audio.formats import Segment, Transcript, written
 from router.http.json_body import MAX_BODY_BYTES, MAX_LARGE_BODIES

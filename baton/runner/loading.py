@@ -24,7 +24,6 @@ from baton.runner.backends.operations import Operations
 from baton.runner.compute_paths import compute_paths
 from baton.runner.execution.draft_model import DraftModel
 from baton.runner.images import ImageEncoder, ImageInputs, ImageProcessor
-from baton.runner.load_steps import model_info, named_errors, prepared_operations, settle
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.pooling_files import read_pooling
 from baton.runner.model.stored.weight import UnusableWeight
@@ -42,6 +41,7 @@ from baton.runner.remote_stages.stage_leader import StageLeader
 from baton.runner.remote_stages.stage_spec import StageSpec
 from baton.runner.remote_stages.stages_here import StartStages, start_stages_here
 from baton.runner.self_check import why_not_bit_exact
+from baton.runner.shared_by_loaders import model_info, named_errors, prepared_operations, settle
 from baton.runner.spec import CacheSpec, DraftSpec, TorchSpec, WeightSpec, check_hosts
 from baton.runner.torch_threads import elementwise_threads
 

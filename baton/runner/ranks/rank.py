@@ -24,7 +24,6 @@ from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.device import CPU
 from baton.runner.backends.ranks.host_ranks import SharedMemory
 from baton.runner.execution.input_batch import FlatBatch
-from baton.runner.load_steps import prepare
 from baton.runner.model.cached_model import on_host
 from baton.runner.model.decoder import ModelOutput
 from baton.runner.model.transformer import HiddenAndLogits, Transformer
@@ -36,6 +35,7 @@ from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_leader import FollowingRanks, PipelinedTransformer
 from baton.runner.ranks.rank_parts import RankParts
 from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.shared_by_loaders import prepare
 from baton.runner.spec import WeightSpec
 
 

@@ -20,7 +20,6 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError, RankLo
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.blocks.host_blocks import host_blocks_in
-from baton.runner.load_steps import numerics_of, prepare
 from baton.runner.model.stage import StageReport
 from baton.runner.model.stored.weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
@@ -28,6 +27,7 @@ from baton.runner.model.weights import load_model_for
 from baton.runner.ranks.micro_batch import MicroBatch, bytes_of, read_numbers, tensor_of
 from baton.runner.remote_stages.frames import Frame, FrameKind, FrameReader, FrameWriter, StageLinks
 from baton.runner.remote_stages.stage_spec import StageSpec, StepCopies, figures_to_json
+from baton.runner.shared_by_loaders import numerics_of, prepare
 from baton.runner.spec import WeightSpec
 
 _MOST_FRAMES = 64
